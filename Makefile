@@ -67,7 +67,7 @@ torch-suite: $(CORE)
 	$(PY) tests/comm/torch_suite/run.py --world-size 2
 	$(PY) tests/comm/torch_suite/run.py --world-size 4
 
-# Stopped, it goes on where it was; MUTANTS_ARGS="--only dear/comm --out plots/out" tries a part.
+# Stopped, it goes on where it was; MUTANTS_ARGS="--only dear/comm --out build/tried" tries a part.
 mutants: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 	$(PY) -m tests.mutants $(MUTANTS_ARGS)
 
@@ -122,6 +122,6 @@ system-packages:
 	scripts/system_packages.sh
 
 clean:
-	rm -rf $(VENV) plots/out build *.egg-info common/comm_core/*.so common/comm_core/_built_for.json \
+	rm -rf $(VENV) build *.egg-info common/comm_core/*.so common/comm_core/_built_for.json \
 	  common/emulation/links/link_switch/link_switch
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""Time, bandwidth, CPU cost and correctness of collectives, engines interleaved in one run.
+"""Time, bandwidth, CPU cost and correctness of collectives; engines are interleaved in one run.
 
   python bench/collectives.py --engines comm_core gloo mpi horovod --sizes 4K 4M 25M -n 4
   python bench/collectives.py --hosts netns --rate 1gbit --congestion cubic -n 4
   python bench/collectives.py --hosts netns --network 10gbe --time-scale 10 --sizes 32Ki 512Ki
 
-Time of one operation = that of the slowest rank, after a barrier. Every round measures each
-operation and size with every engine in turn; ratios are medians over rounds. Sizes are of the
-whole bucket (float32): 25M = 25e6 bytes. With a network's profile a second table has, by size,
-what an operation takes beyond the time of its bytes on the wire. Exit status: 0 all well, 1 an
-engine is missing or failed or gave a wrong result, 2 a mistake in the options.
+The time of an operation is that of the slowest rank, after a barrier. Every round measures each
+operation and size with every engine in turn; ratios are medians over rounds. A size is that of the
+whole bucket (float32): 25M is 25e6 bytes. `of wire` is the share of the links' bandwidth for TCP's
+payload, and `above us` the time in excess of the bytes on the wire, in the network's time. Exit
+status: 0, or 1 if an engine is missing, failed or gave a wrong result, or 2 for a user error.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import itertools
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,48 +28,52 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.rig import session, table
-from bench.rig.limits import Limits
+from bench.rig import program, session, table
 from bench.rig.output import note
 from bench.rig.rank import Place
 from bench.rig.table import Ratio
-from common.emulation.links.profile import payload_bytes_per_s
+from common.emulation.links.profile import network_profile, payload_bytes_per_s
+from common.results.table import significant
 from dear.errors import UserError, unknown
-from dear.lazy import torch
+from dear.lazy import np, torch
 
 HEADER = (
     "op", "engine", "bytes", "time ms", "algbw GB/s", "busbw GB/s", "p50 ms", "p99 ms", "min ms",
-    "CPU-s/GB", "iterations", "#wrong",
+    "CPU-s/GB", "iterations", "#wrong", "of wire", "above us",
 )  # fmt: skip
 _WARM_UP_S = 0.05
-_SPOILT = -1.0
+_INVALID = -1.0
+
+Case = tuple[str, int]
+"""Operation and size in bytes."""
+Bounds = Mapping[Case, float | None]
+"""Shortest real time of each case; None: unknown."""
+Rounds = dict[tuple[str, ...], list["Sample"]]
+"""Samples by operation, engine and bytes."""
 
 
 class _Buffers:
-    """Buffers of one operation, filled with integers whose sums float32 holds exactly.
+    """Buffers of an operation, filled with integers whose sums float32 holds exactly.
 
-    Element i of rank r is base(i) + 2**r, with base different for neighbouring i: among sums of
-    as many terms as there are ranks, only that of every rank once is base * size + 2**size - 1.
+    Element i of rank r is base(i) + 2**r, and neighbouring elements have different bases: of all
+    sums of as many terms as there are ranks, only the sum over every rank once is right.
     """
 
     def __init__(self, place: Place, op: str, count: int) -> None:
         self._place, self._op = place, op
         size, part = place.size, count // place.size
         self._mine = slice(place.rank * part, (place.rank + 1) * part)
-        prime = 1000003 if size <= 16 else 250007
-        if size > 64:
-            raise ValueError(f"{size} ranks: sums would not be exact in float32")
         # Ranks beyond 16 reuse the powers; the sum must stay below 2**24.
+        prime = 1000003 if size <= 16 else 250007
         self._weights = [float(2 ** (r % 16)) for r in range(size)]
         self._base = ((torch.arange(count) * 48271) % prime).to(torch.float32)
-        shard_in = op == "all_gather"
-        self.source = place.engine.empty(part if shard_in else count)
+        self.source = place.engine.empty(part if op == "all_gather" else count)
         self._shard = None if op in ("all_reduce", "all_gather") else place.engine.empty(part)
         self._whole = place.engine.empty(count) if op in ("all_gather", "rs_ag") else None
         self._result: Any = None
 
     def run(self) -> None:
-        """The operation, once."""
+        """Runs the operation once."""
         engine = self._place.engine
         if self._op == "all_reduce":
             self._result = engine.all_reduce(self.source)
@@ -81,20 +85,20 @@ class _Buffers:
                 self._result = engine.all_gather(self._whole, self._result)
 
     def wrong(self) -> int:
-        """Runs once on fresh data; the number of wrong elements of the result."""
-        weight = self._weights[self._place.rank]
-        mine = self._base[self._mine] if self._op == "all_gather" else self._base
-        self.source.copy_(mine).add_(weight)
+        """Runs the operation on new data and returns the number of wrong elements."""
+        mine = self._base[self._mine]
+        given = mine if self._op == "all_gather" else self._base
+        self.source.copy_(given).add_(self._weights[self._place.rank])
         for output in (self._shard, self._whole):
             if output is not None:
-                output.fill_(_SPOILT)
+                output.fill_(_INVALID)
         self._place.meet()
         self.run()
         if self._op == "all_gather":
             rows = self._base.view(self._place.size, -1) + torch.tensor(self._weights)[:, None]
             want = rows.view(-1)
         else:
-            base = self._base[self._mine] if self._op == "reduce_scatter" else self._base
+            base = mine if self._op == "reduce_scatter" else self._base
             want = base * self._place.size + sum(self._weights)
         if self._result.numel() != want.numel():
             return int(want.numel())
@@ -104,12 +108,14 @@ class _Buffers:
 def measure(
     place: Place, op: str, nbytes: int, budget_s: float, iterations: tuple[int, int]
 ) -> dict[str, Any]:
-    """One round of one operation on a bucket of `nbytes` in all.
+    """Measures one round of an operation on a bucket of `nbytes`, on one rank.
 
-    The timed iterations should take `budget_s` together, and are in the range `iterations`.
+    Args:
+        budget_s: wanted time of all timed iterations.
+        iterations: the least and the largest number of them.
 
     Returns:
-        `times_s` of this rank per iteration, its `cpu_s` for all of them, `wrong` elements.
+        `times_s` per iteration, `cpu_s` of all of them, and the number of `wrong` elements.
     """
     buffers = _Buffers(place, op, nbytes // 4)
     wrong = buffers.wrong()
@@ -130,8 +136,8 @@ def _timed(place: Place, buffers: _Buffers, count: int) -> tuple[list[float], fl
     gc.disable()
     cpu = time.process_time()
     for _ in range(count):
-        # What this thread spends in the barrier is the benchmark's, not the engine's; the
-        # engine's own threads are counted all the time.
+        # This thread's time in the barrier belongs to the benchmark. The engine's own threads are
+        # counted all the time.
         between = time.thread_time()
         place.meet()
         cpu += time.thread_time() - between
@@ -144,61 +150,15 @@ def _timed(place: Place, buffers: _Buffers, count: int) -> tuple[list[float], fl
     return times, cpu
 
 
-def main(argv: list[str]) -> int:
-    parser = session.parser_of(__doc__, ["comm_core", "gloo", "mpi", "horovod"], world=4)
-    add = parser.add_argument
-    add("--ops", nargs="+", default=list(table.OPS), metavar="OP", help="operations")
-    add("--sizes", nargs="+", default=["4K", "4M", "25M"], metavar="SIZE", help="bucket sizes")
-    add("--repeats", type=int, default=5, help="rounds")
-    add("--seconds", type=float, default=0.5, help="timed seconds per engine, case and round")
-    add("--min-iterations", type=int, default=3, help="at least so many in a round")
-    add("--max-iterations", type=int, default=1000, help="at most so many in a round")
-    args = session.parse(parser, argv)
-    for op in args.ops:
-        if op not in table.OPS:
-            raise unknown("operation", op, table.OPS)
-    if args.repeats < 1 or not 1 <= args.min_iterations <= args.max_iterations:
-        raise UserError("--repeats and the numbers of iterations must be at least 1, min <= max")
-    iterations = (args.min_iterations, args.max_iterations)
-    measurement = {"budget_s": args.seconds, "iterations": iterations}
-    sizes = [table.bucket_bytes(table.parse_size(text), args.world) for text in args.sizes]
-    pairs = itertools.product(sizes, args.ops)
-    cases = {(op, n): {"op": op, "nbytes": n, **measurement} for n, op in pairs}
-    profile = session.profile_of(args)
-    wire = None if profile is None else payload_bytes_per_s(profile.gbps) / args.time_scale
-    limits = Limits("wire" if args.num_hosts else "memory", cases, wire)
-    samples: list[Sample] = []
-    with session.started("bench/collectives", args) as running:
-        for index in range(args.repeats):
-            limits.measure(running, index)
-            for (op, nbytes), engine, results in running.round(measure, cases):
-                found = {key: [one[key] for one in results] for key in ("times_s", "cpu_s")}
-                found["wrong"] = sum(one["wrong"] for one in results)
-                sample = Sample(engine=engine, op=op, nbytes=nbytes, round=index, **found)
-                samples.append(sample)
-                what = f"{op} {table.human_bytes(nbytes)} {engine}"
-                note(f"round {index + 1}: {what} {sample.median_s() * 1e3:.3f} ms")
-            running.save(
-                repeats=args.repeats,
-                measurement=measurement,
-                samples=[dataclasses.asdict(sample) for sample in samples],
-                **limits.record(),
-            )
-        print("\n".join(report(samples, args.world, args.engines, limits, running.failures)))
-        if profile is not None:
-            print(above_wire(samples, args.engines, limits, args.time_scale))
-        return 1 if running.failures or any(sample.wrong for sample in samples) else 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One round of one operation with one engine.
+    """Round of an operation with one engine.
 
     Attributes:
         nbytes: size of the whole bucket.
-        times_s: per rank and iteration.
-        cpu_s: per rank, for all iterations.
-        wrong: elements that differed from the right result, all ranks.
+        times_s: seconds per rank and iteration.
+        cpu_s: CPU seconds per rank, of all iterations.
+        wrong: number of wrong elements of all ranks.
     """
 
     engine: str
@@ -210,133 +170,144 @@ class Sample:
     wrong: int
 
     def steps_s(self) -> list[float]:
-        """Seconds per iteration: of the slowest rank."""
+        """Returns the seconds of the slowest rank per iteration."""
         return table.slowest(self.times_s)
 
     def median_s(self) -> float:
-        """The round's figure."""
+        """Returns the median of the iterations."""
         return statistics.median(self.steps_s())
 
     def cpu_s_per_gb(self) -> float:
-        """CPU seconds of all ranks per 1e9 bytes of bucket."""
-        # The clock is exact, but an engine may truly use none between two readings.
+        """Returns the CPU seconds of all ranks per 1e9 bytes of bucket."""
+        # The clock is exact, but an engine may use no time between two readings.
         return max(sum(self.cpu_s) / len(self.times_s[0]) / (self.nbytes / 1e9), 1e-9)
+
+
+def main(argv: list[str]) -> int:
+    parser = session.parser(__doc__, ["comm_core", "gloo", "mpi", "horovod"], world=4)
+    add = parser.add_argument
+    add("--ops", nargs="+", default=list(table.OPS), metavar="OP", help="operations")
+    add("--sizes", nargs="+", default=["4K", "4M", "25M"], metavar="SIZE", help="bucket sizes")
+    add("--seconds", type=float, default=0.5, help="timed seconds per engine, case and round")
+    add("--min-iterations", type=int, default=3, help="least number in a round")
+    add("--max-iterations", type=int, default=1000, help="largest number in a round")
+    args = session.parse(parser, argv)
+    for op in args.ops:
+        if op not in table.OPS:
+            raise unknown("operation", op, table.OPS)
+    if not 1 <= args.min_iterations <= args.max_iterations:
+        raise UserError("the numbers of iterations must be at least 1, and min <= max")
+    measurement = {"budget_s": args.seconds}
+    measurement |= {"iterations": (args.min_iterations, args.max_iterations)}
+    sizes = [table.bucket_bytes(text, args.world) for text in args.sizes]
+    pairs = itertools.product(sizes, args.ops)
+    cases = {(op, n): {"op": op, "nbytes": n, **measurement} for n, op in pairs}
+    bounds = bounds_s(cases, args)
+    samples: list[Sample] = []
+    with session.started("bench/collectives", args) as running:
+        for index in range(args.repeats):
+            for (op, nbytes), engine, ranks in running.round(measure, cases):
+                times, cpu = ([rank[key] for rank in ranks] for key in ("times_s", "cpu_s"))
+                sample = Sample(
+                    engine=engine,
+                    op=op,
+                    nbytes=nbytes,
+                    round=index,
+                    times_s=times,
+                    cpu_s=cpu,
+                    wrong=sum(rank["wrong"] for rank in ranks),
+                )
+                samples.append(sample)
+                what = f"{op} {table.human_bytes(nbytes)} {engine}"
+                note(f"round {index + 1}: {what} {sample.median_s() * 1e3:.3f} ms")
+            running.save(
+                repeats=args.repeats,
+                measurement=measurement,
+                samples=[dataclasses.asdict(sample) for sample in samples],
+                bounds_s=[[*case, bound_s] for case, bound_s in bounds.items()],
+            )
+        print("\n".join(report(samples, args, bounds, running.failures)))
+        return 1 if running.failures or any(sample.wrong for sample in samples) else 0
+
+
+def bounds_s(cases: Iterable[Case], args: argparse.Namespace) -> Bounds:
+    """Returns the shortest real time of each case by the bandwidth of the links."""
+    name = args.network or args.rate
+    if not args.num_hosts or name == "none":
+        return dict.fromkeys(cases)
+    rate = payload_bytes_per_s(network_profile(name).gbps) / args.time_scale
+    # The token bucket of a link at a bare rate holds the whole of a smaller operation.
+    least = 0 if args.network else 1_000_000
+    return {
+        (op, nbytes): nbytes * table.bus_factor(op, args.world) / rate if nbytes >= least else None
+        for op, nbytes in cases
+    }
 
 
 def report(
     samples: Sequence[Sample],
-    world: int,
-    engines: Sequence[str],
-    limits: Limits,
+    args: argparse.Namespace,
+    bounds: Bounds,
     failures: Mapping[str, str],
 ) -> list[str]:
-    """The table and what follows from it; operations and sizes in the order of the limits."""
-    times: Series = defaultdict(dict)
-    cpu: Series = defaultdict(dict)
-    for sample in samples:
-        times[sample.engine, sample.op, sample.nbytes][sample.round] = sample.median_s()
-        cpu[sample.engine, sample.op, sample.nbytes][sample.round] = sample.cpu_s_per_gb()
+    """Returns the table and the comparisons, in the order of the bounds."""
 
     def cells(kept: list[Sample]) -> list[str]:
-        op, nbytes, engine = kept[0].op, kept[0].nbytes, kept[0].engine
+        op, nbytes, bound_s = kept[0].op, kept[0].nbytes, bounds[kept[0].op, kept[0].nbytes]
         steps = [step for sample in kept for step in sample.steps_s()]
-        time_s = statistics.median(times[engine, op, nbytes].values())
+        time_s = statistics.median(sample.median_s() for sample in kept)
         bandwidth = nbytes / time_s / 1e9
-        numbers = [time_s * 1e3, bandwidth, bandwidth * table.bus_factor(op, world)]
-        numbers += [table.percentile(steps, percent) * 1e3 for percent in (50, 99, 0)]
-        numbers.append(statistics.median(cpu[engine, op, nbytes].values()))
-        near = limits.nearness((op, nbytes), times[engine, op, nbytes])
-        return [
-            *(table.digits(number) for number in numbers),
-            *(str(len(steps)), str(sum(sample.wrong for sample in kept))),
-            table.digits(near.median if near else None),
-        ]
+        numbers = [time_s * 1e3, bandwidth, bandwidth * table.bus_factor(op, args.world)]
+        numbers += [1e3 * np.quantile(steps, q, method="inverted_cdf") for q in (0.5, 0.99, 0)]
+        numbers.append(statistics.median(sample.cpu_s_per_gb() for sample in kept))
+        wire = ["-", "-"]
+        if bound_s is not None:
+            above_us = 1e6 * (time_s - bound_s) / args.time_scale
+            wire = [significant(bound_s / time_s), f"{above_us:.0f}"]
+        wrong = sum(sample.wrong for sample in kept)
+        return [*map(significant, numbers), str(len(steps)), str(wrong), *wire]
 
-    rounds: dict[tuple[str, ...], list[Sample]] = {
-        (op, engine, str(nbytes)): [] for op, nbytes in limits.bound_s for engine in engines
-    }
-    for sample in samples:
-        rounds[sample.op, sample.engine, str(sample.nbytes)].append(sample)
-    header = [*HEADER, "of wire" if limits.kind == "wire" else "x memory"]
-    lines = [table.of_engines(header, rounds, failures, cells), *limits.lines(), ""]
+    engines = args.engines
+    rounds = _by_label(samples, bounds, engines)
+    lines = [table.of_engines(HEADER, rounds, failures, cells), ""]
     core = [name for name in engines if name.startswith("comm_core")]
     for reference in core or engines[:1]:
-        lines += _compared(reference, engines, world, limits.bound_s, times, cpu)
-    unit = " of the wire (iperf3)" if limits.kind == "wire" else "x the memory bound"
-    if limits.wire_bytes_per_s is not None:
-        unit = " of the wire"
-    for op, nbytes in limits.bound_s:
-        for engine in engines:
-            if near := limits.nearness((op, nbytes), times[engine, op, nbytes]):
-                label = f"{op} {table.human_bytes(nbytes)} n={world}: {engine}"
-                lines.append(f"{label} {near.text(unit)} {near.spread()}")
+        for other in engines:
+            if other != reference:
+                lines += _compared(reference, other, args.world, rounds, bounds)
     if wrong := sum(sample.wrong for sample in samples):
         lines.append(f"WRONG RESULTS: {wrong} elements")
     return lines + [f"{name}: {reason}" for name, reason in failures.items()]
 
 
-ABOVE_HEADER = ("op", "engine", "bytes", "wire us", "above us", "low..high", "rounds")
-
-
-def above_wire(
-    samples: Sequence[Sample], engines: Sequence[str], limits: Limits, time_scale: float
-) -> str:
-    """What operations take beyond the time of their bytes on the wire, in the network's time.
-
-    Args:
-        limits: of the wire, whose bounds are in real seconds, for every round.
-        time_scale: real seconds of a second of the network.
-
-    Returns:
-        A table: the median of the rounds' medians, their range and number.
-    """
-    kept: dict[tuple[str, ...], list[tuple[float, float]]] = {
-        (op, engine, str(nbytes)): [] for op, nbytes in limits.bound_s for engine in engines
-    }
+def _by_label(samples: Sequence[Sample], cases: Iterable[Case], engines: Sequence[str]) -> Rounds:
+    rounds: Rounds = {(op, name, str(nbytes)): [] for op, nbytes in cases for name in engines}
     for sample in samples:
-        bound_s = limits.bound_s[sample.op, sample.nbytes][sample.round]
-        pair = (bound_s / time_scale, (sample.median_s() - bound_s) / time_scale)
-        kept[sample.op, sample.engine, str(sample.nbytes)].append(pair)
-
-    def cells(pairs: list[tuple[float, float]]) -> list[str]:
-        above = [seconds * 1e6 for _, seconds in pairs]
-        numbers = [pairs[0][0] * 1e6, statistics.median(above)]
-        spread = f"{min(above):.0f}..{max(above):.0f}"
-        return [*(f"{number:.0f}" for number in numbers), spread, str(len(above))]
-
-    title = "\nTime above the wire, in microseconds of the network:\n"
-    return title + table.of_engines(ABOVE_HEADER, kept, {}, cells)
-
-
-Series = dict[tuple[str, str, int], dict[int, float]]
-"""A figure by engine, operation and bytes; then by round."""
+        rounds[sample.op, sample.engine, str(sample.nbytes)].append(sample)
+    return rounds
 
 
 def _compared(
-    reference: str,
-    engines: Sequence[str],
-    world: int,
-    cases: Iterable[tuple[str, int]],
-    times: Series,
-    cpu: Series,
+    reference: str, other: str, world: int, rounds: Rounds, cases: Iterable[Case]
 ) -> list[str]:
-    """The reference engine against the others: how many times faster, and its CPU."""
+    """Compares the time and the CPU cost of the reference engine with those of another one."""
     lines = []
     for op, nbytes in cases:
-        mine = (reference, op, nbytes)
-        for other in engines:
-            if other == reference:
-                continue
-            theirs = (other, op, nbytes)
-            found = [(Ratio.of(times[theirs], times[mine]), other)]
-            found.append((Ratio.of(cpu[mine], cpu[theirs]), f"the CPU of {other}"))
-            if op == "rs_ag":
-                whole = times[other, "all_reduce", nbytes]
-                found.append((Ratio.of(times[mine], whole), f"the time of {other} all_reduce"))
-            label = f"{op} {table.human_bytes(nbytes)} n={world}: {reference}"
-            lines += [f"{label} {r.text()} {what} {r.spread()}" for r, what in found if r]
+        mine, theirs = (rounds[op, name, str(nbytes)] for name in (reference, other))
+        cpu, other_cpu = ({s.round: s.cpu_s_per_gb() for s in kept} for kept in (mine, theirs))
+        ratios = {f"x {other}": Ratio.of(_times(theirs), _times(mine))}
+        ratios[f"x the CPU of {other}"] = Ratio.of(cpu, other_cpu)
+        if op == "rs_ag":
+            whole = rounds.get(("all_reduce", other, str(nbytes)), [])
+            ratios[f"x the time of {other} all_reduce"] = Ratio.of(_times(mine), _times(whole))
+        label = f"{op} {table.human_bytes(nbytes)} n={world}: {reference}"
+        lines += [f"{label} {ratio.text(unit)}" for unit, ratio in ratios.items() if ratio]
     return lines
 
 
+def _times(kept: list[Sample]) -> dict[int, float]:
+    return {sample.round: sample.median_s() for sample in kept}
+
+
 if __name__ == "__main__":
-    session.program(main)
+    program.run(main)

@@ -1,36 +1,36 @@
 #!/usr/bin/env python3
-"""Are the links of virtual hosts what a network file asks for? Each check prints what it measured.
+"""Checks of the links of virtual hosts against their network file; each prints what it measured.
 
-  python bench/links.py delays      one way, beside two hosts that send all they can
+  python bench/links.py delays      one-way delays, beside two hosts that send at full speed
   python bench/links.py rates       each link alone, and all at once, with 2, 4 and 8 hosts
-  python bench/links.py messages    64 KiB after a rest: is any of it free?
-  python bench/links.py losses      frames lost, and the spread of delays with jitter
+  python bench/links.py messages    64 KiB after a pause: is a part of it not delayed?
+  python bench/links.py losses      lost frames, and the spread of delays with jitter
   python bench/links.py cost        CPU seconds per GB, of the kernel's links and of the switch
   python bench/links.py start-up    a ring all-reduce of 4 KiB, and the fit over sizes with 10gbe
 
-Exit status 3: something is further off than its bar.
+Exit status 3: a result missed its bar.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.collectives import measure
-from bench.rig import session
-from bench.rig.cases import Case, Check
+from bench.rig import program
 from bench.rig.output import Output, note
-from bench.rig.table import digits, slowest
+from bench.rig.table import layout, slowest
 from bench.rig.team import Layout, Teams
 from common.emulation import flow, probe, sandbox
 from common.emulation.cluster import EmulatedCluster, VirtualHost
@@ -41,166 +41,136 @@ from common.emulation.links.profile import (
     network_profile,
 )
 from common.emulation.measured import link_rates, rates_together
-
-SWITCH = {"links": "switch"}
+from common.results.shipped import MISSED
+from dear.errors import UserError
+from dear.lazy import np
+from dear.options import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delay(Case):
-    """Of the worst pair, in real time; of its rounds the median, as this machine has neighbours."""
+class Case:
+    """Row of a check: a wanted value, its limits, and what was measured.
 
-    bar_percent = 100.0
-    header = ("wanted us", "median", "p99", "packets", "of the bars: 50 us, 500 us")
+    Attributes:
+        name: cells on the left.
+        limits: lowest and highest value that meet the bar; None: the case is not judged.
+        samples: measured values by round; a round may have a value per link or pair.
+    """
 
-    wanted_us: float
-    rounds: list[list[list[float]]] = field(default_factory=list)
-    """Median and 99th percentile of each pair, in microseconds."""
-    packets: list[int] = field(default_factory=list)
+    name: tuple[str, ...]
+    wanted: float
+    limits: tuple[float, float] | None
+    samples: list[list[float]] = field(default_factory=list)
+
+    @classmethod
+    def within(cls, percent: float, *name: object, wanted: float) -> Case:
+        """Returns a case whose value may be off by `percent` either way."""
+        room = wanted * percent / 100
+        return cls(name=tuple(map(str, name)), wanted=wanted, limits=(wanted - room, wanted + room))
 
     @property
-    def off_percent(self) -> float:
-        """Of the bar that it is nearer to."""
-        return max(self._median_us / 50, self._p99_us / 500, key=abs) * 100
+    def value(self) -> float:
+        """Median over the rounds, of the link or pair that is furthest off."""
+        medians = [statistics.median(column) for column in zip(*self.samples, strict=True)]
+        return max(medians, key=lambda value: abs(value - self.wanted))
 
     @property
-    def _median_us(self) -> float:
-        return max((us - self.wanted_us for us in self._of_pairs(0)), key=abs)
-
-    @property
-    def _p99_us(self) -> float:
-        return max(us - self.wanted_us for us in self._of_pairs(1))
-
-    def _of_pairs(self, which: int) -> list[float]:
-        return [
-            statistics.median(row[which] for row in pair) for pair in zip(*self.rounds, strict=True)
-        ]
+    def verdict(self) -> str:
+        """Returns `ok`, `MISSED` or `not judged`."""
+        if self.limits is None:
+            return "not judged"
+        return "ok" if self.limits[0] <= self.value <= self.limits[1] else "MISSED"
 
     def cells(self) -> list[str]:
-        return [
-            f"{self.wanted_us:g}",
-            f"{self.wanted_us + self._median_us:.1f}",
-            f"{self.wanted_us + self._p99_us:.1f}",
-            str(sum(self.packets)),
-            f"{self.off_percent:.0f} %",
+        """Returns the row of the table."""
+        values = [value for round_ in self.samples for value in round_]
+        shown = map(_text, (self.wanted, self.value, min(values), max(values)))
+        limits = "" if self.limits is None else "..".join(map(_text, self.limits))
+        return [*self.name, *shown, limits, self.verdict]
+
+
+def _text(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check that runs; its cases are written after each round, and judged at its end."""
+
+    what: str
+    repeats: int
+    output: Output
+
+    def save(self, cases: Sequence[Case], **values: Any) -> None:
+        """Writes the cases and other values to the result file."""
+        kept = [dataclasses.asdict(case) for case in cases]
+        self.output.save(f"bench/links {self.what}", {"cases": kept, **values})
+
+    def end(self, cases: Sequence[Case], *remarks: str) -> int:
+        """Prints a row per case; returns the exit status."""
+        _, names, unit, _ = CHECKS[self.what]
+        header = [
+            *names,
+            f"wanted {unit}",
+            "worst median",
+            "lowest",
+            "highest",
+            "limits",
+            "verdict",
         ]
+        rows = layout(header, [case.cells() for case in cases])
+        print("\n".join([*self.output.heading(), *remarks, rows]))
+        return MISSED if any(case.verdict == "MISSED" for case in cases) else 0
 
 
-def delays(args: argparse.Namespace, check: Check) -> int:
-    """Four hosts send small packets in a ring; two more send all they can to each other."""
-    cases = [Delay(wanted_us=us) for us in (50, 100, 1000, 5000, 20000)]
-    profiles = [NetworkProfile(name="bench", gbps=1, latency_us=case.wanted_us) for case in cases]
-    with EmulatedCluster(hosts=6, profile=profiles[0], **SWITCH) as cluster:
+def delays(check: Check) -> int:
+    """Measures small packets in a ring of four hosts while two more send at full speed."""
+    cases = []
+    for us in (50, 100, 1000, 5000, 20000):
+        cases.append(Case(name=("median",), wanted=us, limits=(us - 50, us + 50)))
+        cases.append(Case(name=("p99",), wanted=us, limits=(us - 50, us + 500)))
+    profiles = [NetworkProfile(name="bench", gbps=1, latency_us=case.wanted) for case in cases[::2]]
+    with EmulatedCluster(hosts=6, profile=profiles[0], links="switch") as cluster:
         ring = [(cluster.hosts[i], cluster.hosts[(i + 1) % 4]) for i in range(4)]
-        for index in range(args.repeats):
-            for case, profile in zip(cases, profiles, strict=True):
+        for index in range(check.repeats):
+            for number, profile in enumerate(profiles):
                 cluster.set_profile(profile, 1.0)
                 load = threading.Thread(target=flow.ring, args=(cluster.hosts[4:], 3.5, 0.0))
                 load.start()
-                found = probe.all_pairs(ring, 2.0, 1e-6 * case.wanted_us)
+                pairs = probe.all_pairs(ring, 2.0, 1e-6 * profile.latency_us)
                 load.join()
-                case.rounds.append([[one.median_us, one.p99_us] for one in found])
-                case.packets.extend(one.sent - one.lost for one in found)
-                note(f"round {index + 1}: {case.wanted_us:g} us")
+                cases[2 * number].samples.append([pair.median_us for pair in pairs])
+                cases[2 * number + 1].samples.append([pair.p99_us for pair in pairs])
+                note(f"round {index + 1}: {profile.latency_us:g} us")
             check.save(cases)
     return check.end(cases)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rate(Case):
-    """Emulated Gb/s of every link."""
-
-    bar_percent = 2.0
-    header = (
-        "hosts",
-        "rate",
-        "time scale",
-        "slowest alone",
-        "fastest alone",
-        "slowest of all at once",
-        "off",
-    )
-
-    hosts: int
-    gbps: float
-    time_scale: float
-    alone: list[list[float]] = field(default_factory=list)
-    together: list[list[float]] = field(default_factory=list)
-
-    @property
-    def _medians(self) -> tuple[list[float], list[float]]:
-        """Of each link, over the rounds."""
-        alone, together = (
-            [statistics.median(link) for link in zip(*rounds, strict=True)]
-            for rounds in (self.alone, self.together)
-        )
-        return alone, together
-
-    @property
-    def off_percent(self) -> float:
-        """The deviation of the worst link."""
-        alone, together = self._medians
-        return max((100 * (rate / self.gbps - 1) for rate in alone + together), key=abs)
-
-    def cells(self) -> list[str]:
-        alone, together = self._medians
-        return [
-            *(str(self.hosts), f"{self.gbps:g} Gb/s", f"{self.time_scale:g}"),
-            *(digits(value, 4) for value in (min(alone), max(alone), min(together))),
-            f"{self.off_percent:+.2f} %",
-        ]
-
-
-def rates(args: argparse.Namespace, check: Check) -> int:
-    """At time scales at which two cores keep up."""
-    shapes = [(2, 1, 1), (2, 10, 10), (4, 1, 2), (4, 10, 16), (8, 1, 4), (8, 10, 40)]
-    cases = [Rate(hosts=hosts, gbps=gbps, time_scale=k) for hosts, gbps, k in shapes]
-    for index in range(args.repeats):
-        for case in cases:
-            profile = NetworkProfile(name="bench", gbps=case.gbps, latency_us=30)
+def rates(check: Check) -> int:
+    """Measures links at time scales that two cores keep up with."""
+    cases = []
+    shapes = ((2, 1, 1), (2, 10, 10), (4, 1, 2), (4, 10, 16), (8, 1, 4), (8, 10, 40))
+    for hosts, gbps, scale in shapes:
+        cases.append(Case.within(2, hosts, scale, "alone", wanted=gbps))
+        cases.append(Case.within(2, hosts, scale, "all at once", wanted=gbps))
+    for index in range(check.repeats):
+        for number, (hosts, gbps, scale) in enumerate(shapes):
+            profile = NetworkProfile(name="bench", gbps=gbps, latency_us=30)
             with EmulatedCluster(
-                hosts=case.hosts, profile=profile, time_scale=case.time_scale, **SWITCH
+                hosts=hosts, profile=profile, time_scale=scale, links="switch"
             ) as cluster:
-                found = link_rates(cluster, 0.5)
-                case.alone.append([host[f"{way}_gbps"] for host in found for way in ("up", "down")])
-                case.together.append([host["gbps"] for host in rates_together(cluster, 1.5)])
-            note(f"round {index + 1}: {case.hosts} hosts, {case.gbps:g} Gb/s")
+                alone, together = link_rates(cluster, 0.5), rates_together(cluster, 1.5)
+            both_ways = [host[key] for host in alone for key in ("up_gbps", "down_gbps")]
+            cases[2 * number].samples.append(both_ways)
+            cases[2 * number + 1].samples.append([host["gbps"] for host in together])
+            note(f"round {index + 1}: {hosts} hosts, {gbps:g} Gb/s")
         check.save(cases)
     return check.end(cases)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message(Case):
-    """From before the call that sends it to when all of it is there."""
-
-    bar_percent = 2.0
-    header = ("links", "wanted ms", "median ms", "p99 ms", "messages", "off")
-
-    links: str
-    wanted_s: float
-    times_s: list[float] = field(default_factory=list)
-
-    @property
-    def judged(self) -> bool:
-        return self.links == "switch"
-
-    @property
-    def off_percent(self) -> float:
-        return 100 * (statistics.median(self.times_s) / self.wanted_s - 1)
-
-    def cells(self) -> list[str]:
-        p99 = statistics.quantiles(self.times_s, n=100)[98]
-        times = (self.wanted_s, statistics.median(self.times_s), p99)
-        return [
-            self.links,
-            *(digits(1e3 * seconds, 4) for seconds in times),
-            str(len(self.times_s)),
-            f"{self.off_percent:+.2f} %",
-        ]
-
-
 _MESSAGE_BYTES = 64 * 1024
-# Two ends of a connection, on two hosts with one clock: each message begins with when it was sent.
-_TAKE = """
+# The two ends of a connection, on two hosts with one clock. A message begins with its start time.
+_RECEIVE = """
 import json, socket, struct, sys, time
 server = socket.create_server((sys.argv[1], 0))
 print(server.getsockname()[1], flush=True)
@@ -216,7 +186,7 @@ while True:
     times.append(time.monotonic() - struct.unpack_from("d", space)[0])
 print(json.dumps(times))
 """
-_GIVE = """
+_SEND = """
 import socket, struct, sys, time
 line = socket.create_connection((sys.argv[1], int(sys.argv[2])))
 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -227,78 +197,60 @@ for _ in range(int(sys.argv[4])):
 """
 
 
-def messages(args: argparse.Namespace, check: Check) -> int:
-    """1 Gb/s, 40 times slower: what a call takes is next to nothing of it."""
+def messages(check: Check) -> int:
+    """Times messages from the call of send to the last byte, at 1 Gb/s and time scale 40.
+
+    At that time scale the duration of the calls does not matter.
+    """
     gbps, time_scale, latency_us = 1.0, 40.0, 30.0
     frames = -(-_MESSAGE_BYTES // PAYLOAD_BYTES)
     wire_bytes = _MESSAGE_BYTES + frames * (FRAME_BYTES - PAYLOAD_BYTES) + FRAME_BYTES
-    wanted_s = (wire_bytes * 8 / (gbps * 1e9) + latency_us * 1e-6) * time_scale
-    cases = [Message(links=kind, wanted_s=wanted_s) for kind in ("switch", "tc")]
+    wanted_ms = 1e3 * (wire_bytes * 8 / (gbps * 1e9) + latency_us * 1e-6) * time_scale
+    cases = [Case.within(2, "switch", wanted=wanted_ms)]
+    cases.append(Case(name=("tc",), wanted=wanted_ms, limits=None))
     profile = NetworkProfile(name="bench", gbps=gbps, latency_us=latency_us)
-    for _ in range(args.repeats):
+    for _ in range(check.repeats):
         for case in cases:
             with EmulatedCluster(
-                hosts=2, profile=profile, time_scale=time_scale, links=case.links
+                hosts=2, profile=profile, time_scale=time_scale, links=case.name[0]
             ) as cluster:
-                case.times_s.extend(_messages(*cluster.hosts, 40)[10:])
+                times_s = _message_times(*cluster.hosts, 40)[10:]
+            case.samples.extend([1e3 * seconds] for seconds in times_s)
         check.save(cases)
     return check.end(cases)
 
 
-def _messages(giver: VirtualHost, taker: VirtualHost, count: int) -> list[float]:
+def _message_times(sender: VirtualHost, receiver: VirtualHost, count: int) -> list[float]:
     python = [sys.executable, "-I", "-S", "-c"]
-    how = {"stdout": subprocess.PIPE, "text": True}
-    command = taker.command([*python, _TAKE, taker.address, str(_MESSAGE_BYTES)])
-    with subprocess.Popen(command, **how) as taking:
-        port = taking.stdout.readline().strip()
-        words = [taker.address, port, str(_MESSAGE_BYTES), str(count)]
-        subprocess.run(giver.command([*python, _GIVE, *words]), check=True, timeout=60)
-        return json.loads(taking.communicate(timeout=60)[0])
+    command = receiver.command([*python, _RECEIVE, receiver.address, str(_MESSAGE_BYTES)])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiving:
+        port = receiving.stdout.readline().strip()
+        words = [receiver.address, port, str(_MESSAGE_BYTES), str(count)]
+        subprocess.run(sender.command([*python, _SEND, *words]), check=True, timeout=60)
+        return json.loads(receiving.communicate(timeout=60)[0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss(Case):
-    """Counted by the switch, under TCP."""
+def losses(check: Check) -> int:
+    """Counts lost frames at the switch, under TCP, and measures delays with jitter.
 
-    bar_percent = 10.0
-    header = ("wanted", "lost", "frames", "off")
-
-    percent: float
-    lost: list[int] = field(default_factory=list)
-    frames: list[int] = field(default_factory=list)
-
-    @property
-    def off_percent(self) -> float:
-        return 100 * (100 * sum(self.lost) / sum(self.frames) / self.percent - 1)
-
-    def cells(self) -> list[str]:
-        share = 100 * sum(self.lost) / sum(self.frames)
-        return [
-            f"{self.percent:g} %",
-            f"{share:.4f} %",
-            str(sum(self.frames)),
-            f"{self.off_percent:+.1f} %",
-        ]
-
-
-def losses(args: argparse.Namespace, check: Check) -> int:
-    """With reno or cubic TCP slows down where frames are lost: it takes many rounds."""
-    cases = [Loss(percent=0.1), Loss(percent=1.0)]
+    Reno and CUBIC slow down where frames are lost, so that this takes many rounds.
+    """
+    cases = [Case.within(10, wanted=percent) for percent in (0.1, 1.0)]
     jittered = NetworkProfile(name="bench", gbps=1, latency_us=1000, jitter_us=500)
     spread: list[list[float]] = []
-    with EmulatedCluster(hosts=4, profile=jittered, **SWITCH) as cluster:
-        for index in range(args.repeats):
+    with EmulatedCluster(hosts=4, profile=jittered, links="switch") as cluster:
+        for index in range(check.repeats):
             for case in cases:
                 profile = NetworkProfile(
-                    name="bench", gbps=1, latency_us=100, loss_percent=case.percent
+                    name="bench", gbps=1, latency_us=100, loss_percent=case.wanted
                 )
                 cluster.set_profile(profile, 1.0)
                 before = cluster.links.counters()
                 rates_together(cluster, 3.0)
                 after = cluster.links.counters()
                 lost = after["lost"] - before["lost"]
-                case.lost.append(lost)
-                case.frames.append(after["frames"] - before["frames"] + lost)
+                sent = after["frames"] - before["frames"] + lost
+                case.samples.append([100 * lost / sent])
             cluster.set_profile(jittered, 1.0)
             pairs = [(cluster.hosts[0], cluster.hosts[1])]
             spread.append(probe.all_pairs(pairs, 2.0, 0.01)[0].quantiles_us)
@@ -306,169 +258,95 @@ def losses(args: argparse.Namespace, check: Check) -> int:
             check.save(cases, jitter_quantiles_us=spread)
     medians = [statistics.median(column) for column in zip(*spread, strict=True)]
     shown = " ".join(f"{quantile:.0f}" for quantile in medians)
-    remark = (
-        f"# 1000 +- 500 us, quantiles 5, 25, 50, 75, 95 %: {shown}; even: 550 750 1000 1250 1450"
-    )
-    return check.end(cases, remark)
+    remark = f"# 1000 +- 500 us, quantiles 5, 25, 50, 75, 95 %: {shown}; "
+    return check.end(cases, remark + "even: 550 750 1000 1250 1450")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost(Case):
-    """Of both ends, of the kernel between them, and of the switch."""
-
-    bar_percent = 100.0
-    header = ("rate", "links", "CPU s per GB", "lowest", "highest", "of the bar: 0.5")
-
-    gbps: float
-    links: str
-    s_per_gb: list[float] = field(default_factory=list)
-
-    @property
-    def off_percent(self) -> float:
-        """Of the bar."""
-        return 100 * statistics.median(self.s_per_gb) / _MOST_S_PER_GB
-
-    def cells(self) -> list[str]:
-        numbers = (statistics.median(self.s_per_gb), min(self.s_per_gb), max(self.s_per_gb))
-        shown = [digits(value, 3) for value in numbers]
-        return [f"{self.gbps:g} Gb/s", self.links, *shown, f"{self.off_percent:.0f} %"]
-
-
-_MOST_S_PER_GB = 0.5
-
-
-def cost(args: argparse.Namespace, check: Check) -> int:
-    """In turns."""
-    cases = [Cost(gbps=gbps, links=kind) for gbps in (0.5, 2.0) for kind in ("tc", "switch")]
-    # What the delay of 10gbe is at 0.5 Gb/s.
-    latency_us = 20 * network_profile("10gbe").latency_us
-    for index in range(args.repeats):
-        for case in cases:
-            profile = NetworkProfile(name="bench", gbps=case.gbps, latency_us=latency_us)
-            with EmulatedCluster(hosts=2, profile=profile, links=case.links) as cluster:
-                found = flow.transfer_cost(*cluster.hosts, cluster.links.cpu_s)
-                case.s_per_gb.append(1e9 * found)
+def cost(check: Check) -> int:
+    """Measures the CPU seconds of both ends, of the kernel between them, and of the switch."""
+    shapes = [(gbps, kind) for gbps in (0.5, 2.0) for kind in ("tc", "switch")]
+    cases = [
+        Case(name=(f"{gbps:g} Gb/s", kind), wanted=0.5, limits=(0, 0.5)) for gbps, kind in shapes
+    ]
+    latency_us = 20 * network_profile("10gbe").latency_us  # as many bytes in flight at 0.5 Gb/s
+    for index in range(check.repeats):
+        for case, (gbps, kind) in zip(cases, shapes, strict=True):
+            profile = NetworkProfile(name="bench", gbps=gbps, latency_us=latency_us)
+            with EmulatedCluster(hosts=2, profile=profile, links=kind) as cluster:
+                s_per_byte = flow.transfer_cost(*cluster.hosts, cluster.links.cpu_s)
+            case.samples.append([1e9 * s_per_byte])
         note(f"round {index + 1}")
         check.save(cases)
     return check.end(cases)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartUp(Case):
-    """Emulated microseconds."""
-
-    bar_percent = 10.0
-    header = ("what", "hosts", "time scale", "wanted us", "median us", "rounds", "off")
-
-    what: str
-    hosts: int
-    time_scale: float
-    wanted_us: float
-    found_us: list[float] = field(default_factory=list)
-    raw_s: list[list[float]] = field(default_factory=list)
-    """Of each round, the median of each size, emulated."""
-
-    @property
-    def off_percent(self) -> float:
-        return 100 * (statistics.median(self.found_us) / self.wanted_us - 1)
-
-    def cells(self) -> list[str]:
-        return [
-            *(self.what, str(self.hosts), f"{self.time_scale:g}", f"{self.wanted_us:g}"),
-            f"{statistics.median(self.found_us):.1f}",
-            *(str(len(self.found_us)), f"{self.off_percent:+.1f} %"),
-        ]
-
-
 _SIZES = (4096, 65536, 262144, 1 << 20, 4 << 20)
 
 
-def start_up(args: argparse.Namespace, check: Check) -> int:
-    """Rings, whatever the size: what a published fit of NCCL or MPI on Ethernet is of."""
+def start_up(check: Check) -> int:
+    """Measures rings of every size, as published fits of NCCL or MPI on Ethernet do."""
     os.environ |= {"COMM_CORE_TCP_SMALL": "0", "COMM_CORE_TCP_DIRECT": "0"}
     far = NetworkProfile(name="bench", gbps=10, latency_us=1000)
-    near = network_profile("10gbe")
-    # 2 (n-1) messages, one after the other, each of a frame that two lines send.
+    # A ring of 4 hosts sends 6 messages one after the other; each is a frame on two lines.
     frame_us = 2 * (4096 / 4 + FRAME_BYTES - PAYLOAD_BYTES) * 8 / 10e3
-    step_us = far.latency_us + frame_us
-    cases = [
-        StartUp(what="4 KiB, 1 ms", hosts=4, time_scale=4, wanted_us=6 * step_us),
-        StartUp(what="fit, 10gbe", hosts=8, time_scale=20, wanted_us=523),
-        StartUp(what="fit, 10gbe", hosts=8, time_scale=40, wanted_us=523),
-    ]
+    cases = [Case.within(10, "4 KiB, 1 ms", 4, 4, wanted=6 * (far.latency_us + frame_us))]
+    cases += [Case.within(10, "fit, 10gbe", 8, scale, wanted=523) for scale in (20, 40)]
+    medians: list[list[float]] = []
     for case in cases:
-        alone = case.hosts == 4
-        sizes = _SIZES[:1] if alone else _SIZES
+        hosts, scale = int(case.name[1]), int(case.name[2])
+        sizes = _SIZES if hosts == 8 else _SIZES[:1]
+        common = {"op": "all_reduce", "budget_s": 1.5, "iterations": (5, 50)}
+        calls = {nbytes: {"nbytes": nbytes, **common} for nbytes in sizes}
+        profile = network_profile("10gbe") if hosts == 8 else far
         with EmulatedCluster(
-            hosts=case.hosts,
-            profile=far if alone else near,
-            time_scale=case.time_scale,
-            **SWITCH,
+            hosts=hosts, profile=profile, time_scale=scale, links="switch"
         ) as cluster:
             layout = Layout(hosts=cluster.hosts, per_host=1, transport="tcp", timeout_s=120.0)
-            wanted = {
-                nbytes: {
-                    "op": "all_reduce",
-                    "nbytes": nbytes,
-                    "budget_s": 1.5,
-                    "iterations": (5, 50),
-                }
-                for nbytes in sizes
-            }
             with Teams(["comm_core"], layout) as teams:
-                for index in range(args.repeats):
-                    medians = {}
-                    for nbytes, _, results in teams.round(measure, wanted):
-                        times = slowest([result["times_s"] for result in results])
-                        medians[nbytes] = statistics.median(times) / case.time_scale
-                    case.raw_s.append([medians[nbytes] for nbytes in sizes])
-                    case.found_us.append(1e6 * _start_up_s(sizes, case.raw_s[-1]))
-                    note(f"round {index + 1}: {case.what} {case.found_us[-1]:.1f} us")
-            for name, reason in teams.failures.items():
-                print(f"{name}: {reason}")
-                return 1
-        check.save(cases, sizes=_SIZES)
+                for index in range(check.repeats):
+                    times = [
+                        slowest([rank["times_s"] for rank in ranks])
+                        for _, _, ranks in teams.round(measure, calls)
+                    ]
+                    for name, reason in teams.failures.items():
+                        raise UserError(f"{name}: {reason}")
+                    medians.append([statistics.median(steps) / scale for steps in times])
+                    case.samples.append([1e6 * _start_up_s(sizes, medians[-1])])
+                    note(f"round {index + 1}: {case.name[0]} {case.samples[-1][0]:.1f} us")
+        check.save(cases, sizes=_SIZES, medians_s=medians)
     return check.end(cases)
 
 
 def _start_up_s(sizes: Sequence[int], times_s: Sequence[float]) -> float:
-    """Of time = start-up + bytes / rate, by least squares of the relative errors."""
+    """Fits time = start-up + bytes / rate by least squares of the relative errors."""
     if len(sizes) == 1:
         return times_s[0]
-    weights = [1 / seconds**2 for seconds in times_s]
-    total = sum(weights)
-    mean_x = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
-    mean_y = sum(w * y for w, y in zip(weights, times_s, strict=True)) / total
-    slope = sum(
-        w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, sizes, times_s, strict=True)
-    ) / sum(w * (x - mean_x) ** 2 for w, x in zip(weights, sizes, strict=True))
-    return mean_y - slope * mean_x
+    return float(np.polynomial.Polynomial.fit(sizes, times_s, 1, w=1 / np.array(times_s))(0))
 
 
-CHECKS = {
-    "delays": (delays, Delay, 5),
-    "rates": (rates, Rate, 3),
-    "messages": (messages, Message, 3),
-    "losses": (losses, Loss, 5),
-    "cost": (cost, Cost, 5),
-    "start-up": (start_up, StartUp, 5),
+CHECKS: dict[str, tuple[Callable[[Check], int], tuple[str, ...], str, int]] = {
+    "delays": (delays, ("of a pair",), "us", 5),
+    "rates": (rates, ("hosts", "time scale", "links"), "Gb/s", 3),
+    "messages": (messages, ("links",), "ms", 3),
+    "losses": (losses, (), "% lost", 5),
+    "cost": (cost, ("rate", "links"), "CPU s per GB", 5),
+    "start-up": (start_up, ("what", "hosts", "time scale"), "us", 5),
 }
-"""What runs, its cases, and rounds by default."""
+"""Function of each check, names of its columns, unit, and rounds by default."""
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = program.parser(__doc__)
     parser.add_argument("what", choices=CHECKS)
-    parser.add_argument("--repeats", type=int, default=None, help="rounds")
-    parser.add_argument("--json", type=Path, default=None, help="keep raw numbers in this new file")
+    parser.add_argument("--repeats", type=int, help="rounds; the default depends on the check")
     args = parser.parse_args(argv)
-    check, kind, repeats = CHECKS[args.what]
-    args.repeats = args.repeats or repeats
+    function, _, _, repeats = CHECKS[args.what]
+    at_least("--repeats", args.repeats, 1)
     if not sandbox.inside():
-        raise session.NeedsSandbox
+        raise program.NeedsSandbox
     with Output(args.json) as output:
-        return check(args, Check(f"links {args.what}", kind, output))
+        return function(Check(args.what, args.repeats or repeats, output))
 
 
 if __name__ == "__main__":
-    session.program(main)
+    program.run(main)

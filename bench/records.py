@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Makes the records in docs/records, and says which are not of today's definitions.
+"""Makes the records in docs/records, and tells which do not match today's definitions.
 
   python bench/records.py                 # make records: all of them, one after the other
   python bench/records.py quick peer      # make records ONLY="quick peer"
-  python bench/records.py --plan          # what would be made, and how long that takes
-  python bench/records.py --check         # what is wrong with each, without making any
+  python bench/records.py --plan          # list what would be made, and how long that takes
+  python bench/records.py --check         # list the problems of each record, make nothing
 
-They are made from a clean commit (texts and records aside) in build/records, and take the place of
-what was there when all of a record is done, with `made.json`: commit, machine, commands, digests.
-A record that does not get that far leaves the old one where it is; a sweep of the same commit goes
-on where it was. A record that has been made is no longer withdrawn, and the texts that quote it are
-filled in anew. Where a command has missed a bar the record says so. Exit status: 0 all well, 1 a
-record could not be made, or is not of today's definitions and not withdrawn; 2 a mistake in what
-was asked, or in a place of a text that a record is to fill.
+Records are made in build/records from a clean commit (documents and records may differ). A complete
+record replaces the old one, with `made.json`: commit, machine, commands, digests. If a record
+fails, the old one stays; a sweep of the same commit continues where it was. A new record is no
+longer withdrawn, and the documents that quote it are filled in again. `made.json` names the
+commands that missed a bar. Exit status: 0; 1 if a record could not be made, or does not match
+today's definitions and is not withdrawn; 2 for a user error, also in a document that a record is to
+fill.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.rig import program
 from common.harness.experiment import load
 from common.harness.trial import Trial
 from common.machine import machine_card
+from common.paths import ROOT
 from common.results import readme, shipped, store
 from common.results.records import Record, is_learning
 from common.results.shipped import Recipe
 from dear.errors import UserError, unknown
 
-ROOT = shipped.ROOT
 _SWEEP_FILES = ("experiment.json", "records.jsonl", "table.md")
-_SPENT = "spent.json"
 EVIDENCE_BYTES = 300_000
-"""Up to which raw measurements stand in a record."""
+"""Largest size of the raw measurements in a record."""
 
 
 def main(argv: list[str]) -> int:
@@ -62,77 +61,78 @@ def main(argv: list[str]) -> int:
         return 0
     commit = machine_card()["commit"]
     if commit is None or commit.endswith("+dirty"):
-        raise UserError(f"records are made from a clean commit, and this is {commit}: commit first")
+        raise UserError(f"records need a clean commit, but this is {commit}: commit first")
     failed, wrong = [], None
     for name, recipe in chosen.items():
         if not make(name, recipe, commit):
             failed.append(name)
             continue
         try:
-            for path in readme.fill():  # at once: the next one may be stopped
+            for path in readme.fill():  # now, because the next record may be stopped
                 print(f"filled {path.relative_to(ROOT)}")
-        except readme.PlaceError as error:  # the others can be made all the same
+        except readme.PlaceError as error:  # the other records can still be made
             wrong = error
     if wrong is not None:
         raise UserError(f"the texts are not filled in: {wrong}")
     if failed:
-        print(f"not made: {', '.join(failed)}; what was there stays")
+        print(f"not made: {', '.join(failed)}; the old records stay")
     return 1 if failed else 0
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="RECORD", help="default: all")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--plan", action="store_true", help="say what would be made, make nothing")
-    how.add_argument("--check", action="store_true", help="say what is wrong, make nothing")
+    parser = program.parser(__doc__, json=False)
+    parser.add_argument("names", nargs="*", metavar="RECORD", help="records; default: all")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--plan", action="store_true", help="list what would be made, make nothing")
+    mode.add_argument("--check", action="store_true", help="list all problems, make nothing")
     return parser.parse_args(argv)
 
 
 def _print_plan(chosen: dict[str, Recipe]) -> None:
+    whole = 0.0
     for name, recipe in chosen.items():
         what = f"configs/experiments/{recipe.sweep}.yaml" if recipe.sweep else "commands"
-        missing = [one for one in recipe.needs if one not in os.environ]
+        missing = _missing(recipe)
         note = f"; needs {', '.join(missing)}, which is not set" if missing else ""
-        known = "took" if _took_minutes(name) else "about"
-        print(f"{name:18} {known:5} {_minutes(name, recipe):3.0f} min  {what}{note}")
-    whole = sum(_minutes(name, recipe) for name, recipe in chosen.items())
+        took = _took_minutes(name)
+        minutes = took or recipe.minutes
+        whole += minutes
+        print(f"{name:18} {'took' if took else 'about':5} {minutes:3.0f} min  {what}{note}")
     print(f"{len(chosen)} records, about {whole / 60:.1f} hours on two cores", flush=True)
 
 
-def _minutes(name: str, recipe: Recipe) -> float:
-    return _took_minutes(name) or recipe.minutes
-
-
 def _took_minutes(name: str) -> float | None:
-    """How long the record that is there took; None if nobody has noted that."""
+    """Returns the minutes that the present record took; None if they are unknown."""
     seconds = (shipped.made(name) or {}).get("duration_s")
     return seconds and seconds / 60
 
 
+def _missing(recipe: Recipe) -> list[str]:
+    return [variable for variable in recipe.needs if variable not in os.environ]
+
+
 def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) -> bool:
-    """Makes one record and puts it in place; False if that was not possible."""
-    missing = [one for one in recipe.needs if one not in os.environ]
-    if missing:
+    """Makes a record and puts it in place; returns False after a failure."""
+    if missing := _missing(recipe):
         print(f"{name}: set {', '.join(missing)} first", file=sys.stderr)
         return False
-    print(f"{name}: begins at {datetime.datetime.now():%H:%M}", flush=True)
+    print(f"{name}: begins", flush=True)
     work = ROOT / "build" / "records" / f"{name}-{commit}"
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     missed: list[str] = []
-    with _timed(work) as spent:
-        if recipe.sweep is not None:
-            done = _swept(recipe, work, out)
-        else:
-            done = all(_ran(command, out, missed) for command in recipe.commands)
+    started, began = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+    if recipe.sweep is not None:
+        done = _swept(recipe, work, out)
+    else:
+        done = all(_ran(command, out, missed) for command in recipe.commands)
     after = machine_card()["commit"]
     if done and after != commit:
-        print(f"{name}: begun at {commit}, but now this is {after}", file=sys.stderr)
+        print(f"{name}: begun at {commit}, but ended at {after}", file=sys.stderr)
         done = False
     if not done:
-        print(f"{name}: not done, see above", file=sys.stderr)
+        print(f"{name}: failed, see above", file=sys.stderr)
         return False
     facts = {
         "record": name,
@@ -140,7 +140,8 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) 
         "machine": machine_card(),
         "made_by": made_by(recipe),
         "definitions": shipped.DEFINITIONS,
-        **spent,
+        "started": started.isoformat(timespec="seconds"),
+        "duration_s": round(time.monotonic() - began, 1),
         "missed": missed,
         **(_kept_evidence(work, out) if recipe.sweep is not None else {}),
         "files": shipped.digests(out),
@@ -155,31 +156,11 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) 
     return True
 
 
-@contextmanager
-def _timed(work: Path) -> Iterator[dict[str, Any]]:
-    """When and for how long a record is made; with earlier calls, if this one goes on after them.
-
-    The dictionary is filled at the end.
-    """
-    path, facts = work / _SPENT, {}
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    before = {"started": now, "duration_s": 0.0}
-    left = {one.name for one in work.iterdir()} - {"out"}
-    if _SPENT in left and len(left) > 1:
-        before = json.loads(path.read_text())
-    began = time.monotonic()
-    try:
-        yield facts
-    finally:
-        spent_s = round(before["duration_s"] + time.monotonic() - began, 1)
-        facts.update(started=before["started"], duration_s=spent_s)
-        path.write_text(json.dumps(facts))
-
-
 def _kept_evidence(work: Path, out: Path) -> dict[str, str]:
-    """Copies the raw measurements of each trial's first repeat into a record, if they are small.
+    """Copies the raw measurements of each trial's first repeat into the record, if they are small.
 
-    Else all of them go to a folder outside of the record, which the fact `evidence` names.
+    Otherwise all raw measurements go to a folder outside the record, and the fact `evidence` names
+    it.
     """
     logs = sorted((work / "logs").glob("*/*/evidence*.json.gz"))
     first = [path for path in logs if path.name == "evidence.json.gz"]
@@ -192,7 +173,7 @@ def _kept_evidence(work: Path, out: Path) -> dict[str, str]:
 
 
 def _copy(paths: Iterable[Path], folder: Path) -> None:
-    """Each into a folder of the same name as its own, in `folder`."""
+    """Copies each file into a folder in `folder` that has the name of the file's folder."""
     for path in paths:
         target = folder / path.parent.name
         target.mkdir(parents=True, exist_ok=True)
@@ -200,18 +181,15 @@ def _copy(paths: Iterable[Path], folder: Path) -> None:
 
 
 def made_by(recipe: Recipe) -> list[str]:
-    """What the record is made with, for people and to be compared with what the list says now."""
+    """Returns the commands that make the record."""
     if recipe.sweep is None:
         return list(recipe.commands)
-    overrides = "".join(f" --set {one}" for one in recipe.set)
+    overrides = "".join(f" --set {override}" for override in recipe.set)
     return [f"python benchmarks.py run configs/experiments/{recipe.sweep}.yaml{overrides}"]
 
 
 def _place(new: Path, target: Path) -> None:
-    """Puts a folder in the place of another one, of which nothing remains.
-
-    Stopped at any point, one of both is there, whole.
-    """
+    """Replaces a folder; if the program is stopped, the old or the new one is there, complete."""
     fresh, old = (target.with_name(f".{target.name}.{state}") for state in ("new", "old"))
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(new, fresh)
@@ -227,8 +205,8 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
     logs = work / "logs"
     command = [sys.executable, str(ROOT / "benchmarks.py"), "run", str(experiment), "--quiet"]
     command += ["--no-plot", "--logs", str(logs)]
-    for one in recipe.set:
-        command += ["--set", one]
+    for override in recipe.set:
+        command += ["--set", override]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
         return False
     from plots import throughput
@@ -244,7 +222,7 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
 
 
 def _ran(command: str, out: Path, missed: list[str]) -> bool:
-    """Whether a command has done its work; if a bar is missed, it is added to `missed`."""
+    """Runs a command; adds it to `missed` if it missed a bar, and returns False if it failed."""
     text = command.format(out=shlex.quote(str(out)))
     print(f"  {text}", flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -261,79 +239,75 @@ def _ran(command: str, out: Path, missed: list[str]) -> bool:
 
 
 def _check(chosen: dict[str, Recipe]) -> int:
-    gone = shipped.withdrawn()
+    reasons = shipped.withdrawn()
     status = 0
     for name, recipe in chosen.items():
-        found = problems(name, recipe)
-        if name in gone:
-            print(f"{name}: withdrawn: {gone[name]}")
-        elif found:
-            status = 1
-        for one in found:
-            print(f"{name}: {one}")
-        if not found and name in gone:
-            print(f"{name}: nothing is wrong with it: take it off {shipped.WITHDRAWN}")
+        wrong = problems(name, recipe)
+        if name in reasons:
+            print(f"{name}: withdrawn: {reasons[name]}")
+        for problem in wrong:
+            print(f"{name}: {problem}")
+        if name in reasons and not wrong:
+            print(f"{name}: has no problem: remove it from {shipped.WITHDRAWN}")
+        if (name in reasons) != bool(wrong):
             status = 1
     return status
 
 
 def problems(name: str, recipe: Recipe, folder: Path = shipped.FOLDER) -> list[str]:
-    """Why a record is not of today's definitions; empty if it is."""
+    """Returns the reasons why a record does not match today's definitions."""
     made = shipped.made(name, folder)
     if made is None:
         return ["was not made by `make records`"]
-    found = []
+    wrong = []
     if made["made_by"] != made_by(recipe):
-        found.append("is made by other commands now")
+        wrong.append("is made by other commands now")
     if made.get("definitions") != shipped.DEFINITIONS:
-        found.append(
-            f"is of definitions {made.get('definitions')}; today's are {shipped.DEFINITIONS}"
-        )
+        wrong.append(f"has definitions {made.get('definitions')}; now: {shipped.DEFINITIONS}")
     if made["files"] != shipped.digests(folder / name):
-        found.append("has files that were not made with it")
-    if doubt := commit_doubt(made["commit"]):
-        found.append(doubt)
+        wrong.append("has files that were not made with it")
+    if problem := commit_problem(made["commit"]):
+        wrong.append(problem)
     if recipe.sweep is not None:
-        found += _sweep_problems(folder / name, recipe, made["commit"])
-    return found
+        wrong += _sweep_problems(folder / name, recipe, made["commit"])
+    return wrong
 
 
 def _sweep_problems(folder: Path, recipe: Recipe, commit: str) -> list[str]:
-    comparison = store.Comparison.load(folder)
-    found = comparison.results(folder)
+    records = store.Comparison.load(folder).results(folder)
     wrong = []
-    if commits := {one.machine["commit"] for one in found} - {commit}:
+    if commits := {record.machine["commit"] for record in records} - {commit}:
         wrong.append(f"has trials of other commits: {', '.join(map(str, sorted(commits)))}")
-    today = {trial.hash for trial in todays_trials(recipe, found)}
-    if strange := [one.id for one in found if one.hash not in today]:
+    today = {trial.hash for trial in todays_trials(recipe, records)}
+    if strange := [record.id for record in records if record.hash not in today]:
         wrong.append(f"has trials that are not today's: {strange[0]} and {len(strange) - 1} more")
-    if lacking := today - {one.hash for one in found}:
+    if lacking := today - {record.hash for record in records}:
         wrong.append(f"lacks {len(lacking)} of today's {len(today)} trials")
     return wrong
 
 
-def todays_trials(recipe: Recipe, found: list[Record]) -> list[Trial]:
-    """The trials of the experiment as it is now, on a machine and with data as on record.
+def todays_trials(recipe: Recipe, records: list[Record]) -> list[Trial]:
+    """Returns the trials of the present experiment, for the machine and data of the records.
 
-    Threads per rank follow from the machine's cores, and the digest of the data from files that
-    need not be here: both are the recorded ones.
+    Threads per rank depend on the machine's cores, and the digest of the data on files that need
+    not be here: both are taken from the records.
     """
     overrides = list(recipe.set)
-    threads = {one.trial["threads_per_rank"] for one in found}
-    data = {one.trial.get("data_digest") for one in found} - {None}
+    threads = {record.trial["threads_per_rank"] for record in records}
+    data = {record.trial.get("data_digest") for record in records} - {None}
     if len(threads) == 1:
         overrides.append(f"threads_per_rank={threads.pop()}")
     experiment = load(ROOT / "configs" / "experiments" / f"{recipe.sweep}.yaml", overrides)
     return experiment.trials(data.pop() if len(data) == 1 else "unknown")
 
 
-def commit_doubt(commit: str | None) -> str | None:
-    """Why a commit does not say which code ran; None where git has it, or cannot be asked.
+def commit_problem(commit: str | None) -> str | None:
+    """Returns why a commit does not identify the code; None if git has it, or cannot tell.
 
     An unpacked archive has no history, and a shallow clone only its end.
     """
     if commit is None or commit.endswith("+dirty"):
-        return f"was made from {commit}, which says not which code ran"
+        return f"was made from {commit}, which does not identify the code"
     if _git("rev-parse", "--is-shallow-repository").strip() != "false":
         return None
     if _git("cat-file", "-t", commit).strip() != "commit":
@@ -350,11 +324,4 @@ def _git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; records that were finished are in place", file=sys.stderr)
-        sys.exit(130)
+    program.run(main)

@@ -15,7 +15,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import dear
 from common import cgroups
+from common.paths import INSTALLED, ROOT
+from dear.comm.backends import comm_core_folder
 from dear.errors import UserError
 
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "horovod", "numpy")
@@ -36,8 +39,6 @@ _SYSCTLS = (
 )
 _PRESSURES = ("cpu", "memory", "io")
 _CPU = Path("/sys/devices/system/cpu")
-_COMM_CORE = Path(__file__).parent / "comm_core"
-_ROOT = Path(__file__).parents[1]
 
 _DATA = ("*.md", "docs/records", "tests/mutants/judged.yaml")
 """Texts and records: changing them changes no measurement."""
@@ -139,37 +140,42 @@ def version(package: str) -> str | None:
 
 def _comm_core() -> dict[str, Any] | None:
     """Returns the build facts of the comm core and a digest of its library; None if not built."""
-    facts, built = _COMM_CORE / "_built_for.json", sorted(_COMM_CORE.glob("_core*.so"))
-    if not facts.exists() or not built:
+    folder = comm_core_folder()
+    built = sorted(folder.glob("_core*.so")) if folder else []
+    if not built:
         return None
+    facts = built[0].with_name("_built_for.json")
     digest = hashlib.sha256(built[0].read_bytes()).hexdigest()[:12]
     return {**json.loads(facts.read_text()), "library": built[0].name, "digest": digest}
 
 
 def _commit() -> str | None:
-    """Returns the checked-out commit, with `+dirty` if files differ; None outside a checkout.
+    """Returns the checked-out commit, with `+dirty` if files differ, or the installed version.
 
+    Returns None for a copy of the files without git.
     Texts and records are ignored: they change no measurement, and making a record changes both.
     """
+    if INSTALLED:  # a repository around the virtual environment is another project's
+        return f"v{dear.__version__}"
     commit = _git("rev-parse", "--short=12", "HEAD")
     return commit and commit + ("+dirty" if _git("status", "--porcelain", *_CODE) else "")
 
 
 def _diff() -> str | None:
     """Returns a digest of the changes since the commit, new files included; None if none."""
-    changed = _git("status", "--porcelain", *_CODE)
+    changed = None if INSTALLED else _git("status", "--porcelain", *_CODE)
     if not changed:
         return None
     digest = hashlib.sha256((_git("diff", "HEAD", "--binary", *_CODE) or "").encode())
     for name in (_git("ls-files", "--others", "--exclude-standard", *_CODE) or "").splitlines():
         with contextlib.suppress(OSError):  # a broken symbolic link
-            digest.update(name.encode() + (_ROOT / name).read_bytes())
+            digest.update(name.encode() + (ROOT / name).read_bytes())
     return digest.hexdigest()[:12]
 
 
 def _git(*args: str) -> str | None:
     """Returns the output of a git command in this checkout; None if it fails or git is missing."""
-    command = ["git", "-C", str(_ROOT), *args]
+    command = ["git", "-C", str(ROOT), *args]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

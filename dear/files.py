@@ -22,7 +22,8 @@ def digest_of(path: Path) -> str:
     nor are the packages in the folder that contains `dear`.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or a module of its folder cannot be imported, because
+            another module has the same name.
     """
     digest = hashlib.sha256()
     for source in sorted(_sources(path)):
@@ -80,10 +81,23 @@ def _sources(path: Path) -> set[Path]:
     sources, unread = {path}, [path]
     while unread and path.parent != _OWN:
         for name in _imports(unread.pop()):
-            added = [file for file in _beside(path.parent, name) if file not in sources]
+            files = _beside(path.parent, name)
+            if files:
+                _check_visible(path, name, files)
+            added = [file for file in files if file not in sources]
             sources.update(added)
             unread += added
     return sources
+
+
+def _check_visible(path: Path, name: str, files: list[Path]) -> None:
+    """Raises `UserError` if an import of `name` finds another module than the one in the folder."""
+    spec = importlib.util.find_spec(name)
+    origin = spec and spec.origin
+    if origin is not None and Path(origin).resolve() not in [file.resolve() for file in files]:
+        raise UserError(
+            f"{path}: another module {name!r} ({origin}) hides the one in its folder; rename that"
+        )
 
 
 def _imports(path: Path) -> set[str]:

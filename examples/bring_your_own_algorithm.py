@@ -1,11 +1,11 @@
-"""An algorithm of your own, beside the others: docs/bring_your_own.md.
+"""Example of your own algorithm: docs/bring_your_own.md.
 
 python benchmarks.py run --plugin examples/bring_your_own_algorithm.py
 pytest tests/contract --plugin examples/bring_your_own_algorithm.py -k bring-your-own
 
-Its idea: a message costs a start-up whatever its size, which for small tensors (biases, norms) is
-all that it costs. So they travel together in one message at the end of the backward pass, while
-every large tensor leaves as soon as its gradient is there.
+Every message has a start-up cost. For small tensors (biases, norms) it is almost the whole cost. So
+they travel together in one message at the end of the backward pass, while every large tensor is
+sent as soon as its gradient is ready.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ KB = 1024
 
 
 class SmallOnesTogether(Algorithm):
-    """One all-reduce per large tensor at once, and one for all small ones.
+    """One all-reduce per large tensor, and one for all small tensors together.
 
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
-    Bytes move: during the backward pass, large tensors each with its gradient, small ones together
-    with the last of theirs.
-    Cost per step and rank: one all-reduce per large tensor, and one per type of the small ones.
+    Bytes move: during the backward pass; each large tensor as soon as its gradient is ready, small
+    tensors together with the last gradient among them.
+    Cost per step and rank: one all-reduce per large tensor, and one per dtype of small tensors.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HalfOptions):
-        """Which tensors are small, and whether gradients travel in 16 bits."""
+        """Size of small tensors, and compression."""
 
         small_kb: float = 64.0
         """Tensors up to this size travel together, in KB of 1024 bytes."""
@@ -48,14 +48,14 @@ class SmallOnesTogether(Algorithm):
     bound = "wfbp"
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
-    # `traffic` stays as it is, None: in every step all ranks take part in the same collectives.
+    # `traffic` stays None: all ranks take part in the same collectives in every step.
 
     def engine(self, replica: Replica) -> SmallOnesTogetherEngine:
         return SmallOnesTogetherEngine(replica)
 
 
 class SmallOnesTogetherEngine(GradientEngine):
-    """Averages groups of gradients: a group is one large tensor, or small ones of one type."""
+    """Averages groups of gradients: one large tensor each, or all small tensors of one dtype."""
 
     def __init__(self, replica: Replica) -> None:
         groups: list[list[Any]] = []
@@ -66,34 +66,35 @@ class SmallOnesTogetherEngine(GradientEngine):
             else:
                 small.setdefault((param.dtype, param.device), []).append(param)
         groups += small.values()
-        self._exchanges = [Exchange(one, replica.communicator, replica.options) for one in groups]
+        communicator, options = replica.communicator, replica.options
+        self._exchanges = [Exchange(group, communicator, options) for group in groups]
         self._started: list[Exchange] = []
         super().__init__(replica, groups, learn=True)
 
     def ready(self, unit: int) -> None:
-        """All gradients of a group are there: it leaves."""
+        """Starts the transfer of a group; all its gradients are ready."""
         self._exchanges[unit].start()
         self._started.append(self._exchanges[unit])
 
     def passed(self) -> None:
-        """The pass is over, and all groups have left: `p.grad` becomes what they bring."""
+        """Waits for the averages at the end of the pass, and writes them to `p.grad`."""
         for exchange in self._started:
             exchange.finish()
         self._started.clear()
 
     def drop(self) -> None:
-        """A pass has ended in an error: nothing of it may be left under way."""
+        """Ends all transfers after an error in the backward pass."""
         while self._started:
             self._started.pop().drop()
 
 
 CONTRACT = {"options": [{"small_kb": 0.0}, {}]}
-"""Settings that `tests/contract` tries, the first in everything; with what it `lacks`, if it does.
-"""
+"""Settings for `tests/contract`; the first is used in all tests. A key `lacks` would name what the
+algorithm does not support."""
 
 
 def reference(ranks: Any, options: Any) -> Iterator[None]:
-    """What it must equal, all ranks in one process: x <- x - update(mean of all g)."""
+    """Serial reference with all ranks in one process: x <- x - update(mean of all g)."""
     while True:
         ranks.g = ranks.g.mean(0)
         ranks.update()

@@ -1,8 +1,8 @@
-"""A model of your own, in your table: docs/bring_your_own.md.
+"""Example of your own model: docs/bring_your_own.md.
 
 python benchmarks.py run --model-file examples/bring_your_own_model.py --batch 32 --gpu rtx2080ti
 
-A small classifier of images: patches become words of a transformer, as in ViT (arXiv 2010.11929).
+A small image classifier: patches become tokens of a transformer, as in ViT (arXiv 2010.11929).
 """
 
 import torch
@@ -13,33 +13,33 @@ IMAGE, PATCH, WIDTH, LAYERS, HEADS, CLASSES = 96, 8, 512, 8, 8, 100
 
 
 class PatchTransformer(nn.Module):
-    """25 million parameters; images `[n, 3, 96, 96]` -> scores `[n, 100]`."""
+    """Transformer with 25 million parameters; images `[n, 3, 96, 96]` -> scores `[n, 100]`."""
 
     def __init__(self) -> None:
         super().__init__()
-        words = (IMAGE // PATCH) ** 2
+        tokens = (IMAGE // PATCH) ** 2
         self.patches = nn.Conv2d(3, WIDTH, PATCH, stride=PATCH)
-        self.places = nn.Parameter(torch.randn(1, words, WIDTH) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1, tokens, WIDTH) * 0.02)
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, LAYERS)
         self.scores = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        words = self.patches(images).flatten(2).transpose(1, 2) + self.places
-        return self.scores(self.layers(words).mean(dim=1))
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        return self.scores(self.layers(tokens).mean(dim=1))
 
 
 def model() -> nn.Module:
-    """The model with random weights; the harness has set the random state, on all ranks alike."""
+    """Returns the model with random weights; all ranks have the same random state here."""
     return PatchTransformer()
 
 
 def batch(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one rank trains on in a step: inputs and targets. Random numbers will do."""
+    """Returns inputs and targets of one rank for one step. Random numbers are fine."""
     images = torch.randn(batch_size, 3, IMAGE, IMAGE)
     return images, torch.randint(CLASSES, (batch_size,))
 
 
 def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A scalar. This is what is taken without a function `loss`."""
+    """Returns a scalar. This is the default for a file without a function `loss`."""
     return functional.cross_entropy(scores, labels)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: `python -m plots.breakdown SWEEP`."""
+"""Time of each phase of a step: `python -m plots.breakdown SWEEP`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from pandas import DataFrame
 
 from common.results.records import Record
 from common.results.rows import Row
@@ -16,10 +14,10 @@ from common.results.table import significant
 from plots import style, sweep
 from plots.sweep import Mark
 
-TITLE = "Where the time of a step goes"
-NEEDS = "the parts of a step (older records lack them)"
-# In the order of a step; told apart by lightness and hatch, too.
-_PARTS = {
+TITLE = "Time of each phase of a step"
+NEEDS = "the phases of a step"
+# In the order of a step. Lightness and hatch tell the phases apart, too.
+_PHASES = {
     "forward_s": ("forward", {"facecolor": "#A9D6F2", "edgecolor": "#5d7f92"}),
     "backward_s": ("backward", {"facecolor": "#0072B2", "edgecolor": "white"}),
     "exposed_comm_s": (
@@ -31,77 +29,67 @@ _PARTS = {
 
 
 def fits(records: Sequence[Record]) -> bool:
-    """Whether any trial has parts that add up to its step."""
-    found = (one.breakdown for one in sweep.timed(records))
-    return any(parts is not None and parts.step_s is not None for parts in found)
+    return any(one.breakdown and one.breakdown.step_s is not None for one in sweep.timed(records))
 
 
-def draw(folder: Path, out: Path) -> list[Path]:
-    """Writes breakdown.{png,pdf,csv} to `out`, returns the paths."""
-    return style.write(figure(folder), out / "breakdown")
-
-
-def figure(folder: Path) -> tuple[Figure, DataFrame]:
-    """A stacked bar for each trial; the data have a row per part."""
+def figure(folder: Path) -> style.Drawn:
+    """Draws a stacked bar for each trial; the data have a row per phase."""
     marks, _ = sweep.load(folder)
-    style.setup()
     panels = sweep.panels(marks)
     drawn, axes = style.stacked([len(panel) for panel in panels], 7.2, 0.36)
     for axis, panel in zip(axes, panels, strict=True):
         _panel(axis, panel)
     axes[-1].set_xlabel("milliseconds per step", fontsize=8)
-    handles = [Patch(**look, lw=0) for _, look in _PARTS.values()]
-    names = [name for name, _ in _PARTS.values()]
+    handles = [Patch(**look, lw=0) for _, look in _PHASES.values()]
+    names = [name for name, _ in _PHASES.values()]
     place = {"loc": "outside upper center", "ncols": 4, "frameon": False, "fontsize": 8}
     drawn.legend(handles, names, **place)
     records = [mark.record for mark in marks]
-    text = "Of the rank that is held up least, of the repeat whose step is the median one; waiting "
-    text += "for communication is in its own part, or in the others where an algorithm hides it"
-    style.caption(drawn, text + style.doubts(records), records, 130)
+    text = "The rank that waits least, in the repeat with the median step; waiting for "
+    text += "communication is shown by itself, or in the other phases if an algorithm hides it"
+    style.caption(drawn, text + style.flags(records), records, 130)
     return drawn, style.data(
-        {**mark.place, "part": name, "seconds": value, "doubt": mark.row.doubt}
+        {**mark.data(), "part": name, "seconds": value, "doubt": mark.row.doubt}
         for mark in marks
-        for key, (name, _) in _PARTS.items()
+        for key, (name, _) in _PHASES.items()
         if (value := getattr(mark.row, key)) is not None
     )
 
 
+draw = style.writer("breakdown", figure)
+
+
 def _panel(axis: Axes, panel: Sequence[Mark]) -> None:
-    longest = max(1e3 * _sum(mark.row) for mark in panel) or 1.0
-    for place, mark in enumerate(panel):
-        row, end = mark.row, 0.0
-        for key, (_, look) in _PARTS.items():
-            value = 1e3 * max(0.0, getattr(row, key) or 0.0)
-            axis.barh(place, value, left=end, height=0.68, lw=0, **look)
+    longest = 0.0
+    for index, mark in enumerate(panel):
+        end = 0.0
+        for key, (_, look) in _PHASES.items():
+            value = 1e3 * max(0.0, getattr(mark.row, key) or 0.0)
+            axis.barh(index, value, left=end, height=0.68, lw=0, **look)
             end += value
-        if row.doubt:
-            axis.barh(place, end, height=0.68, facecolor="white", alpha=0.6, lw=0)
-        grey = {"color": "#666666"} if row.doubt else {}
-        near = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-        axis.annotate(_said(row), (end, place), **near, **grey)
-    labels = [mark.row.algorithm for mark in panel]
-    style.named_rows(axis, labels, [bool(mark.row.doubt) for mark in panel])
-    axis.set_xlim(0, longest * 1.45)
+        if mark.row.doubt:
+            axis.barh(index, end, height=0.68, facecolor="white", alpha=0.6, lw=0)
+        look = {"color": "#666666"} if mark.row.doubt else {}
+        style.write_at(axis, _text(mark.row), (end, index), (5, 0), va="center", fontsize=8, **look)
+        longest = max(longest, end)
+    style.named_rows(axis, [mark.row for mark in panel])
+    axis.set_xlim(0, (longest or 1.0) * 1.45)
     style.title(axis, sweep.title(panel[0].row))
 
 
-def _sum(row: Row) -> float:
-    return sum(max(0.0, getattr(row, key) or 0.0) for key in _PARTS)
-
-
-def _said(row: Row) -> str:
-    """The sum, and what is odd about it."""
+def _text(row: Row) -> str:
+    """Returns the sum of the phases, and what is odd about it."""
     if row.forward_s is None:
-        return "no parts on record"
-    text = significant(1e3 * sum(getattr(row, key) or 0.0 for key in _PARTS))
-    below = [name for key, (name, _) in _PARTS.items() if (getattr(row, key) or 0.0) < -1e-4]
-    if below:
-        key = next(key for key, (name, _) in _PARTS.items() if name == below[0])
-        return f"{text}, of which {below[0]} {1e3 * getattr(row, key):.0f}: not to be trusted"
+        return "no phases on record"
+    seconds = {name: getattr(row, key) or 0.0 for key, (name, _) in _PHASES.items()}
+    text = significant(1e3 * sum(seconds.values()))
+    for name, value in seconds.items():
+        if value < -1e-4:
+            return f"{text}, {name} of {1e3 * value:.0f} included: not reliable"
     if row.exposed_comm_s is None:
         text += ", communication contained"
-    return f"({text}) not believed" if row.doubt else text
+    return f"({text}) flagged" if row.doubt else text
 
 
 if __name__ == "__main__":
-    style.program(fits, NEEDS, draw, "logs/emulated-quick")
+    style.program(fits, NEEDS, draw)

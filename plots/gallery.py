@@ -2,64 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import ModuleType
 
 from common.results.store import Comparison
-from plots import (
-    bandwidth,
-    breakdown,
-    learning,
-    paper_dadt,
-    paper_dear,
-    paper_decent_dp,
-    paper_suite,
-    scaling,
-    speedup,
-    style,
-    throughput,
-)
+from plots import style
 
-FIGURES: tuple[ModuleType, ...] = (
-    throughput,
-    speedup,
-    scaling,
-    bandwidth,
-    breakdown,
-    learning,
-    paper_dear,
-    paper_suite,
-    paper_dadt,
-    paper_decent_dp,
-)
-"""In the order of a report. Each has `TITLE`, `NEEDS` (what `fits` asks for, in a few words),
-`fits`, `figure` and `draw`."""
+_GENERAL = ("throughput", "speedup", "scaling", "bandwidth", "breakdown", "learning")
+_PAPERS = ("paper_dear", "paper_suite", "paper_dadt", "paper_decent_dp")
+FIGURES = tuple(importlib.import_module(f"{__package__}.{name}") for name in _GENERAL + _PAPERS)
+"""Figures in the order of a report. Each module has `TITLE`, `NEEDS` (the records that `fits` asks
+for, in a few words), `fits`, `figure` and `draw`."""
 
 
 def fitting(folder: Path) -> list[ModuleType]:
-    """Those that a sweep's records have the data for; raises `UserError` if it is no sweep."""
+    """Returns the figures that a sweep has the data for.
+
+    Raises:
+        UserError: the folder is no sweep.
+    """
     records = Comparison.load(folder).results(folder)
-    return [one for one in FIGURES if one.fits(records)]
+    return [module for module in FIGURES if module.fits(records)]
 
 
 def name(module: ModuleType) -> str:
-    """Of a figure, and of its files."""
+    """Returns the name of a figure and of its files."""
     return module.__name__.rpartition(".")[2]
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
-    """Writes all that fit to `out`, returns the paths."""
-    return [path for one in fitting(folder) for path in one.draw(folder, out)]
-
-
-def announced(folder: Path, out: Path) -> list[Path]:
-    """The same, and says what did not fit and why."""
-    found = fitting(folder)
-    for one in FIGURES:
-        if one not in found:
-            print(f"no {name(one)}: it needs {one.NEEDS}")
-    return draw(folder, out)
+    """Writes all figures that fit to `out`, returns the paths, and prints what others need."""
+    modules = fitting(folder)
+    for module in FIGURES:
+        if module not in modules:
+            print(f"no {name(module)}: it needs {module.NEEDS}")
+    return [path for module in modules for path in module.draw(folder, out)]
 
 
 if __name__ == "__main__":
-    style.program(bool, "a trial that has ended", announced, "logs/quick")
+    style.program(bool, "a trial that has ended", draw)

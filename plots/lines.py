@@ -1,46 +1,90 @@
-"""Lines of algorithms over something of which a sweep has several."""
+"""Lines of algorithms over evenly spaced steps: throughput, and beside it a relative figure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from plots import style
+from plots import style, sweep
+from plots.looks import GREY
 from plots.sweep import Mark
 
+Step = Callable[[Mark], Any]
+"""Sort key of the step on the x axis that a mark belongs to."""
 
-def draw(
-    axis: Axes,
-    panel: Sequence[Mark],
-    field: str,
-    ends: str,
-    at: Callable[[Mark, float], float],
-) -> None:
-    """A line for each algorithm through what is believed; the rest is hollow, grey, on no line.
+
+def figure(
+    marks: Sequence[Mark],
+    free: str,
+    step: Step,
+    tick: Callable[[Any], str],
+    relative: tuple[str, str],
+    text: str,
+) -> style.Drawn:
+    """Draws two panels side by side for each group of marks, with the data behind them.
 
     Args:
-        field: of a row, on the y axis.
-        ends: its interval is in the fields `ends`_low and `ends`_high.
-        at: where a mark is on the x axis, given how far it is to stand aside, from -1 to 1, so
-            that algorithms do not hide each other.
+        free: field of a row in which the marks of a panel differ.
+        tick: returns the label of a step.
+        relative: field of a row in the right panel, and the label of its axis.
+        text: beginning of the caption.
+    """
+    style.setup(grid="y")
+    panels = sweep.panels(marks, free)
+    size = (9.2, 2.9 * len(panels) + 0.6)
+    drawn, axes = plt.subplots(len(panels), 2, figsize=size, squeeze=False, layout="constrained")
+    for (left, right), panel in zip(axes, panels, strict=True):
+        steps = sorted(set(map(step, panel)))
+        style.title(left, sweep.title(panel[0].row, free))
+        _draw(left, panel, steps, step, "throughput", "ci")
+        left.set_ylabel(f"{panel[0].row.unit}, all workers together", fontsize=8)
+        left.set_ylim(0, 1.08 * max(left.get_ylim()))
+        rivals = [mark for mark in panel if mark.algorithm != sweep.SINGLE]
+        right.axhline(1.0, color="#777777", lw=1, ls="--")
+        _draw(right, rivals, steps, step, relative[0], relative[0])
+        right.set_ylabel(relative[1], fontsize=8)
+        if all(getattr(mark.row, relative[0]) is None for mark in rivals):
+            look = {"transform": right.transAxes, "ha": "center", "va": "center", "fontsize": 8}
+            right.text(0.5, 0.5, f"no {relative[0]}: there is no valid baseline", **look)
+        for axis in (left, right):
+            axis.set_xticks(range(len(steps)), map(tick, steps))
+            axis.set_xlim(-0.35, len(steps) - 0.65)
+    style.legend(drawn, {mark.row.algorithm: mark.look for mark in marks})
+    records = [mark.record for mark in marks]
+    text += f"; {sweep.sample_size(marks)}; whiskers: 95 % t interval; hollow and grey: flagged, "
+    text += "and on no line"
+    style.caption(drawn, text + style.flags(records), records, 150)
+    fields = [f"{name}{end}" for name in (relative[0],) for end in ("", "_low", "_high")]
+    fields += ["throughput", "ci_low", "ci_high", "unit", "compared_to", "doubt"]
+    return drawn, style.data(mark.data(*fields) for mark in marks)
+
+
+def _draw(
+    axis: Axes, panel: Sequence[Mark], steps: Sequence[Any], step: Step, field: str, ends: str
+) -> None:
+    """Draws a line for each algorithm through its valid results; flagged ones are hollow and grey.
+
+    Algorithms are moved aside, so that they do not hide each other.
     """
     labels = list(dict.fromkeys(mark.row.algorithm for mark in panel))
     for number, label in enumerate(labels):
-        aside = (2 * number + 1) / len(labels) - 1
-        own = [m for m in panel if m.row.algorithm == label and getattr(m.row, field) is not None]
-        own.sort(key=lambda mark: at(mark, 0))
-        good = [mark for mark in own if not mark.row.doubt]
-        x = [at(mark, aside) for mark in good]
-        y = [getattr(mark.row, field) for mark in good]
-        if good:
-            axis.plot(x, y, lw=1.3, **good[0].look.curve)
-        for place, value, mark in zip(x, y, good, strict=True):
-            low, high = (getattr(mark.row, f"{ends}_{end}") for end in ("low", "high"))
-            if low is not None:
-                error = {"yerr": [[value - low], [high - value]], "color": mark.look.colour}
-                axis.errorbar(place, value, capsize=2, lw=0.8, **error)
-        for mark in own:
-            if mark.row.doubt:
-                look = {"marker": mark.look.marker, "mfc": "none", "mec": style.GREY}
-                axis.plot([at(mark, aside)], [getattr(mark.row, field)], ms=6.5, ls="none", **look)
+        aside = 0.2 * ((2 * number + 1) / len(labels) - 1)
+        points = sorted(
+            (steps.index(step(mark)) + aside, getattr(mark.row, field), mark.row)
+            for mark in panel
+            if mark.row.algorithm == label and getattr(mark.row, field) is not None
+        )
+        look = next(mark.look for mark in panel if mark.row.algorithm == label)
+        valid = [(x, y) for x, y, row in points if not row.doubt]
+        if valid:
+            axis.plot(*zip(*valid, strict=True), lw=1.3, **look.curve)
+        for x, y, row in points:
+            low, high = (getattr(row, f"{ends}_{end}") for end in ("low", "high"))
+            if row.doubt:
+                axis.plot([x], [y], marker=look.marker, mfc="none", mec=GREY, ms=6.5, ls="none")
+            elif low is not None:
+                error = [[y - low], [high - y]]
+                axis.errorbar(x, y, error, capsize=2, lw=0.8, color=look.colour)

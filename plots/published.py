@@ -1,20 +1,23 @@
-"""What others have measured (configs/published), and what papers call our trials."""
+"""Published numbers (configs/published) beside ours, as grouped bars."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
+import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from common.paths import CONFIGS
 from common.results.records import Record
-from plots import sweep
-from plots.style import LOOKS, Look
+from plots import style, sweep
+from plots.looks import Look
 from plots.sweep import Mark
 
-_FOLDER = Path(__file__).parents[1] / "configs" / "published"
+_FOLDER = CONFIGS / "published"
 _MODELS = {
     "resnet50": "ResNet-50",
     "resnet101": "ResNet-101",
@@ -23,63 +26,148 @@ _MODELS = {
     "bert_base": "BERT-Base",
     "bert": "BERT-Large",
 }
-OUTLINE = {"facecolor": "white", "linewidth": 1.1, "linestyle": (0, (2, 1))}
-"""The bar of a published number; its edge has the colour of the method."""
+# The bar of a published number; its edge has the colour of the method.
+_OUTLINE = {"facecolor": "white", "linewidth": 1.1, "linestyle": (0, (2, 1))}
+_DRAWN = ("value", "base", "group", "line", "column", "text")
+
+Bar = dict[str, Any]
+"""Bar of a figure, and row of its data.
+
+`method` is the display name, `whose` is `ours` or `published`; `value`, `low` and `high` are the
+height and its interval. Optional: `group` on the x axis, `line` and `column` of the panel, `text`,
+and `base`, the method that the value is relative to.
+"""
 
 
 def read(name: str) -> pd.DataFrame:
-    """A file of published numbers, a row for each; every one has its `source`."""
+    """Reads a file of published numbers; each row has its `source`."""
     return pd.read_csv(_FOLDER / f"{name}.csv")
 
 
 def model(record: Record) -> str:
-    """As papers call it; a replayed one is the model that it replays."""
-    own = record.trial["model"].partition("@")[0]
-    return _MODELS.get(own, own)
+    """Returns the name of the model in papers; a replayed model has the name of its original."""
+    name = record.trial["model"].partition("@")[0]
+    return _MODELS.get(name, name)
 
 
 def network(record: Record) -> str:
-    """As papers call it: `10gbe` is 10GbE."""
-    own = record.trial.get("network") or "this machine"
-    return own.replace("gbe", "GbE").replace("gbib", "GbIB")
+    """Returns the name of the network in papers: `10gbe` is 10GbE."""
+    name = record.trial.get("network") or "this machine"
+    return name.replace("gbe", "GbE").replace("gbib", "GbIB")
 
 
 def fits(records: Sequence[Record], compared: Callable[[Sequence[Record]], bool]) -> bool:
-    """Whether what a paper has compared was believed in one place, undisturbed by faults."""
+    """Tells whether valid trials of one cell, without a fault, have what a paper compares."""
     calm = [record for record in records if not record.fault]
-    return any(map(compared, sweep.variants(calm, "label").values()))
+    return any(map(compared, sweep.variants(calm, "label")))
 
 
 def panels(
-    marks: Sequence[Mark], compared: Callable[[Sequence[Record]], bool], *, each_world: bool
-) -> list[list[Mark]]:
-    """Believed marks by model and network, where `fits` would say so: as a paper has them.
+    marks: Sequence[Mark],
+    method: Callable[[Record], str | None],
+    compared: Callable[[Sequence[Record]], bool],
+) -> list[dict[str, Mark]]:
+    """Returns the valid marks by method, for each cell for which `compared` holds.
 
-    Of several batch sizes the largest, and of several numbers of workers, too, unless `each_world`.
+    Of several batch sizes the largest is used, and of several variants of a method the first.
     """
-    good = [mark for mark in marks if not mark.row.doubt and not mark.row.fault]
-    found: dict[tuple[object, ...], list[Mark]] = {}
-    for panel in sweep.panels(good):
+    valid = [mark for mark in marks if not mark.row.doubt and not mark.row.fault]
+    chosen: dict[tuple[str, str, int], list[Mark]] = {}
+    for panel in sweep.panels(valid):
         row, record = panel[0].row, panel[0].record
-        key = (model(record), network(record), row.world_size if each_world else None)
-        other = found.get(key, panel)[0].row
-        larger = (row.world_size, row.batch_size) >= (other.world_size, other.batch_size)
+        key = (model(record), network(record), row.world_size)
+        larger = row.batch_size >= chosen.get(key, panel)[0].row.batch_size
         if larger and compared([mark.record for mark in panel]):
-            found[key] = panel
-    return list(found.values())
+            chosen[key] = panel
+    return [
+        {name: mark for mark in reversed(panel) if (name := method(mark.record)) is not None}
+        for panel in chosen.values()
+    ]
 
 
-def bar(look: Look) -> dict[str, object]:
-    """Arguments of `Axes.bar` for a published number."""
-    return {**OUTLINE, "edgecolor": look.colour, "hatch": look.hatch}
+def ours(mark: Mark, method: str, value: float, ends: Sequence[float | None] = ()) -> Bar:
+    """Returns the bar of a trial; `ends` are those of its interval."""
+    record = mark.record
+    low, high = ends or (None, None)
+    facts = {"model": model(record), "network": network(record), "method": method}
+    facts |= {"whose": "ours", "label": record.label, "workers": record.trial["world_size"]}
+    return {**facts, "hosts": record.hosts or None, "value": value, "low": low, "high": high}
 
 
-def legend(figure: Figure, names: Mapping[str, str], outlined: bool) -> None:
-    """Right of the panels: what papers call each of our algorithms, and what an outline is."""
-    handles = [Patch(**LOOKS[algorithm].bar) for algorithm in names]
-    texts = list(names.values())
-    if outlined:
-        handles.append(Patch(**OUTLINE, edgecolor="#444444"))
-        texts.append("published")
-    place = {"loc": "outside right upper", "frameon": False, "fontsize": 8}
-    figure.legend(handles, texts, **place)
+def theirs(row: Any, method: str, value: float, **more: Any) -> Bar:
+    """Returns the bar of a row of a published table, as `itertuples` gives it."""
+    names = ("model", "network", "device", "node", "hosts", "source")
+    facts = {name: getattr(row, name) for name in names if hasattr(row, name)}
+    facts |= {"method": method, "whose": "published", "workers": row.gpus, "value": value}
+    return facts | more
+
+
+def figure(
+    bars: Sequence[Bar], looks: Mapping[str, Look], y_label: str, text: str, marks: Sequence[Mark]
+) -> Figure:
+    """Draws a panel for each `line` and `column` of the bars; published ones are outlines.
+
+    Args:
+        looks: looks by method, in the order of bars.
+        y_label: label of the y axis; if it is empty, bars have a `base`.
+        text: beginning of the caption, which also describes where the marks were measured.
+    """
+    shapes = [list(dict.fromkeys(bar.get(key, "") for bar in bars)) for key in ("line", "column")]
+    grid = [[_at(bars, line, column) for column in shapes[1]] for line in shapes[0]]
+    style.setup(grid="y")
+    most = max(len(here) for line in grid for here in line)
+    size = (2.0 + len(shapes[1]) * max(2.6, 0.8 + 0.42 * most), 0.7 + 2.9 * len(shapes[0]))
+    drawn, axes = plt.subplots(
+        len(grid), len(grid[0]), figsize=size, squeeze=False, sharey="row", layout="constrained"
+    )
+    for axis, here in zip(axes.flat, [here for line in grid for here in line], strict=True):
+        axis.set_visible(bool(here))
+        if here:
+            _panel(axis, here, list(looks), looks)
+    for line, here in zip(axes, grid, strict=True):
+        line[0].set_ylabel(y_label or f"times {here[0][0]['base']}", fontsize=8)
+    shown = [name for name in looks if any(bar["method"] == name for bar in bars)]
+    handles = [Patch(**looks[name].bar) for name in shown]
+    if any(bar["whose"] == "published" for bar in bars):
+        handles.append(Patch(**_OUTLINE, edgecolor="#444444"))
+        shown.append("published")
+    drawn.legend(handles, shown, loc="outside right upper", frameon=False, fontsize=8)
+    if any(mark.row.doubt for mark in marks):
+        text += "; flagged results are left out"
+    style.caption(drawn, text, [mark.record for mark in marks], int(16 * size[0]))
+    return drawn
+
+
+def _at(bars: Sequence[Bar], line: str, column: str) -> list[Bar]:
+    return [bar for bar in bars if (bar.get("line", ""), bar.get("column", "")) == (line, column)]
+
+
+def _panel(
+    axis: Axes, bars: Sequence[Bar], order: Sequence[str], looks: Mapping[str, Look]
+) -> None:
+    groups: dict[str, list[Bar]] = {}
+    for bar in sorted(bars, key=lambda bar: (order.index(bar["method"]), bar["whose"])):
+        groups.setdefault(bar.get("group", bar["method"]), []).append(bar)
+    most = max(map(len, groups.values()))
+    names = sorted(groups, key=[bar.get("group", bar["method"]) for bar in bars].index)
+    for center, name in enumerate(names):
+        for index, bar in enumerate(groups[name]):
+            look, value = looks[bar["method"]], bar["value"]
+            outline = {**_OUTLINE, "edgecolor": look.colour, "hatch": look.hatch}
+            at = center + 0.84 / most * (index - (len(groups[name]) - 1) / 2)
+            axis.bar(at, value, 0.77 / most, **(look.bar if bar["whose"] == "ours" else outline))
+            style.whisker(axis, at, value, (bar.get("low"), bar.get("high")))
+            place = {"ha": "center", "va": "bottom", "fontsize": 7}
+            text = bar.get("text", f"{value:.2f}")
+            style.write_at(axis, text, (at, bar.get("high") or value), (0, 3), **place)
+    axis.set_xticks(range(len(names)), names, fontsize=7)
+    axis.set_xlim(-0.55, len(names) - 0.45)
+    axis.tick_params(axis="x", length=0)
+    axis.margins(y=0.15)
+    style.title(axis, ", ".join(filter(None, (bars[0].get("column"), bars[0].get("line")))))
+
+
+def data(bars: Sequence[Bar], value: str) -> pd.DataFrame:
+    """Returns the data of a figure; the column of the heights is called `value`."""
+    rows = [{key: item for key, item in bar.items() if key not in _DRAWN} for bar in bars]
+    return style.data({**row, value: bar["value"]} for row, bar in zip(rows, bars, strict=True))

@@ -1,8 +1,8 @@
-"""What a figure is drawn from: the records of a sweep, their rows, and how each looks."""
+"""Source of figures: the records of a sweep, their rows and their looks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from common.results.rows import Row
 from common.results.store import Comparison
 from dear.errors import UserError
 from plots import style
-from plots.style import Look
+from plots.looks import Look, looks, order
 
 SINGLE = "none"
-"""The algorithm of a single worker."""
+"""Algorithm of the single worker."""
+_PLACE = ("model", "batch_size", "world_size", "network", "fault")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A trial that has timed steps, in a figure."""
+    """Trial with timed steps, in a figure."""
 
     record: Record
     row: Row
@@ -30,79 +31,75 @@ class Mark:
 
     @property
     def algorithm(self) -> str:
+        """Name of the algorithm, without options."""
         return self.record.trial["algorithm"]
 
-    @property
-    def place(self) -> dict[str, Any]:
-        """What the first columns of every figure's data say."""
-        row = self.row
-        place = {"model": row.model, "batch_size": row.batch_size, "world_size": row.world_size}
-        return place | {"network": row.network, "fault": row.fault, "algorithm": row.algorithm}
+    def data(self, *fields: str) -> dict[str, Any]:
+        """Returns a row of the figure's data: what the trial is, and these fields of its row."""
+        return {name: getattr(self.row, name) for name in (*_PLACE, "algorithm", *fields)}
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
-    """Those that have timed steps."""
-    return [one for one in records if one.ok and one.iters and not one.trial.get("learn")]
+    """Returns the records that have timed steps."""
+    return [each for each in records if each.ok and each.iters and not each.trial.get("learn")]
 
 
 def load(folder: Path) -> tuple[list[Mark], str]:
-    """All trials of a sweep that have timed steps, in the order of figures, and what they are
-    compared to.
+    """Returns the trials with timed steps, in the order of figures, and the label to compare to.
 
     Raises:
-        UserError: there are none.
+        UserError: no trial has timed steps.
     """
     comparison = Comparison.load(folder)
-    good = timed(comparison.results(folder))
-    if not good:
+    records = timed(comparison.results(folder))
+    if not records:
         raise UserError(f"{folder}: no trial has timed steps")
-    good.sort(key=lambda record: style.order(record.trial["algorithm"]))
-    looks = style.looks(good)
-    made = rows.make_rows(good, comparison.compare_to)
+    records.sort(key=lambda record: order(record.trial["algorithm"]))
+    by_label = looks(records)
     marks = [
-        Mark(record=record, row=row, look=looks[record.label])
-        for record, row in zip(good, made, strict=True)
+        Mark(record=record, row=row, look=by_label[record.label])
+        for record, row in zip(records, rows.make_rows(records, comparison.compare_to), strict=True)
     ]
     return marks, comparison.compare_to
 
 
-def panels(
-    marks: Sequence[Mark], key: Callable[[Row], tuple[Any, ...]] = lambda row: row.place
-) -> list[list[Mark]]:
-    """Marks by what they have in common, in the order of their first ones."""
-    found: dict[tuple[Any, ...], list[Mark]] = {}
+def panels(marks: Iterable[Mark], *free: str) -> list[list[Mark]]:
+    """Groups marks by everything but the fields `free` of a row, in the order of the first ones."""
+    groups: dict[tuple[Any, ...], list[Mark]] = {}
     for mark in marks:
-        found.setdefault(key(mark.row), []).append(mark)
-    return list(found.values())
+        key = tuple(getattr(mark.row, name) for name in _PLACE if name not in free)
+        groups.setdefault(key, []).append(mark)
+    return list(groups.values())
 
 
-def title(row: Row, *, world: bool = True, network: bool = True) -> str:
-    """Of a panel: what its trials have in common."""
-    text = f"{row.model}, batch {row.batch_size} per worker"
+def title(row: Row, free: str = "") -> str:
+    """Returns the title of a panel: what its trials have in common, without the field `free`."""
     workers = "1 worker" if row.world_size == 1 else f"{row.world_size} workers"
-    text += f", {workers}" if world else ""
-    names = (row.network if network else None, row.fault)
-    return text + "".join(f", {name}" for name in names if name)
+    parts = {"world_size": workers, "network": row.network, "fault": row.fault}
+    return f"{row.model}, batch {row.batch_size} per worker" + "".join(
+        f", {part}" for name, part in parts.items() if part and name != free
+    )
 
 
-def variants(records: Sequence[Record], *own: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Believed ones of several workers by everything but the keys `own`: the same trial elsewhere.
+def variants(records: Sequence[Record], *free: str) -> list[list[Record]]:
+    """Groups the valid records of several workers by everything but the keys `free`.
 
     Args:
-        own: keys of a trial, such as `world_size`.
+        free: keys of a trial in which the records of a group may differ, such as `world_size`.
     """
-    kept = ("model", "batch_size", "world_size", "network", "fault", "label")
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for one in timed(records):
-        if one.trial["algorithm"] != SINGLE and doubt(one) is None:
-            key = tuple(str(one.trial.get(name)) for name in kept if name not in own)
-            found.setdefault(key, []).append(one)
-    return found
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in timed(records):
+        if record.trial["algorithm"] != SINGLE and doubt(record) is None:
+            key = tuple(
+                str(record.trial.get(name)) for name in (*_PLACE, "label") if name not in free
+            )
+            groups.setdefault(key, []).append(record)
+    return list(groups.values())
 
 
-def told(marks: Sequence[Mark]) -> str:
-    """How often was measured, for captions."""
+def sample_size(marks: Sequence[Mark]) -> str:
+    """Returns the number of repeats and steps, for captions."""
     counts = [mark.row.repeats for mark in marks]
     steps = style.count(round(mark.row.n / mark.row.repeats) for mark in marks)
-    what = "repeat" if max(counts) == 1 else "repeats, in turns,"
-    return f"n = {style.count(counts)} {what} of {steps} steps"
+    repeats = "repeat" if max(counts) == 1 else "interleaved repeats"
+    return f"n = {style.count(counts)} {repeats} of {steps} steps"

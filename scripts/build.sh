@@ -50,7 +50,8 @@ for old in "$source_dir"/_core*.so "$source_dir"/_mpi*.so; do
   [[ "$old" == "$source_dir/$extension" ]] || rm -f "$old"
 done
 echo "   compiler  $("${CXX:-c++}" --version | head -n 1)"
-"$python" scripts/build_facts.py --record
+"$python" scripts/build_facts.py --identity > "$source_dir/_built_for.json"
+"$python" scripts/build_facts.py --found
 mpi="none found: no backend 'mpi' (Debian: apt-get install libopenmpi-dev)"
 if command -v mpirun > /dev/null; then
   "$python" -c 'import mpi4py' 2> /dev/null \

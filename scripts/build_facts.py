@@ -1,7 +1,7 @@
 """What the build of the comm core must know of this Python and torch.
 
-Prints NAME=VALUE lines for CMake; with --record, notes beside the extension what it was built for,
-so that an import against another torch can say so, and prints for people what was found.
+Prints NAME=VALUE lines for CMake. With --identity, prints what the extension is built for, as JSON,
+which an import with another torch reports; with --found, what torch brings, for people.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
-from pathlib import Path
 
 import torch
 import torch.distributed
 from torch.utils import cpp_extension
 
-RECORD = Path(__file__).parents[1] / "common/comm_core/_built_for.json"
 _NONE = "none in this torch"
 
 
@@ -46,8 +44,9 @@ def found() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--record"]:
-        RECORD.write_text(json.dumps(identity()) + "\n")
+    if sys.argv[1:] == ["--identity"]:
+        print(json.dumps(identity()))
+    elif sys.argv[1:] == ["--found"]:
         for name, value in found().items():
             print(f"   {name:<9} {value}")
     else:

@@ -10,4 +10,4 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
   echo "error: gpu-check needs Python 3.10 or newer (make PYTHON=/path/to/python3 gpu-check)" >&2
   exit 2
 fi
-exec "$python" -m common.harness.gpu_check "$@"
+exec "$python" -m common.gpu_check.check "$@"

@@ -4,7 +4,7 @@
 # server of ssh, for a test of the emulated network (Debian starts it). Needs root; everything else
 # works without them.
 set -euo pipefail
-packages=(g++ cmake make git openmpi-bin libopenmpi-dev iproute2 iperf3 shellcheck)
+packages=(g++ cmake make git openmpi-bin libopenmpi-dev iproute2 shellcheck)
 for option in "$@"; do
   case "$option" in
     --slurm) packages+=(slurm-wlm munge) ;;

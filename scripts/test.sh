@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests of every part, without those that take long: scripts/test.sh .venv [--again]
-# Four runs side by side: the tests of tests/unit compute, most of the others wait for something. With
-# --again only what failed last; nothing to repeat is a failure, too.
+# Runs the tests of every part, without those that take long: scripts/test.sh .venv [--again]
+# Four runs are side by side: the tests of tests/unit compute, most of the others wait. With --again,
+# repeats only the tests that failed last, and prints their names; it fails if there are none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 pytest=("${1:-.venv}/bin/python" -m pytest)
@@ -20,12 +20,20 @@ failed() {  # whether a test of the part did, as far as its cache knows
   [[ -f "$file" && "$(< "$file")" != "{}" ]]
 }
 
+names() {  # the tests of a part that failed last
+  "${pytest[0]}" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' \
+    ".pytest_cache/$1/v/cache/lastfailed"
+}
+
 status=0
 if [[ "${2:-}" == --again ]]; then
   status=5
   for part in "${parts[@]}"; do
     if failed "$part"; then
-      run "$part" --last-failed --last-failed-no-failures none && status=0 || exit
+      echo "== repeated once, since they failed:"
+      names "$part"
+      status=0
+      run "$part" --last-failed --last-failed-no-failures none || exit
     fi
   done
   exit "$status"

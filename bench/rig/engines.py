@@ -1,11 +1,10 @@
-"""The engines as a rank sees them: one small class each behind the same three collectives."""
+"""Engines: the same collectives by the comm core, Gloo, MPI and Horovod."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,18 @@ import dear
 from dear.errors import Unavailable
 from dear.lazy import torch
 
-# Started by mpirun; every other engine's ranks are started one by one.
-MPIRUN = ("mpi", "mpi_spin", "horovod")
+# Engines whose ranks mpirun starts; ranks of the others are started one by one.
+MPIRUN = ("mpi", "horovod")
 NAMES = ("comm_core", "comm_core_direct", "gloo", *MPIRUN)
 
 
 class Engine(ABC):
-    """Sum over float32 CPU tensors; every call returns the tensor that holds its result."""
+    """Sums of float32 CPU tensors; every call returns the tensor with its result."""
 
     versions: dict[str, str]
 
     def empty(self, count: int) -> torch.Tensor:
-        """A tensor of `count` floats, in the memory that this engine likes best."""
+        """Returns a tensor of `count` floats in the memory that suits the engine best."""
         return torch.empty(count, dtype=torch.float32)
 
     @abstractmethod
@@ -37,22 +36,18 @@ class Engine(ABC):
     @abstractmethod
     def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor: ...
 
-    @abstractmethod
-    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
-        """Returns at once; calling the result waits."""
-
-    def fence(self) -> None:  # noqa: B027  (most need nothing)
-        """Lets what other ranks still need from this one happen, where that needs a call."""
+    def fence(self) -> None:  # noqa: B027  (most engines need nothing)
+        """Completes what other ranks still need from this rank, if that needs a call."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class TorchEngine(Engine):
-    """A backend of torch.distributed.
+    """Backend of torch.distributed.
 
     Args:
-        direct: take tensors from `comm_core.empty`, which peers map (shared memory).
+        direct: whether tensors come from `comm_core.empty`, which peers map (shared memory).
     """
 
     def __init__(self, backend: str, rank: int, size: int, store: Path, direct: bool) -> None:
@@ -62,9 +57,11 @@ class TorchEngine(Engine):
             self._core = _import("comm_core")
             self.versions["comm_core"] = dear.__version__
         self._direct = direct
-        self._dist = torch.distributed  # not by way of the lazy module in what is timed
-        place = {"store": self._dist.FileStore(str(store), size), "rank": rank, "world_size": size}
-        self._dist.init_process_group(backend, timeout=timedelta(seconds=60), **place)
+        self._dist = torch.distributed  # the lazy module would cost time in each call
+        files = self._dist.FileStore(str(store), size)
+        self._dist.init_process_group(
+            backend, timeout=timedelta(seconds=60), store=files, rank=rank, world_size=size
+        )
 
     def empty(self, count: int) -> torch.Tensor:
         if self._direct:
@@ -83,15 +80,12 @@ class TorchEngine(Engine):
         self._dist.all_reduce(bucket)
         return bucket
 
-    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
-        return self._dist.reduce_scatter_tensor(out, bucket, async_op=True).wait
-
     def close(self) -> None:
         self._dist.destroy_process_group()
 
 
 class MpiEngine(Engine):
-    """MPI's own collectives, by mpi4py."""
+    """Collectives of MPI, by mpi4py."""
 
     def __init__(self) -> None:
         _import("mpi4py")
@@ -114,12 +108,9 @@ class MpiEngine(Engine):
         self._world.Allreduce(self._mpi.IN_PLACE, bucket.numpy())
         return bucket
 
-    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
-        return self._world.Ireduce_scatter_block(bucket.numpy(), out.numpy()).Wait
-
     def fence(self) -> None:
-        # Open MPI moves a queued message only inside of some call: a rank that has got its result
-        # and then sleeps may hold back what a peer waits for.
+        # Open MPI moves a queued message only in its calls: a rank that has its result and sleeps
+        # may hold back what a peer waits for.
         self._world.Barrier()
 
     def close(self) -> None:
@@ -127,14 +118,13 @@ class MpiEngine(Engine):
 
 
 class HorovodEngine(Engine):
-    """Horovod over MPI. It returns reduce-scatter and all-gather results in tensors of its own."""
+    """Horovod over MPI; it allocates the results of reduce-scatter and all-gather."""
 
     def __init__(self) -> None:
         self._hvd = _import("horovod.torch")
         if not self._hvd.mpi_built():
             raise Unavailable("this Horovod was built without MPI")
         self._hvd.init()
-        self._started = 0
         self.versions = {"horovod": importlib.metadata.version("horovod")}
 
     def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
@@ -146,23 +136,17 @@ class HorovodEngine(Engine):
     def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor:
         return self._hvd.allreduce_(bucket, op=self._hvd.Sum, name="ar")
 
-    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
-        self._started += 1
-        name = f"rs{self._started % 64}"  # names of operations in flight must differ
-        handle = self._hvd.reducescatter_async(bucket, op=self._hvd.Sum, name=name)
-        return lambda: self._hvd.synchronize(handle)
-
     def close(self) -> None:
         self._hvd.shutdown()
 
 
 def create(name: str, rank: int, size: int, store: Path) -> Engine:
-    """Joins the job of this engine.
+    """Joins the job of an engine.
 
     Raises:
-        Unavailable: something it needs is not installed.
+        Unavailable: something that the engine needs is not installed.
     """
-    if name in ("mpi", "mpi_spin"):
+    if name == "mpi":
         return MpiEngine()
     if name == "horovod":
         return HorovodEngine()

@@ -1,4 +1,4 @@
-"""Where a run's numbers come from, and the file that keeps them."""
+"""Result file of a run, and the machine and commit that the results belong to."""
 
 from __future__ import annotations
 
@@ -13,30 +13,22 @@ from dear.errors import UserError
 
 
 class Output:
-    """`with Output(path) as output:` claims `path` at once, so that a run does not find out at its
-    end; None keeps nothing. Without results the name is given back.
+    """Result file. `with Output(path) as output:` creates it at once, to fail early.
 
-    Args:
-        go_on: a file that is there is read and added to, not refused.
+    A file without results is removed at the end. With the path None nothing is written.
 
     Attributes:
-        card: this machine.
-        earlier: what the file held.
+        card: facts about this machine.
     """
 
-    def __init__(self, path: Path | None, go_on: bool = False) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.card = machine_card()
-        self.earlier: dict[str, Any] | None = None
-        self._go_on = go_on
         self._started = datetime.datetime.now(datetime.timezone.utc)
         self._path = path
         self._saved = False
 
     def __enter__(self) -> Output:
-        if self._path is not None and self._go_on and self._path.exists():
-            self.earlier = self._read()
-            self._saved = True
-        elif self._path is not None:
+        if self._path is not None:
             try:
                 self._path.open("x").close()
             except FileExistsError:
@@ -53,26 +45,19 @@ class Output:
         if self._path is not None and not self._saved:
             self._path.unlink(missing_ok=True)
 
-    def _read(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            found = None
-        if not isinstance(found, dict):
-            raise UserError(f"--json {self._path} holds no results to go on with")
-        return found
-
-    def save(self, record: dict[str, Any]) -> None:
-        """Replaces what the file holds; a run that fails later loses only what came after."""
+    def save(self, tool: str, results: dict[str, Any]) -> None:
+        """Replaces the content of the file; a run that fails later loses only later results."""
         if self._path is None:
             return
+        about = {"schema": 1, "tool": tool, "started": self._started.isoformat(timespec="seconds")}
+        about |= {"argv": sys.argv[1:], "machine": self.card}
         part = self._path.with_name(self._path.name + ".part")
-        part.write_text(json.dumps(record) + "\n")
+        part.write_text(json.dumps(about | results) + "\n")
         part.replace(self._path)
         self._saved = True
 
     def heading(self) -> list[str]:
-        """Lines that say where the numbers come from."""
+        """Returns lines that name the machine, the commit and the time."""
         card = self.card
         return [
             f"# {card['cpu']}, {card['cores']} cores, {card['memory_bytes'] / 2**30:.0f} GiB, "
@@ -80,17 +65,7 @@ class Output:
             f"# commit {card['commit']}, {self._started:%Y-%m-%d %H:%M} UTC",
         ]
 
-    def about(self, tool: str) -> dict[str, Any]:
-        """The same in the file."""
-        return {
-            "schema": 1,
-            "tool": tool,
-            "started": self._started.isoformat(timespec="seconds"),
-            "argv": sys.argv[1:],
-            "machine": self.card,
-        }
-
 
 def note(text: str) -> None:
-    """Progress, for who watches; results go to stdout."""
+    """Prints progress to stderr; results go to stdout."""
     print(f"  {text}", file=sys.stderr, flush=True)

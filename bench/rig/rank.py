@@ -1,6 +1,6 @@
-"""One rank of one engine: joins the job, then runs what the parent asks for, until it hangs up.
+"""Rank of an engine: joins the job and runs the functions that the parent process sends.
 
-Started by `bench.rig.team` as `python -m bench.rig.rank`; never by hand.
+`bench.rig.team` starts it as `python -m bench.rig.rank`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _VALUE = struct.Struct("d")
 
 
 class Place:
-    """What a benchmark's function gets: this rank's engine, and a way to meet the other ranks.
+    """First argument of a benchmark's function: this rank's engine, and barriers.
 
     Attributes:
-        name: of the engine.
+        name: name of the engine.
     """
 
     def __init__(self, rank: int, size: int, name: str, engine: Engine, folder: Path) -> None:
@@ -38,11 +38,11 @@ class Place:
         self._socket.bind(self._paths[rank])
 
     def barrier(self, value: float = 0.0) -> float:
-        """Returns on every rank once all have called it, with the `value` of rank 0.
+        """Waits for all ranks and returns the `value` of rank 0.
 
-        It belongs to no engine, so that every engine starts from the same state: the ranks, which
-        all run on this machine, meet at rank 0 by Unix datagrams, and sleep in the kernel while
-        they wait. Namespaces do not matter: these sockets are files.
+        The barrier uses no engine, so that every engine starts from the same state: all ranks run
+        on this machine and meet at rank 0 by Unix datagrams, which work across namespaces. Ranks
+        sleep while they wait.
         """
         if self.rank == 0:
             for _ in range(self.size - 1):
@@ -55,7 +55,7 @@ class Place:
         return float(_VALUE.unpack(self._socket.recv(_VALUE.size))[0])
 
     def meet(self) -> None:
-        """Returns once all ranks are here, with nothing of theirs still under way."""
+        """Waits for all ranks and for everything that they have started."""
         self.engine.fence()
         self.barrier()
 
@@ -65,9 +65,9 @@ def main() -> None:
     parser.add_argument("--engine", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--rank", type=int, default=None, help="default: as mpirun says")
+    parser.add_argument("--rank", type=int, default=None, help="default: mpirun's")
     args = parser.parse_args()
-    die_with_parent()  # a stopped process obeys no other signal
+    die_with_parent()  # a stopped process ignores every other signal
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"]) if args.rank is None else args.rank
 
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,7 +81,7 @@ def main() -> None:
         place = Place(rank, args.size, args.engine, engine, args.folder)
     except Unavailable as reason:
         parent.send(("unavailable", str(reason)))
-        parent.poll(None)  # mpirun would end the ranks that have not said so yet
+        parent.poll(None)  # mpirun would end the ranks that have not answered yet
         os._exit(0)
     except BaseException:
         parent.send(("failed", traceback.format_exc()))
@@ -89,11 +89,11 @@ def main() -> None:
     parent.send(("ok", engine.versions))
     _serve(parent, place)
     engine.close()
-    # Not by way of the interpreter's end, where threads of some engines make trouble.
-    os._exit(0)
+    os._exit(0)  # threads of some engines crash at the interpreter's usual end
 
 
 def _serve(parent: Connection, place: Place) -> None:
+    """Runs functions until the parent sends None; exits if the parent is gone."""
     while True:
         try:
             request = parent.recv()

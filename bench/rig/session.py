@@ -1,82 +1,66 @@
-"""What the scripts that compare engines share: options, hosts, ranks, and an orderly end."""
+"""Sessions of the scripts that compare engines: options, hosts, ranks, and an orderly end."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.rig import engines
+from bench.rig import engines, program
 from bench.rig.output import Output
 from bench.rig.team import Layout, Teams, built
 from common.emulation import sandbox
 from common.emulation.hosts import network
 from common.emulation.links.profile import NetworkProfile, network_profile
 from dear.errors import UserError, unknown
+from dear.options import at_least
 
-_VARIABLES = ("COMM_CORE_", "GLOO_", "HOROVOD_", "OMPI_MCA_", "OMP_NUM_THREADS")
-_SETUP = ("engines", "world", "hosts", "ranks_per_host", "rate", "transport", "congestion")
-_SETUP += ("ifname", "timeout_s", "network", "time_scale")
+_SETUP = ("engines", "world", "hosts", "rate", "transport", "congestion", "timeout_s", "network")
+_SETUP += ("time_scale",)
 
 
-def parser_of(doc: str, names: Sequence[str], world: int) -> argparse.ArgumentParser:
-    """A parser with the options that say who is measured, and where, and with `--json`.
+def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.ArgumentParser:
+    """Returns a parser with the options of a session and `--json`.
 
-    Its defaults: the engines `names`, and `world` ranks. The script's `doc` begins with what it is.
+    Args:
+        names: engines by default.
+        world: number of ranks by default.
     """
-    shape = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0], formatter_class=shape)
+    parser = program.parser(doc)
     add = parser.add_argument
     add("--engines", nargs="+", default=list(names), metavar="NAME", help="engines, interleaved")
-    add("-n", "--ranks", dest="world", metavar="RANKS", type=int, default=world,
-        help="number of ranks")  # fmt: skip
-    add("--hosts", choices=("local", "netns"), default="local", help="this machine or virtual")
-    add("--ranks-per-host", type=int, default=1, help="ranks of a virtual host")
+    add("-n", "--ranks", dest="world", metavar="RANKS", type=int, default=world, help="ranks")
+    add("--hosts", choices=("local", "netns"), default="local", help="this machine, or virtual")
     add("--rate", default="1gbit", help="link speed of virtual hosts: none, 1gbit, 10gbit, ...")
-    add("--network", default=None, help="profile of virtual hosts' links, in place of --rate")
-    add("--time-scale", type=float, default=1.0, help="real seconds of a second of --network")
+    add("--network", help="network profile of virtual hosts, instead of --rate")
+    add("--time-scale", type=float, default=1.0, help="real seconds per second of --network")
     add("--transport", choices=("auto", "tcp"), default="auto", help="tcp: no shared memory")
-    add("--congestion", default=None, help="TCP congestion control of every engine")
-    add("--ifname", default="lo", help="interface on this machine")
-    add("--timeout", dest="timeout_s", metavar="TIMEOUT", type=float, default=180.0,
-        help="seconds that a measurement may take")  # fmt: skip
-    add("--json", type=Path, default=None, help="keep raw numbers in this new file")
+    add("--congestion", help="TCP congestion control of every engine")
+    add("--timeout", dest="timeout_s", metavar="SECONDS", type=float, default=180.0,
+        help="longest time of a measurement")  # fmt: skip
+    add("--repeats", type=int, default=5, help="rounds")
     return parser
 
 
-def environment() -> dict[str, str]:
-    """Variables that change what engines do; never all of them, which hold secrets."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-
-
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The checked options, and `num_hosts`: how many virtual hosts there are to be, or 0.
+    """Returns the checked options; `num_hosts` is the number of virtual hosts, or 0.
 
     Raises:
-        UserError: something makes no sense, or cannot be done here.
-        NeedsSandbox: it can be done only in a sandbox, and this is none.
+        UserError: an option is wrong or cannot be satisfied here.
+        NeedsSandbox: the options need a sandbox, and the program is in none.
     """
     args = parser.parse_args(argv)
     for name in args.engines:
         if name not in engines.NAMES:
             raise unknown("engine", name, engines.NAMES)
     if len(set(args.engines)) != len(args.engines):
-        raise UserError(f"--engines names one twice: {' '.join(args.engines)}")
+        raise UserError(f"--engines has a duplicate name: {' '.join(args.engines)}")
+    at_least("--repeats", args.repeats, 1)
     if not 2 <= args.world <= 64:
         raise UserError(f"-n {args.world}: collectives need 2 to 64 ranks")
-    args.num_hosts, left = divmod(args.world, args.ranks_per_host)
-    if args.hosts == "local":
-        args.num_hosts = 0
-    elif left:
-        raise UserError(
-            f"-n {args.world} is not a multiple of --ranks-per-host {args.ranks_per_host}"
-        )
+    args.num_hosts = 0 if args.hosts == "local" else args.world
     if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", args.rate):
         raise UserError(f"--rate {args.rate!r} is not none or a speed such as 1gbit, 500mbit")
     profile = profile_of(args)
@@ -94,39 +78,29 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
                 f"--hosts netns and --congestion build network namespaces: {reason}; "
                 "or use --hosts local without --congestion"
             )
-        raise NeedsSandbox
+        raise program.NeedsSandbox
     return args
 
 
 def profile_of(args: argparse.Namespace) -> NetworkProfile | None:
-    """The profile that `--network` names; None without it.
-
-    Raises:
-        UserError: there is no such profile.
-    """
+    """Returns the profile that `--network` names; None without the option."""
     return None if args.network is None else network_profile(args.network)
 
 
-class NeedsSandbox(Exception):  # noqa: N818  (no mistake)
-    """What was asked for can be done only in a sandbox; `program` starts this program again."""
-
-
 class Session:
-    """Hosts and the ranks of engines, for one script; see `started`.
+    """Hosts and ranks of the engines of a script; see `started`.
 
     Attributes:
-        args: as `parse` gave them.
-        hosts: what the ranks run on.
-        folder: for temporary files.
-        failures: for each engine that is missing or has failed, why.
-        round: as of `Teams`.
+        args: options, as `parse` returned them.
+        hosts: hosts of the ranks.
+        failures: reasons, for each engine that is missing or has failed.
+        round: see `Teams.round`.
     """
 
     def __init__(
         self, tool: str, args: argparse.Namespace, output: Output, layout: Layout, teams: Teams
     ) -> None:
-        self.hosts, self.folder = layout.hosts, teams.folder
-        self.failures, self.round = teams.failures, teams.round
+        self.hosts, self.failures, self.round = layout.hosts, teams.failures, teams.round
         self.args, self._tool, self._output = args, tool, output
         self._congestion = args.congestion or network.default_congestion()
         self._versions = {name: team.versions for name, team in teams.started.items()}
@@ -138,16 +112,15 @@ class Session:
             for host in [layout.host_of(rank)]
         ]
 
-    def save(self, **values: Any) -> None:
-        """Keeps everything measured so far, `values`, with where it was."""
-        about = self._output.about(self._tool)
-        about["setup"] = {name: getattr(self.args, name) for name in _SETUP}
+    def save(self, **results: Any) -> None:
+        """Writes the results so far and how they were measured to the result file."""
+        about = {"setup": {name: getattr(self.args, name) for name in _SETUP}}
         about |= {"tcp_congestion": self._congestion, "versions": self._versions}
-        about |= {"environment": environment(), "ranks": self.ranks, "failures": self.failures}
-        self._output.save(about | values)
+        about |= {"ranks": self.ranks, "failures": self.failures}
+        self._output.save(self._tool, about | results)
 
     def heading(self) -> list[str]:
-        """Lines that say where the numbers come from."""
+        """Returns lines that describe the machine, the hosts, the engines and the ranks."""
         args, where = self.args, "this machine"
         if args.num_hosts:
             where = f"{args.num_hosts} virtual hosts, links {args.rate}"
@@ -168,20 +141,20 @@ class Session:
 
 @contextlib.contextmanager
 def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
-    """Claims the file of results, starts the ranks of every engine and prints where the numbers
-    come from; afterwards no process or host is left. The file calls the script `tool`.
+    """Creates the result file, starts the ranks of every engine and prints the heading.
+
+    No process and no host is left afterwards.
+
+    Args:
+        tool: name of the script in the result file.
     """
     with (
         Output(args.json) as output,
-        built(
-            *(args.num_hosts, args.rate, args.congestion, args.ifname),
-            profile=profile_of(args),
-            time_scale=args.time_scale,
-        ) as there,
+        built(args, profile_of(args)) as hosts,
     ):
         layout = Layout(
-            hosts=there,
-            per_host=args.world // len(there),
+            hosts=hosts,
+            per_host=args.world // len(hosts),
             transport=args.transport,
             congestion=args.congestion,
             timeout_s=args.timeout_s,
@@ -190,21 +163,3 @@ def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
             session = Session(tool, args, output, layout, teams)
             print("\n".join(session.heading()), flush=True)
             yield session
-
-
-def program(main: Callable[[list[str]], int]) -> None:
-    """Runs a script's main and ends the process with the right status."""
-    # So that SIGTERM too unwinds the stack that removes hosts and ends ranks.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        try:
-            status = main(sys.argv[1:])
-        except NeedsSandbox:
-            status = sandbox.run([sys.executable, *sys.orig_argv[1:]])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        status = 130
-    sys.exit(status)

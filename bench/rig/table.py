@@ -1,4 +1,4 @@
-"""Sizes, bandwidths, ratios, and how they are printed. No torch, no processes."""
+"""Sizes, bandwidths and ratios, and the tables that show them; no torch and no processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 def parse_size(text: str) -> int:
-    """`4K` is 4000 bytes, `4Ki` is 4096; also M, Mi, G, Gi and plain numbers."""
+    """Reads a size: `4K` is 4000 bytes, `4Ki` is 4096; also M, Mi, G, Gi and plain numbers."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?I?)B?", text.strip().upper())
     size = float(match[1]) * _UNITS.get(match[2], 0) if match else 0
     if size < 1:
@@ -26,13 +26,13 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def bucket_bytes(size: int, world: int, item: int = 4) -> int:
-    """`size`, rounded up so that every rank's part is a whole number of items."""
-    return math.ceil(size / (item * world)) * item * world
+def bucket_bytes(text: str, world: int, item: int = 4) -> int:
+    """Reads a size and rounds it up, so that each rank's part is a whole number of items."""
+    return math.ceil(parse_size(text) / (item * world)) * item * world
 
 
 def bus_factor(op: str, world: int) -> float:
-    """Bytes that must leave each rank, as a fraction of the bucket: algbw times it is busbw.
+    """Returns the bytes that leave each rank as a fraction of the bucket: busbw over algbw.
 
     A reduce-scatter and an all-gather each move (n-1)/n of the bucket over every link; an
     all-reduce, and the pair of the two, twice that.
@@ -42,28 +42,17 @@ def bus_factor(op: str, world: int) -> float:
 
 
 def slowest(times: Sequence[Sequence[float]]) -> list[float]:
-    """Per iteration the time of the slowest rank; `times` is per rank and iteration."""
+    """Returns the time of the slowest rank by iteration; `times` is by rank and iteration."""
     return [max(step) for step in zip(*times, strict=True)]
 
 
-def worst(ranks: Sequence[Mapping[str, float]], key: str) -> float:
-    """The largest value that a rank has under this key."""
-    return max(rank[key] for rank in ranks)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-
 Rounds = Mapping[int, float] | Sequence[float]
-"""A value of every round, or of some by their number."""
+"""Values by round; a mapping may lack some."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The median of one quotient per round, with its range."""
+    """Median of one quotient per round, with its range."""
 
     median: float
     low: float
@@ -72,7 +61,7 @@ class Ratio:
 
     @classmethod
     def of(cls, above: Rounds, below: Rounds) -> Ratio | None:
-        """Quotients of values by round, of the rounds that both have; None if there is none."""
+        """Divides the values of the rounds that both have; None if there is no such round."""
         first, second = (
             dict(kept if isinstance(kept, Mapping) else enumerate(kept)) for kept in (above, below)
         )
@@ -83,30 +72,16 @@ class Ratio:
         return cls(median=statistics.median(quotients), low=low, high=high, rounds=rounds)
 
     def text(self, unit: str = "x") -> str:
-        """The median and its unit."""
-        return f"{self.median:.2f}{unit}"
-
-    def spread(self) -> str:
-        """The range and the number of rounds."""
-        return f"({self.low:.2f}..{self.high:.2f}, {self.rounds} rounds)"
+        """Returns the median with its unit, the range and the number of rounds."""
+        return f"{self.median:.2f}{unit} ({self.low:.2f}..{self.high:.2f}, {self.rounds} rounds)"
 
 
 def human_bytes(size: float) -> str:
-    """`25 MB`."""
+    """Returns a size such as `25 MB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size >= scale:
             return f"{size / scale:.4g} {unit}"
     return f"{size:.0f} B"
-
-
-def digits(value: float | None, count: int = 3) -> str:
-    """`count` significant digits without an exponent; `-` for None."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    if value == 0:
-        return "0"
-    decimals = max(0, count - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:.{min(decimals, 6)}f}"
 
 
 def of_engines(
@@ -115,11 +90,11 @@ def of_engines(
     failures: Mapping[str, str],
     cells: Callable[[T], Sequence[str]],
 ) -> str:
-    """A row for each label that has results, and one that says why for each with a failed engine.
+    """Returns a table with a row per label; the row of a failed engine has the reason.
 
     Args:
-        rounds: results by label: an engine, perhaps with what it was asked for.
-        cells: what stands behind the label.
+        rounds: results by label, which is an engine, or a tuple that contains one.
+        cells: returns the cells to the right of the label.
     """
     rows = []
     for key, results in rounds.items():
@@ -131,18 +106,21 @@ def of_engines(
 
 
 def layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table: names to the left, numbers to the right; a short row's last cell is a remark."""
+    """Returns a table: the first two columns are aligned to the left, the others to the right.
 
-    def sized(row: Sequence[str]) -> Sequence[str]:
-        return row if len(row) == len(header) else row[:-1]  # a remark is as long as it likes
+    The last cell of a row that is shorter than the header is a remark of any length.
+    """
 
-    columns = itertools.zip_longest(header, *map(sized, rows), fillvalue="")
+    def aligned(row: Sequence[str]) -> Sequence[str]:
+        return row if len(row) == len(header) else row[:-1]
+
+    columns = itertools.zip_longest(header, *map(aligned, rows), fillvalue="")
     widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in (header, *rows):
         cells = [
             cell.ljust(width) if index < 2 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(sized(row), widths, strict=False))
+            for index, (cell, width) in enumerate(zip(aligned(row), widths, strict=False))
         ]
         lines.append("  ".join([*cells, *row[len(cells) :]]).rstrip())
     return "\n".join(lines)

@@ -1,10 +1,11 @@
-"""The ranks of engines, kept by the parent: started once, asked often, stopped in between.
+"""Ranks of the engines on this machine or on virtual hosts with shaped links.
 
-They run on this machine, or on virtual hosts joined by shaped links.
+The parent process starts them once and calls functions on them; between calls they are stopped.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -33,15 +34,14 @@ from dear.errors import UserError
 _ROOT = Path(__file__).parents[2]
 _STOP_S = 5.0
 _START_S = 120.0
-UNLIMITED = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThisMachine:
-    """The machine itself, spoken of as a virtual host is."""
+    """Host interface of this machine, as that of `VirtualHost`."""
 
-    ifname: str
     name: str = "local"
+    ifname: str = "lo"
     address: str = "127.0.0.1"
 
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -52,48 +52,35 @@ Host = ThisMachine | VirtualHost
 
 
 @contextlib.contextmanager
-def built(
-    count: int,
-    rate: str = UNLIMITED,
-    congestion: str | None = None,
-    ifname: str = "lo",
-    *,
-    profile: NetworkProfile | None = None,
-    time_scale: float = 1.0,
-) -> Iterator[list[Host]]:
-    """The hosts; on exit virtual ones are removed with whatever still runs on them.
+def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> Iterator[list[Host]]:
+    """Builds the hosts of a session; removes virtual ones, and what runs on them, at the end.
 
     Args:
-        count: number of virtual hosts, or 0 for this machine alone.
-        rate: speed of every link in both directions, as tc writes it, or "none".
-        congestion: TCP congestion control of every connection between ranks; None: the default.
-        ifname: interface to use on this machine (virtual hosts have only eth0).
-        profile: of every link, in place of `rate`; one emulated second takes `time_scale` real ones
-            and the links are those that trials have.
-
-    Virtual hosts, and a congestion control of one's own, need a sandbox: there the setting reaches
-    every engine and nothing outside of the benchmark. On this machine it has only a loopback.
+        args: options of the session. `congestion` reaches every engine; it needs a sandbox, as
+            virtual hosts do, so that nothing outside is changed.
+        profile: links of the virtual hosts, as trials have them, instead of `args.rate`.
 
     Raises:
-        RuntimeError: outside of a sandbox that would be needed.
+        RuntimeError: the program is not in a sandbox, but needs one.
     """
-    if count == 0:
-        if congestion is not None:
+    if args.num_hosts == 0:
+        if args.congestion is not None:
             if not sandbox.inside():
-                raise RuntimeError("a congestion control of one's own needs a sandbox")
-            network.batch("ip", network.loopback_commands(congestion))
-        yield [ThisMachine(ifname=ifname)]
+                raise RuntimeError("a choice of the congestion control needs a sandbox")
+            network.batch("ip", network.loopback_commands(args.congestion))
+        yield [ThisMachine()]
         return
+    unlimited = args.rate == "none"
     with EmulatedCluster(
-        hosts=count,
-        profile=profile or network_profile("1gbit" if rate == UNLIMITED else rate),
-        time_scale=time_scale,
-        # Also without a choice every engine gets what the machine would give it.
-        congestion=congestion or network.default_congestion(),
-        # Engines at a bare rate are compared with nothing of ours between them.
+        hosts=args.num_hosts,
+        profile=profile or network_profile("1gbit" if unlimited else args.rate),
+        time_scale=args.time_scale,
+        # Every engine gets the machine's default, too.
+        congestion=args.congestion or network.default_congestion(),
+        # At a bare rate, nothing but the kernel is between the engines.
         links="tc" if profile is None else "auto",
     ) as cluster:
-        if profile is None and rate == UNLIMITED:
+        if profile is None and unlimited:
             for index, host in enumerate(cluster.hosts):
                 network.batch("tc", [f"qdisc del dev {network.port_of(index)} root"])
                 network.batch("tc", [f"qdisc del dev {host.ifname} root"], host.pid)
@@ -101,18 +88,18 @@ def built(
 
 
 class TeamError(Exception):
-    """The engine is missing or has failed; the message is one line."""
+    """Engine that is missing or has failed; the message is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where ranks run and over what they talk.
+    """Hosts and connections of ranks.
 
     Attributes:
-        hosts: in rank order, `per_host` ranks on each.
-        transport: "auto", or "tcp" to keep ranks of one host from sharing memory.
-        congestion: TCP congestion control, None for the default.
-        timeout_s: the longest that one call may take.
+        hosts: hosts in rank order, with `per_host` ranks on each.
+        transport: "auto", or "tcp" for no shared memory.
+        congestion: TCP congestion control; None: the default.
+        timeout_s: longest time of a call.
     """
 
     hosts: Sequence[Host]
@@ -130,12 +117,11 @@ class Layout:
 
 
 class Teams:
-    """`with Teams(names, layout) as teams:` starts every engine's ranks; on exit none is left.
+    """Ranks of all engines, from `with Teams(names, layout) as teams:` to its end.
 
     Attributes:
-        failures: for each engine that is missing or has failed, why.
-        started: the others, by name.
-        folder: for temporary files, of which sockets and logs are some.
+        failures: reasons, for each engine that is missing or has failed.
+        started: other engines, by name.
     """
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
@@ -145,13 +131,13 @@ class Teams:
 
     def __enter__(self) -> Teams:
         with contextlib.ExitStack() as stack:
-            # A short path, because it holds sockets.
-            folder = tempfile.TemporaryDirectory(prefix="drb", dir="/tmp")
-            self.folder = Path(stack.enter_context(folder))
+            # Paths of sockets must be short.
+            temporary = tempfile.TemporaryDirectory(prefix="drb", dir="/tmp")
+            folder = Path(stack.enter_context(temporary))
             for name in self._names:
                 note(f"starting {name}")
                 try:
-                    self.started[name] = Team(name, self._layout, self.folder)
+                    self.started[name] = Team(name, self._layout, folder)
                     stack.callback(self.started[name].close)
                 except TeamError as error:
                     self.fail(name, str(error))
@@ -162,7 +148,7 @@ class Teams:
         self._stack.close()
 
     def fail(self, name: str, reason: str) -> None:
-        """The engine is asked no more."""
+        """Notes the failure of an engine, which gets no further calls."""
         self.failures[name] = reason
         note(f"{name}: {reason}")
 
@@ -173,11 +159,10 @@ class Teams:
         *,
         backwards: bool = False,
     ) -> Iterator[tuple[Any, str, list[Any]]]:
-        """Calls the function on the ranks of every engine in turn, with each case's arguments.
+        """Calls a function on the ranks of every engine in turn, with each case's arguments.
 
-        It is of a module's top level; its first argument is the rank's `Place`. An engine that
-        fails is asked no more. Yields the case's key, the engine, and what its ranks return, in
-        their order.
+        Yields the key of the case, the engine, and the results in rank order. The function belongs
+        to a module's top level; its first argument is the rank's `Place`.
         """
         for key, arguments in cases.items():
             for name in reversed(self._names) if backwards else self._names:
@@ -192,10 +177,10 @@ class Teams:
 
 
 class Team:
-    """Ranks of one engine, stopped (SIGSTOP) except during `call`.
+    """Ranks of one engine, stopped by SIGSTOP except during `call`.
 
-    Gloo and an idle MPI are quiet by themselves; Horovod's threads talk every millisecond. All are
-    stopped alike, so that nothing depends on that.
+    Horovod's threads wake up every millisecond; idle Gloo and MPI are quiet. All are stopped, so
+    that none disturbs another.
     """
 
     def __init__(self, name: str, layout: Layout, folder: Path) -> None:
@@ -213,7 +198,7 @@ class Team:
             raise
 
     def call(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Runs `function(place, **arguments)` on every rank; the results in rank order."""
+        """Runs `function(place, **arguments)` on every rank; returns the results in rank order."""
         self._signal(signal.SIGCONT)
         try:
             for line in self._lines:
@@ -229,7 +214,7 @@ class Team:
         return results
 
     def close(self) -> None:
-        """Ends the ranks in an orderly way, or else by force."""
+        """Ends the ranks, by force if they do not end by themselves."""
         self._signal(signal.SIGCONT)
         for line in self._lines:
             with contextlib.suppress(OSError):
@@ -238,9 +223,9 @@ class Team:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the ranks by force; also after `close`, then without effect."""
+        """Ends the ranks by force; has no effect after `close`."""
         self._processes.signal(signal.SIGCONT)
-        # mpirun passes it on, also to other hosts; ranks that it leaves die with it.
+        # mpirun passes the signal on, also to other hosts; its ranks die with it.
         self._processes.stop(_STOP_S, ask=signal.SIGTERM)
         for line in self._lines:
             line.close()
@@ -258,8 +243,8 @@ class Team:
         listener.listen(layout.size)
         listener.settimeout(0.2)
         with listener:
-            for place, (command, env) in enumerate(self._commands()):
-                self._logs.append(self._folder / f"{self.name}-{place}.log")
+            for index, (command, env) in enumerate(self._commands()):
+                self._logs.append(self._folder / f"{self.name}-{index}.log")
                 self._processes.command(command, cwd=_ROOT, env=env, log=self._logs[-1])
             self._accept(listener)
         self.versions = self._gather(_START_S)[0]
@@ -276,7 +261,7 @@ class Team:
             except TimeoutError:
                 self._processes.wait(0.0)
                 if self._processes.codes:
-                    raise TeamError(f"did not start: {self._last_words()}") from None
+                    raise TeamError(f"did not start: {self._last_line()}") from None
                 if time.monotonic() > deadline:
                     raise TeamError(f"did not start in {_START_S:.0f} s") from None
             finally:
@@ -293,26 +278,27 @@ class Team:
                     raise TeamError(f"failed: rank {rank}: {value.strip().splitlines()[-1]}")
                 results[rank] = value
         except RankLost as lost:
-            said = f": {self._last_words()}" if lost.died else ""
-            raise TeamError(f"failed: {lost}{said}") from None
+            log = f": {self._last_line()}" if lost.died else ""
+            raise TeamError(f"failed: {lost}{log}") from None
         return [results[rank] for rank in sorted(results)]
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
+        """Returns the last line of the logs that names an error, or else the last line."""
         texts = [log.read_text(errors="replace") for log in self._logs]
         lines = [line.strip() for text in texts for line in text.split("\n") if line.strip(" -*")]
         lines = [line for line in lines if "***" not in line and "help_aggregate" not in line]
-        telling = [line for line in lines if re.search("error|signal:|fail", line, re.IGNORECASE)]
-        return (telling or lines or ["without a word"])[-1]
+        errors = [line for line in lines if re.search("error|signal:|fail", line, re.IGNORECASE)]
+        return (errors or lines or ["without output"])[-1]
 
     def _commands(self) -> Iterator[tuple[list[str], dict[str, str]]]:
-        """Each process to start, and its environment: a rank or mpirun."""
+        """Yields the command of each process, a rank or mpirun, and its environment."""
         layout = self._layout
         env = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": layout.hosts[0].ifname,
             "COMM_CORE_TRANSPORT": layout.transport,
             "COMM_CORE_IFNAME": layout.hosts[0].ifname,
-            "TMPDIR": str(self._folder),  # so that nothing of Open MPI's stays behind
+            "TMPDIR": str(self._folder),  # Open MPI leaves files behind
         }
         if layout.congestion is not None:
             env["COMM_CORE_TCP_CONGESTION"] = layout.congestion
@@ -336,8 +322,8 @@ class Team:
             mpirun = find_mpirun()
         except UserError as error:
             raise TeamError(f"unavailable: {error}") from None
-        # Yielding takes the loss of a spinning rank from its neighbours on the same core.
-        chosen = {"mpi_yield_when_idle": "0" if self.name == "mpi_spin" else "1"}
+        # A rank that spins would take the core from its neighbours.
+        chosen = {"mpi_yield_when_idle": "1"}
         tcp_only = layout.transport == "tcp" or layout.per_host == 1
         if len(layout.hosts) > 1 or tcp_only:
             chosen |= settings(mpirun, 0, layout.hosts[0].ifname)
@@ -353,7 +339,7 @@ class Team:
 
 
 def _module(function: Callable[..., Any]) -> str:
-    """Where ranks find the function: what runs as a script has another name when imported."""
+    """Returns the module that ranks import: that of a script is called `__main__` here."""
     if function.__module__ == "__main__":
         return f"bench.{Path(sys.argv[0]).stem}"
     return function.__module__

@@ -24,7 +24,11 @@ import torch
 import torch.distributed as dist
 
 _FOLDER = Path(__file__).parent
-_REBUILD = "build it with scripts/build.sh"
+_REBUILD = (
+    "build it with scripts/build.sh"
+    if (_FOLDER / "CMakeLists.txt").exists()
+    else "install dear-bench again with pip"
+)
 
 log = logging.getLogger("comm_core")
 
@@ -33,11 +37,14 @@ def _import_core() -> Any:
     built_for = _FOLDER / "_built_for.json"
     if not built_for.exists():
         raise ImportError(f"the comm core is not built: {_REBUILD}")
-    built_torch = json.loads(built_for.read_text())["torch"]
+    facts = json.loads(built_for.read_text())
+    if "missing" in facts:
+        raise ImportError(f"the comm core is not built: {facts['missing']}; then {_REBUILD}")
+    built_torch = facts["torch"]
     if built_torch != torch.__version__:
         raise ImportError(
             f"the comm core was built for torch {built_torch}, but this is torch "
-            f"{torch.__version__}: re{_REBUILD}"
+            f"{torch.__version__}: {_REBUILD}"
         )
     from comm_core import _core
 

@@ -12,21 +12,15 @@ It works with any torch.distributed backend: comm_core or Gloo for CPU tensors, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from types import TracebackType
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from . import collectives
-from .collectives import Body, Neighbors, Ranks, check_pair, check_rank, check_tensor
-from .job import barriar, barrier, copy_of, init, rank, size
-from .streams import Handles, Lane, Operation
-
-log = logging.getLogger("comm_core")
+from .collectives import Neighbors, Ranks, check_pair, check_rank
+from .job import barriar, barrier, init, rank, size
+from .streams.lanes import Streams
+from .streams.operations import Operation
 
 __all__ = ["Communicator", "barriar", "barrier", "init", "rank", "size"]
 
@@ -34,7 +28,7 @@ MULTI_BCAST_NUMEL = 512 * 512
 """Number of elements from which `multiBcast` assigns a tensor to a single rank."""
 
 
-class Communicator:
+class Communicator(Streams):
     """Collectives on `nstreams` streams, each with its own process group.
 
     Calls go to the streams in turn. The operations of one stream run one after another in the order
@@ -60,113 +54,6 @@ class Communicator:
             The constructor is a collective call of these ranks.
         timeout_s: time limit of one operation in seconds; default: that of the backend.
     """
-
-    def __init__(
-        self,
-        nstreams: int = 1,
-        group: dist.ProcessGroup | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        if not isinstance(nstreams, int) or isinstance(nstreams, bool):
-            raise TypeError(f"nstreams must be an int, got {nstreams!r}")
-        if nstreams < 1:
-            raise ValueError(f"a Communicator needs at least 1 stream, got nstreams={nstreams}")
-        self.nstreams = nstreams
-        self._group = group
-        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._handles = Handles()
-        self._lanes: list[Lane] = []
-        self._open()
-
-    def _open(self) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised: call comm_core.init() first")
-        group = dist.group.WORLD if self._group is None else self._group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} of the job is not in the given group")
-        self._lanes = [Lane(copy_of(group, self._timeout)) for _ in range(self.nstreams)]
-        self._turn = 0
-        self._pair_turns: dict[int, int] = {}
-        if self._lanes[0].backends.get("cuda") == "nccl" and torch.cuda.is_available():
-            # All ranks of a group must take part in NCCL's first call; only two do in a sendrecv.
-            for lane in self._lanes:
-                dist.barrier(lane.channel.group, device_ids=[torch.cuda.current_device()])
-
-    def destroy(self) -> None:
-        """Waits for the operations in flight and releases the process groups. Idempotent.
-
-        Errors that no `syncStream` or `synchronize` has raised are logged as warnings.
-        """
-        if not self._lanes:
-            return
-        self._handles.settle_all()
-        for error in self._handles.take_unreported():
-            log.warning("an operation that was never waited for failed: %s", error)
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            lane.close()
-
-    def reload(self) -> None:
-        """Destroys the process groups and creates new ones. A collective call."""
-        self.destroy()
-        self._open()
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.destroy()
-
-    def sync_stream(self, handle: int) -> None:
-        """Waits for the operation of `handle`. May be called any number of times.
-
-        Raises:
-            TypeError: `handle` is not an int.
-            ValueError: this communicator never returned `handle`.
-            RuntimeError: the operation failed.
-        """
-        self._check_open()
-        self._handles.wait(handle)
-
-    def done(self, handle: int) -> bool:
-        """True once the operation of `handle` has ended; never blocks.
-
-        Raises:
-            TypeError, ValueError: as in `sync_stream`.
-        """
-        self._check_open()
-        return self._handles.done(handle)
-
-    def synchronize(self) -> None:
-        """Waits for every operation so far.
-
-        Raises:
-            RuntimeError: an operation failed and its error has not been raised yet; the first such.
-        """
-        self._check_open()
-        self._handles.wait_all()
-
-    def barrier(self) -> None:
-        """Returns once every rank has called it and this rank's operations so far have ended.
-
-        Blocks the host, on CUDA too.
-        """
-        self.synchronize()
-        self._handles.settle_all()  # on CUDA, `synchronize` does not block the host
-        on_host = "cpu" in self._lanes[0].backends
-        device_ids = None if on_host else [torch.cuda.current_device()]
-        dist.barrier(self._lanes[0].channel.group, device_ids=device_ids)
-
-    def num_free_streams(self) -> int:
-        """Number of idle streams, 0 .. nstreams: those with nothing queued or in flight."""
-        self._check_open()
-        return sum(lane.idle() for lane in self._lanes)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> int:
         """Sums `tensor` over the ranks into that of rank `root`; on other ranks it is undefined."""
@@ -367,43 +254,6 @@ class Communicator:
         near = Neighbors.of(self.rank, self.size, list(sources), list(destinations), None)
         self._check_graph(near, None, [0] * len(near.sources))
 
-    def _checked(self, name: str, tensor: torch.Tensor, written: bool = True) -> torch.Tensor:
-        self._check_open()
-        return check_tensor(name, tensor, self._lanes[0].backends, written)
-
-    def _checked_pair(
-        self, name: str, send: torch.Tensor, recv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        send, recv = self._checked(name, send, written=False), self._checked(name, recv)
-        check_pair(name, send, recv)
-        return send, recv
-
-    def _check_open(self) -> None:
-        if not self._lanes:
-            raise RuntimeError("this Communicator has been destroyed: call reload() to reopen it")
-
-    def _next_lane(self) -> Lane:
-        self._check_open()
-        lane = self._lanes[self._turn % self.nstreams]
-        self._turn += 1
-        return lane
-
-    def _in_turn(
-        self, name: str, body: Callable[..., Body], *arguments: Any, lone: bool = True
-    ) -> int:
-        lane = self._next_lane()
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-        lone = lone and all(collectives.plain(tensor) for tensor in tensors)
-        stream = lane.stream(tensors[0].device)
-        return self._handles.new(
-            stream.submit(name, body(lane.channel, *arguments), tensors=tensors, lone=lone)
-        )
-
-    @property
-    def _composed_as_one(self) -> bool:
-        # A backend that keeps the order itself needs no thread between the two collectives.
-        return self._lanes[0].channel.ordered
-
     def _check_graph(
         self, near: Neighbors, tensor: torch.Tensor | None, wanted: Sequence[int]
     ) -> None:
@@ -417,8 +267,8 @@ class Communicator:
         if problem := collectives.disagreement(rows.cpu()):
             raise ValueError(f"neighbours contradict each other: {problem}")
 
-    syncStream = sync_stream
-    getNumOfFreeStreams = num_free_streams
+    syncStream = Streams.sync_stream
+    getNumOfFreeStreams = Streams.num_free_streams
     allReduce = all_reduce
     reduceScatter = reduce_scatter
     allGather = all_gather

@@ -34,6 +34,7 @@ from common.models.registry import (
 )
 from common.results.records import base_among
 from dear.algorithms import aliases
+from dear.comm.backends import missing_comm_core
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 from dear.training.algorithm import Options, algorithm_options, plugin_of
@@ -130,7 +131,8 @@ class Experiment:
     """Where to run, for launchers that reach other hosts: lines `HOST slots=N`; relative to the
     current folder."""
     backend: Literal["comm_core", "gloo", "mpi", "nccl"] | None = None
-    """What moves the bytes; None takes comm_core for cpu and nccl for cuda."""
+    """What moves the bytes; None takes comm_core for cpu (gloo where it is not built) and nccl for
+    cuda."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     """Of parameters and inputs; `amp-bf16`, `amp-fp16`: float32, and autocast computes in 16 bits
@@ -349,6 +351,19 @@ class Experiment:
             labels.append(trial.label)
         return trials
 
+    @property
+    def fallback(self) -> str | None:
+        """Reason why trials run over Gloo although nobody asked for it; None if they do not."""
+        if self.backend is not None or self._default_backend != "gloo":
+            return None
+        return f"{missing_comm_core()}: trials run over gloo"
+
+    @functools.cached_property
+    def _default_backend(self) -> str:
+        if self.device == "cuda":
+            return "nccl"
+        return "comm_core" if missing_comm_core() is None else "gloo"
+
     def _networks(self) -> tuple[str | None, ...]:
         if self.cluster is None:
             return (None,)
@@ -382,7 +397,7 @@ class Experiment:
             batch_size=batch_size,
             sentence_len=sentence_len(model.name, model.sentence_len),
             world_size=world_size,
-            backend=self.backend or {"cpu": "comm_core", "cuda": "nccl"}[self.device],
+            backend=self.backend or self._default_backend,
             threads_per_rank=threads,
             label=algorithm.title,
             network=network,

@@ -11,8 +11,6 @@ from dear.errors import UserError, one_of
 from dear.options import at_least, positive
 
 BUDGET_S = 20.0
-LATER = ("epochs", "eval_every_epochs", "loader_workers", "schedule")
-"""Keys that the first records that learn do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)

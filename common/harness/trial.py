@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.emulation.config import Fault
-from common.harness.learn import LATER, LearnConfig
+from common.harness.learn import LearnConfig
 from common.models import registry
 from common.models.registry import Brought
 from common.models.replay.pace import Pace
@@ -19,7 +19,7 @@ from common.results.records import typed
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 from dear.files import digest_of
-from dear.options import at_least, positive, said
+from dear.options import at_least, positive
 from dear.training.algorithm import (
     Options,
     Plugin,
@@ -197,23 +197,15 @@ class Trial:
 
     @property
     def hash(self) -> str:
-        """Identity: a digest of all fields but the label. Of files it takes the digest, not where
-        they lie."""
+        """Identity of the trial: a digest of all fields but the label.
+
+        A file counts by its digest, wherever it lies.
+        """
         values = self.to_json()
         del values["label"]
         for key in ("plugin", "brought"):
-            digest = values.pop(key, {}).get("digest")
-            if digest is not None:
-                values[key] = digest
-        # Later than the first records:
-        for key in ("learn", "data_digest", "profile_digest", "network_digest"):
-            if values[key] is None:
-                del values[key]
-        for key in ("precision", "repeats_at_2k"):
-            if not values["measure"][key]:
-                del values["measure"][key]
-        if self.learn is not None and self.learn.batch_sizes is None:
-            del values["learn"]["batch_sizes"]  # later than the first records that learn
+            if values[key] is not None and values[key]["digest"] is not None:
+                values[key] = values[key]["digest"]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -284,16 +276,8 @@ class Trial:
         return (self.model, self.batch_size, same.hash)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in files and records: JSON has no tuples, and what few trials have is left
-        out where it is not set."""
-        values = json.loads(json.dumps({**dataclasses.asdict(self), "options": said(self.options)}))
-        for key in ("twin", "tf32", "cudnn_benchmark", "plugin", "brought"):
-            if not values[key]:
-                del values[key]
-        for key in LATER if self.learn is not None else ():
-            if getattr(self.learn, key) == LearnConfig.__dataclass_fields__[key].default:
-                del values["learn"][key]
-        return values
+        """Returns all fields as JSON values, which have no tuples."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Trial:

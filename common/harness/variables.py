@@ -20,8 +20,10 @@ from typing import Any
 from common import machine
 from common.cgroups import usable_cores
 from common.harness import cli
-from common.launch.hosts import ROOT, Host, read_envs, read_hostfile
+from common.harness.verbs import Status
+from common.launch.hosts import Host, read_envs, read_hostfile
 from common.models.registry import MODELS, profile_of
+from common.paths import CONFIGS
 from dear.algorithms import aliases
 from dear.errors import UserError, one_of, unknown
 
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         flags, words = trial_flags(environ)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return cli.USER_ERROR
+        return Status.USER_ERROR
     print(words, file=sys.stderr)
     how = ("--rerun", "all", "--stream", "--no-plot")
     return cli.main(["run", "reference", *flags, *how, *arguments])
@@ -109,7 +111,7 @@ def _emulated(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str
 
 
 def _real(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str]:
-    path = ROOT / "configs" / f"cluster{ranks}"
+    path = CONFIGS / f"cluster{ranks}"
     hosts = read_hostfile(path, ranks) if path.exists() else None
     away = [host for host in hosts or () if not host.here]
     _check_hosts(path, ranks, away)

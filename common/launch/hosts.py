@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from common.emulation.cluster import VirtualHost
+from common.paths import CONFIGS
 from dear.errors import UserError, unknown
 
-ROOT = Path(__file__).parents[2]
-ENVS = ROOT / "configs" / "envs.conf"
+ENVS = CONFIGS / "envs.conf"
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 

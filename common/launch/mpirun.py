@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.launch.hosts import ROOT, Host, are_virtual, blocks, network_env
+from common.launch.hosts import Host, are_virtual, blocks, network_env
 from common.launch.job import Job, Outcome, outcome_of, timed_out
 from common.launch.per_host import (
     PRINTED_PORT,
@@ -24,6 +24,7 @@ from common.launch.per_host import (
     meeting_point,
 )
 from common.launch.ranks import Ranks
+from common.paths import ROOT
 from dear.errors import UserError
 
 STOP_S = 5.0

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from common.launch.hosts import (
-    ROOT,
     Block,
     Host,
     NetworkOptions,
@@ -31,6 +30,7 @@ from common.launch.hosts import (
 )
 from common.launch.job import Job, Launcher, Outcome, timed_out
 from common.launch.ranks import Ranks
+from common.paths import ROOT
 from dear.errors import UserError
 
 PRINTED_PORT = 29500

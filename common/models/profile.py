@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from common.paths import CONFIGS
 from dear.errors import UserError
 
-FOLDER = Path(__file__).parents[2] / "configs" / "profiles"
+FOLDER = CONFIGS / "profiles"
 """Folder of the profiles `<device>/<model>-bs<N>.json`."""
 SCHEMA = 1
 _COLUMNS = {

@@ -6,15 +6,15 @@ Run it with `python -m common.profiling.compared`; a test checks that the page i
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from common.models import profile as profiles
+from common.paths import ROOT
 from common.profiling import modelled, published
 from common.profiling.gpus import DEFAULT, find
 from common.profiling.published import Published
 from common.results.marked import written
 
-PAGE = Path(__file__).parents[2] / "docs" / "emulation.md"
+PAGE = ROOT / "docs" / "emulation.md"
 _REFERENCE = "resnet50"
 _ELSEWHERE = ("rtx3090-fp16", "l4-tf32")
 

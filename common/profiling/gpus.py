@@ -8,10 +8,11 @@ from pathlib import Path
 
 import yaml
 
+from common.paths import CONFIGS
 from dear.errors import UserError, unknown
 from dear.options import build_options, positive
 
-TABLE = Path(__file__).parents[2] / "configs" / "gpus.yaml"
+TABLE = CONFIGS / "gpus.yaml"
 DEFAULT = "rtx2080ti"
 """GPU that is modelled by default, if there is no GPU to measure: efficiencies of training steps
 are known for it."""

@@ -138,10 +138,8 @@ def _reason(case: Case) -> str:
             f"{case.name} ({_reason(CASES[case.like])})"
         )
     total = published.find(case.model, gpus.DEFAULT, case.total)
-    text = (
-        f"chosen so that a batch of {total.batch_size} takes {total.training_ms:g} ms "
-        f"({total.source})"
-    )
+    text = f"chosen so that a batch of {total.batch_size} takes {total.training_ms:g} ms"
+    text += f" ({total.source})"
     if case.split is None:
         return f"{text}, with one factor for both passes"
     split = published.find(case.model, gpus.DEFAULT, case.split)

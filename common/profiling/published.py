@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
-TABLE = Path(__file__).parents[2] / "configs" / "published" / "single_gpu.csv"
+from common.paths import CONFIGS
+
+TABLE = CONFIGS / "published" / "single_gpu.csv"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,7 +185,7 @@ _READS_SHAPE = {
     aten.avg_pool3d_backward,
 }
 """Operators that need only the shape of their second argument."""
-_OVERWRITES = (
+_OVERWRITES = {
     "copy_",
     "fill_",
     "zero_",
@@ -194,7 +194,7 @@ _OVERWRITES = (
     "bernoulli_",
     "random_",
     "exponential_",
-)
+}
 """Operators that write their first argument without reading it."""
 
 

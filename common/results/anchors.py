@@ -8,6 +8,7 @@ Ours are measured where a committed record has the same place, else computed: an
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import statistics
 import sys
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.models.profile import Profile, load, path_of
+from common.paths import CONFIGS, ROOT
 from common.results import shipped
 from common.results.faith import doubt
 from common.results.marked import written
@@ -24,11 +26,10 @@ from common.results.store import load as load_records
 from common.virtual.foresee import foresee, halved
 from dear.cost.collectives import TABLES
 from dear.cost.fit import AlphaBeta
-from dear.options import said
 from dear.training.algorithm import algorithm_options
 
-PAGE = shipped.ROOT / "docs" / "validation.md"
-_PUBLISHED = shipped.ROOT / "configs" / "published"
+PAGE = ROOT / "docs" / "validation.md"
+_PUBLISHED = CONFIGS / "published"
 DEVICE = "rtx2080ti-modelled"
 MODELS = {"ResNet-50": "resnet50", "BERT-Base": "bert_base"}
 BASELINE = "BSP-A2A"
@@ -144,13 +145,13 @@ def _measured(
         "world_size": gpus,
         "ranks_per_host": gpus // hosts,
         "algorithm": algorithm,
-        "options": said(algorithm_options(algorithm, dict(options))),
+        "options": dataclasses.asdict(algorithm_options(algorithm, dict(options))),
         "profile_digest": profile.digest,
     }
     rates = [
         record.throughput.value
         for record in records
-        if record.fabric == "emulated"
+        if record.fabric.kind == "emulated"
         and record.throughput is not None
         and not record.fault
         and doubt(record) is None

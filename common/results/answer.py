@@ -61,7 +61,9 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
 
 def of_any(rows: Sequence[Any], records: Iterable[Record]) -> list[str]:
     """The same below tables of any kind: of networks, of bases, and of what repeats can show."""
-    found = [f"{one.trial['network']}: {note}" for one in records for note in one.network.notes]
+    found = [
+        f"{one.trial['network']}: {note}" for one in records for note in one.fabric.network.notes
+    ]
     for place in _by_place(rows):
         lines = (_without_base(place), _power(place), _wide(place))
         found += [line for line in lines if line]

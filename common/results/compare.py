@@ -197,7 +197,7 @@ def environment(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
 def refuse_mixed(before: Sequence[Record], after: Sequence[Record]) -> None:
     """Raises `UserError` if the two were measured on different machines or fabrics."""
     for what, of in (
-        ("fabrics", lambda record: record.fabric),
+        ("fabrics", lambda record: record.fabric.kind),
         ("machines", lambda record: (record.machine.get("cpu"), record.machine.get("cores"))),
     ):
         kinds = [sorted({str(of(record)) for record in records}) for records in (before, after)]

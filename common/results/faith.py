@@ -1,78 +1,107 @@
-"""Whether the number of a record may be believed, and why not.
+"""Validity of a record: whether its number may be used, and the reason if not.
 
-What may not is shown in grey with the reason; it gets no word, and nothing is compared with it.
+A flagged number is shown in grey with its reason. It gets no verdict, and nothing is compared with
+it.
 """
 
 from __future__ import annotations
 
-from common.results.records import IMPORTED, Record
+from dataclasses import dataclass
+from typing import Literal
 
-# Notes of a record that begin with one of these say that its number is of something else than
-# the trial; all others are only to be kept in mind.
-_DOUBTS = ("unfaithful", "disturbed", "not stationary", "stopped")
+from common.results.records import Record
 
 APART = 0.05
-"""Methods that differ by more contradict each other, as a share of what the model says."""
+"""Relative difference between the measured step and the event model's above which both are
+flagged."""
 OVERSUBSCRIBED = 0.1
-"""Share of the time for which a training thread may wait for a core where nothing is emulated."""
+"""Largest share of the time for which a training thread may wait for a core on a real machine."""
+
+FlagKind = Literal[
+    "failed",
+    "incorrect",
+    "unfaithful",
+    "disturbed",
+    "not stationary",
+    "stopped",
+    "off the model",
+    "short of cores",
+    "unchecked",
+]
+_NOTES: tuple[FlagKind, ...] = ("unfaithful", "disturbed", "not stationary", "stopped")
+"""Kinds of notes after which the number is not that of the trial. Notes of other kinds leave it
+valid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """Reason why a record's number is not valid."""
+
+    kind: FlagKind
+    text: str
+    """For readers, in a few words. Code asks for the kind."""
 
 
 def doubt(record: Record) -> str | None:
-    """Why the record's number may not be believed, in a few words; None if it may.
-
-    It has failed, it is not the right training (or nobody knows), or it has measured something
-    else: a machine too busy for the cluster that it emulates, other processes, a start, or what
-    a second method does not find.
-    """
-    return flaw(record) or _contradicted(record) or _short_of_cores(record) or _unchecked(record)
+    """Returns the text of the record's flag; None for a valid record."""
+    found = flag(record)
+    return found and found.text
 
 
-def flaw(record: Record) -> str | None:
-    """The same of what measuring it again may mend: not that nothing is there to check it by."""
+def flag(record: Record) -> Flag | None:
+    """Returns the reason why the record's number is not valid; None for a valid record."""
+    return (
+        passing_flag(record)
+        or _off_the_model(record)
+        or _short_of_cores(record)
+        or _unchecked(record)
+    )
+
+
+def passing_flag(record: Record) -> Flag | None:
+    """Returns the record's flag if a new measurement may remove it."""
     if not record.ok:
-        return record.error.message if record.error else record.status
+        return Flag(kind="failed", text=record.error.message if record.error else record.status)
     if incorrect(record):
-        return _what_is_wrong(record)
-    for kind in _DOUBTS:
+        return Flag(kind="incorrect", text=_what_is_wrong(record))
+    for kind in _NOTES:
         for note in record.notes:
-            if note.startswith(kind):
-                return note
-    if record.unfaithful:
-        return "unfaithful: the machine was too busy to be the cluster"
+            if note.kind == kind:
+                return Flag(kind=kind, text=note.text)
     return None
 
 
-def _contradicted(record: Record) -> str | None:
-    """The number of one method is none: both must come to it."""
+def _off_the_model(record: Record) -> Flag | None:
     model = record.modelled
-    if model is None or model.step_s is None or not record.iters:
+    if model is None or model.step_s is None or not record.timed:
         return None
     if abs(model.off(record.step_s)) <= APART:
         return None
     computed, measured = (f"{1e3 * seconds:.1f} ms" for seconds in (model.step_s, record.step_s))
-    return f"off the model: the event model computes {computed}, measured {measured}"
+    text = f"off the model: the event model computes {computed}, measured {measured}"
+    return Flag(kind="off the model", text=text)
 
 
-def _short_of_cores(record: Record) -> str | None:
-    """On real machines: whoever has no core says nothing of its algorithm."""
-    waits = [one.main_wait for one in record.strain if one.main_wait is not None]
-    if record.fabric != "real" or max(waits, default=0.0) <= OVERSUBSCRIBED:
+def _short_of_cores(record: Record) -> Flag | None:
+    """Real ranks without cores measure the machine instead of the algorithm."""
+    waits = [strain.main_wait for strain in record.strain if strain.main_wait is not None]
+    if record.fabric.kind != "real" or max(waits, default=0.0) <= OVERSUBSCRIBED:
         return None
-    waited = f"{max(waits):.0%} of the time"
-    return f"short of cores: a rank's training thread waited {waited} for one"
+    share = f"{max(waits):.0%} of the time"
+    text = f"short of cores: a rank's training thread waited {share} for one"
+    return Flag(kind="short of cores", text=text)
 
 
-def _unchecked(record: Record) -> str | None:
-    if record.fabric == IMPORTED:  # nothing of its kind is checked: they compare with each other
-        return None
+def _unchecked(record: Record) -> Flag | None:
     if record.check is None or record.check.verdict == "unchecked":
-        finding = record.check and record.check.finding
-        return f"unchecked: {finding or 'it was not compared with plain training'}"
+        reason = record.check and record.check.finding
+        text = f"unchecked: {reason or 'it was not compared with plain training'}"
+        return Flag(kind="unchecked", text=text)
     return None
 
 
 def incorrect(record: Record) -> bool:
-    """Whether it is known not to be the right training."""
+    """Whether the check found a wrong training."""
     return record.ok and record.check is not None and record.check.verdict == "NO"
 
 

@@ -33,8 +33,8 @@ def frame(folder: str | Path) -> pd.DataFrame:
         about = {
             "id": record.id,
             "hash": record.hash,
-            "fabric": record.fabric,
-            "time_scale": record.time_scale,
+            "fabric": record.fabric.kind,
+            "time_scale": record.fabric.time_scale,
             "started": pd.Timestamp(record.started) if record.started else pd.NaT,
         }
         options = {f"option_{key}": value for key, value in record.trial["options"].items()}

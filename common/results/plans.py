@@ -14,7 +14,7 @@ _SHOWN = 12
 
 def lines(record: Record) -> list[str]:
     """Of one trial: its title, then what is on record of its plan, each a line of its own."""
-    trial, plan = record.trial, record.plan
+    trial, plan = record.trial, record.first and record.first.plan
     title = f"{record.label}: {trial['model']}, batch {trial['batch_size']}, "
     title += f"{trial['world_size']} workers"
     title += f", {trial['network']}" if trial["network"] else ""
@@ -38,7 +38,7 @@ def lines(record: Record) -> list[str]:
 def _modelled(record: Record) -> list[str]:
     """The second method beside the first, where there are both."""
     model = record.modelled
-    if model is None or not record.iters:
+    if model is None or not record.timed:
         return []
     if model.step_s is None:
         return [f"    event model: not computed: {model.reason}"]

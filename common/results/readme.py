@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.paths import ROOT
 from common.results import shipped
 from common.results.overview import overview
 from common.results.reach import percent
@@ -35,7 +36,6 @@ from common.results.store import Comparison
 from common.results.table import significant
 from dear.errors import UserError
 
-ROOT = shipped.ROOT
 _BLOCK = re.compile(
     r"(?P<head><!-- (?P<kind>standing|table|output|figure) of (?P<name>[\w-]+)"
     r"(?:: (?P<what>[^>]+?))? -->\n)(?P<body>.*?)(?P<end><!-- end -->)",

@@ -1,4 +1,4 @@
-"""The comparison that a sweep is run for: its rows and their tables."""
+"""Rows and tables of a sweep's timed trials: comparison and breakdown."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from common.results import stats
 from common.results.faith import doubt
+from common.results.fields import Compared, Identity, Validity
 from common.results.reach import Reach, note, percent, reach
 from common.results.records import Record, base_among
 from common.results.stats import Difference
@@ -18,98 +19,76 @@ from common.results.table import PLACE, Column, Table, doubted, given, identity,
 UNKNOWN = "-"
 LEGEND = (
     "milliseconds per step; step is elapsed time over steps, median and p95 are of single steps; "
-    "forward, backward, update and exposed comm are of the rank that is held up least and add up "
+    "forward, backward, update and exposed comm are of the rank that waits least and add up "
     "to its step; event model is the step by that; exposed comm -: contained in the others "
     "(docs/methodology.md)"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One trial in a table, and a line of its CSV file; None where there is nothing to say.
+class Times:
+    """Seconds of a step: measured, by phase, and at least."""
 
-    Every trial with a result has `throughput`, `unit`, `n` and `repeats`, `correct` and the step
-    times; what is relative to others only where both are believed.
+    step_s: float | None = None
+    """Elapsed time per step of all ranks together."""
+    step_median_s: float | None = None
+    """Median of single steps."""
+    step_p95_s: float | None = None
+    """95th percentile of single steps."""
+    forward_s: float | None = None
+    """Phases of the rank that waits least, without waiting; the four add up to about `step_s`."""
+    backward_s: float | None = None
+    update_s: float | None = None
+    exposed_comm_s: float | None = None
+    """Waiting for communication; None if an algorithm hides it in the other three phases."""
+    bound: str | None = None
+    """Formula of `bound_s`."""
+    bound_s: float | None = None
+    compute_limit_s: float | None = None
+    wire_limit_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Validity, Times, Compared, Identity):
+    """Timed trial in a table, and a line of its CSV file.
+
+    A trial with a result has `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a
+    step. Comparisons need two valid trials.
     """
 
-    model: str
     batch_size: int
-    world_size: int
-    algorithm: str
-    status: str
-    network: str | None = None
-    """Of an emulated cluster."""
-    fault: str | None = None
-    """What was done to the emulated cluster meanwhile."""
     throughput: float | None = None
     """Samples of all workers over elapsed time."""
     unit: str | None = None
     ci_low: float | None = None
-    """Ends of 95 % intervals, as all that are called low and high; a single repeat has none."""
+    """Ends of the 95 % interval; None for a single repeat."""
     ci_high: float | None = None
     n: int | None = None
-    """Timed steps."""
+    """Number of timed steps."""
     repeats: int | None = None
-    compared_to: str | None = None
-    """Label of what the next ones are relative to, also where it is not believed."""
-    speedup: float | None = None
-    """Step time of the trial compared to, over this one's."""
-    speedup_low: float | None = None
-    speedup_high: float | None = None
     paired: bool | None = None
-    """Whether the speed-up was taken round by round."""
-    verdict: str | None = None
-    detectable: float | None = None
-    """The true difference that had got a word in 4 of 5 such sweeps; 0.05 is 5 %."""
-    precision: float | None = None
-    """Half width that the speed-up's interval should have, as a share of the speed-up."""
-    more_repeats: int | None = None
-    """How many more would probably make it so narrow; 0: it is. None where nobody can tell, or very
-    many."""
-    leads: bool | None = None
-    """Whether it is the fastest of its place or cannot be told from it."""
+    """Whether the speed-up compares repeats of the same round."""
     efficiency: float | None = None
     """Throughput over world size times the single worker's throughput."""
     efficiency_low: float | None = None
     efficiency_high: float | None = None
     of_bound: float | None = None
-    """The least step time that the algorithm allows here, over the step time."""
+    """Shortest possible step time of the algorithm over the step time."""
     reach: Reach | None = None
-    """What is odd about that, of a number that is believed."""
+    """Kind of an implausible `of_bound`, for a valid number."""
     systematic: float | None = None
-    """|T(k) - T(2k)| / T(k): how far the step depends on the emulation's time scale k."""
+    """|T(k) - T(2k)| / T(k): dependence of the step on the time scale k of the emulation."""
     systematic_low: float | None = None
-    """Ends of its 95 % interval; 0 where chance explains all of it."""
+    """Ends of its 95 % interval; 0 if sampling error explains it."""
     systematic_high: float | None = None
     model_s: float | None = None
-    """The step by the event model."""
+    """Step time by the event model."""
     off_model: float | None = None
-    """By how much the measured step is longer, relative to it."""
+    """Difference of the measured step from the model's, relative to the model's."""
     unmodelled: str | None = None
-    """Why there is no such step where there should be one."""
+    """Reason why the event model has no step time."""
     correct: str | None = None
     """yes, NO or unchecked."""
-    doubt: str | None = None
-    """Why the number may not be believed."""
-    reason: str | None = None
-    """Why there is no number, why to doubt it, or what else to keep in mind."""
-    step_s: float | None = None
-    """Elapsed time per step, of all ranks together."""
-    step_median_s: float | None = None
-    """Of single steps, as the next one."""
-    step_p95_s: float | None = None
-    forward_s: float | None = None
-    """Of the rank that is held up least, as the next three, which add up to about `step_s`;
-    without waiting."""
-    backward_s: float | None = None
-    update_s: float | None = None
-    exposed_comm_s: float | None = None
-    """Waiting for communication; None where an algorithm hides it in the other three."""
-    bound: str | None = None
-    """Which formula `bound_s` follows."""
-    bound_s: float | None = None
-    compute_limit_s: float | None = None
-    wire_limit_s: float | None = None
 
     @property
     def batch(self) -> int:
@@ -117,144 +96,145 @@ class Row:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What rows that are compared with each other have in common."""
+        """Settings that compared rows have in common."""
         return (self.model, self.batch_size, self.world_size, self.network, self.fault)
 
 
 def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
-    """One row per record; speed-ups are relative to `compare_to` in the same cell and world.
+    """Makes one row per record; speed-ups are relative to `compare_to` in the same cell and world.
 
     Raises:
-        UserError: `compare_to` is no label, and names several variants of an algorithm.
+        UserError: `compare_to` is no label, and the algorithm has several variants.
     """
     records = list(records)
-    own = {id(record): _measured(record) for record in records}
-    # By settings, whatever the world: the first of several counts.
+    values = {id(record): _measured(record) for record in records}
+    # By settings, for all world sizes; of several single workers the first counts.
     alone = {_key(r): r for r in reversed(records) if r.trial["algorithm"] == "none"}
     for peers in _cells(records):
         for record in peers:
-            own[id(record)] |= _efficiency(record, alone.get(_key(record)))
-        _compare(peers, compare_to, own)
-        _lead(peers, own)
-    return [Row(**_told(own[id(record)])) for record in records]
+            values[id(record)] |= _efficiency(record, alone.get(_key(record)))
+        _compare(peers, compare_to, values)
+        _lead(peers, values)
+    return [Row(**_with_reason(values[id(record)])) for record in records]
 
 
 def _measured(record: Record) -> dict[str, Any]:
-    """What a row says without looking at others; `notes` are to become its reason."""
-    trial, found = record.trial, record.throughput
-    known: dict[str, Any] = {**identity(record), "batch_size": trial["batch_size"]}
-    if found is None or record.check is None:
-        return known | {"notes": [record.error and record.error.message]}
+    """Returns the values of a row that need no other record; `notes` become its reason."""
+    trial, throughput = record.trial, record.throughput
+    values: dict[str, Any] = {**identity(record), "batch_size": trial["batch_size"]}
+    if throughput is None or record.check is None:
+        return values | {"notes": [record.error and record.error.message]}
     rate = stats.throughput(record.repeats, trial["batch_size"] * trial["world_size"])
     why = doubt(record)
-    known |= {
+    values |= {
         "throughput": rate.value,
-        "unit": found.unit,
+        "unit": throughput.unit,
         "ci_low": rate.low,
         "ci_high": rate.high,
         "n": rate.n,
         "repeats": len(record.repeats),
         "correct": record.check.verdict,
         "doubt": why,
-        "notes": [why, *record.notes],
+        "notes": [why, *(note.text for note in record.notes)],
         "step_s": record.step_s,
         "step_median_s": stats.percentile_step_s(record.repeats, 0.5),
         "step_p95_s": stats.percentile_step_s(record.repeats, 0.95),
     }
     if record.systematic is not None:
         shift = stats.shift(record.repeats, record.systematic.repeats)
-        known |= {"systematic": shift.value}
-        known |= {"systematic_low": shift.low, "systematic_high": shift.high}
+        values |= {"systematic": shift.value}
+        values |= {"systematic_low": shift.low, "systematic_high": shift.high}
     model = record.modelled
     if model is not None:
-        known |= {"model_s": model.step_s, "off_model": model.off(record.step_s)}
-        known["unmodelled"] = model.reason
-        known["notes"].append(model.reason and f"no model: {model.reason}")
-    if record.breakdown is not None and record.breakdown.step_s is not None:
-        known |= {name: getattr(record.breakdown, name) for name in _PARTS}
+        values |= {"model_s": model.step_s, "off_model": model.off(record.step_s)}
+        values["unmodelled"] = model.reason
+        values["notes"].append(model.reason and f"no model: {model.reason}")
+    if record.breakdown is not None:
+        values |= {name: getattr(record.breakdown, name) for name in _PARTS}
     bound = record.bound
     if bound is not None:
-        known |= {name: getattr(bound, name) for name in ("compute_limit_s", "wire_limit_s")}
-        known |= {"bound": bound.kind, "bound_s": bound.step_s}
+        values |= {name: getattr(bound, name) for name in ("compute_limit_s", "wire_limit_s")}
+        values |= {"bound": bound.kind, "bound_s": bound.step_s}
         if bound.step_s is not None:
-            known["of_bound"] = share = bound.step_s / record.step_s
+            values["of_bound"] = share = bound.step_s / record.step_s
             kind = reach(share) if why is None else None
-            known["reach"] = kind
-            known["notes"].append(kind and note(kind, share))
-    return known
+            values["reach"] = kind
+            values["notes"].append(kind and note(kind, share))
+    return values
 
 
 _PARTS = ("forward_s", "backward_s", "update_s", "exposed_comm_s")
 
 
 def _cells(records: Sequence[Record]) -> list[list[Record]]:
-    """Those that are compared with each other, in the order of their first ones."""
+    """Groups records that are compared with each other, in the order of first appearance."""
     cells: dict[tuple[str, int], list[Record]] = {}
     for record in records:
         cells.setdefault((_key(record), record.trial["world_size"]), []).append(record)
     return list(cells.values())
 
 
-def _compare(peers: Sequence[Record], compare_to: str, own: dict[int, dict[str, Any]]) -> None:
-    """Adds to the rows of a cell how they compare with the base, if both are believed."""
+def _compare(peers: Sequence[Record], compare_to: str, values: dict[int, dict[str, Any]]) -> None:
+    """Adds to the rows of a cell their comparison with the baseline, if both are valid."""
     base = base_of(peers, compare_to)
     if base is None:
         return
-    rivals = [one for one in peers if one is not base and one.trial["algorithm"] != "none"]
-    believed = [one for one in rivals if doubt(one) is None and doubt(base) is None]
-    found = [difference(one, base) for one in believed]
+    rivals = [r for r in peers if r is not base and r.trial["algorithm"] != "none"]
+    valid = [record for record in rivals if doubt(record) is None and doubt(base) is None]
+    differences = [difference(record, base) for record in valid]
     for record in rivals:
-        own[id(record)]["compared_to"] = base.label
-    for record, one, word in zip(believed, found, stats.verdicts(found), strict=True):
-        row, ratio = own[id(record)], one.ratio
+        values[id(record)]["compared_to"] = base.label
+    verdicts = stats.verdicts(differences)
+    for record, found, verdict in zip(valid, differences, verdicts, strict=True):
+        row, ratio = values[id(record)], found.ratio
         row |= {"speedup": ratio.value, "speedup_low": ratio.low, "speedup_high": ratio.high}
-        row |= {"paired": one.paired, "verdict": word}
-        row["detectable"] = stats.detectable(one, len(found))
+        row |= {"paired": found.paired, "verdict": verdict}
+        row["detectable"] = stats.detectable(found, len(differences))
         row["precision"] = asked_precision(record)
-        row["more_repeats"] = one.repeats_to(row["precision"])
-        if not one.paired:
+        row["more_repeats"] = found.repeats_to(row["precision"])
+        if not found.paired:
             row["notes"].append(f"not measured in turn with {compare_to}: compared unpaired")
 
 
 def asked_precision(record: Record) -> float:
-    """Half width that the intervals of ratios should have, as a share."""
+    """Returns the requested half width of the intervals of ratios, relative to the ratio."""
     return record.trial.get("measure", {}).get("precision") or stats.PRECISE
 
 
-def _lead(peers: Sequence[Record], own: dict[int, dict[str, Any]]) -> None:
-    """Adds to the rows of a cell whether they are the fastest or cannot be told from it."""
-    rivals = [one for one in peers if doubt(one) is None and one.trial["algorithm"] != "none"]
+def _lead(peers: Sequence[Record], values: dict[int, dict[str, Any]]) -> None:
+    """Adds to the rows of a cell whether they are the fastest, or not distinguishable from it."""
+    rivals = [r for r in peers if doubt(r) is None and r.trial["algorithm"] != "none"]
     if len(rivals) < 2:
         return
-    rows = [own[id(one)] for one in rivals]
-    best, *others = stats.leaders([one.repeats for one in rivals], _in_turn(rivals))
-    words, base = [row.get("verdict") for row in rows], rows[best].get("compared_to")
-    # What the verdicts say already holds here, too: slower than what the best one is faster than.
-    faster = words[best] == "FASTER"
+    rows = [values[id(record)] for record in rivals]
+    best, *others = stats.leaders([record.repeats for record in rivals], _in_turn(rivals))
+    verdicts, base = [row.get("verdict") for row in rows], rows[best].get("compared_to")
+    # The verdicts hold here too: what is SLOWER than the baseline is slower than a FASTER trial.
+    faster = verdicts[best] == "FASTER"
     if faster:
         others = [i for i in others if rivals[i].label != base]
-    if faster or words[best] is None:
-        others = [i for i in others if words[i] != "SLOWER"]
+    if faster or verdicts[best] is None:
+        others = [i for i in others if verdicts[i] != "SLOWER"]
     for index, row in enumerate(rows):
         row["leads"] = index in (best, *others)
 
 
 def base_of(peers: Sequence[Record], compare_to: str) -> Record | None:
-    """The one that the others of its cell are compared to; raises as `base_among`."""
-    index = base_among(compare_to, [(one.label, one.trial["algorithm"]) for one in peers])
+    """Returns the baseline of a cell, or None; raises like `base_among`."""
+    index = base_among(compare_to, [(r.label, r.trial["algorithm"]) for r in peers])
     return None if index is None else peers[index]
 
 
 def difference(record: Record, base: Record) -> Difference:
-    """Of two trials, wherever they are compared: round by round where they took turns."""
+    """Compares two trials: by rounds if they took turns, else unpaired."""
     return stats.compare(record.repeats, base.repeats, _took_turns(record, base))
 
 
-def _took_turns(one: Record, other: Record) -> bool:
-    """Whether repeats of the same index ran in the same round: of one run and one cell."""
-    seeds = [record.order and record.order.seed for record in (one, other)]
-    together = bool(one.run) and one.run == other.run and seeds[0] == seeds[1]
-    return together and len(one.repeats) == len(other.repeats)
+def _took_turns(first: Record, second: Record) -> bool:
+    """Returns whether repeats of the same number ran in the same round of one run and one cell."""
+    seeds = [record.order and record.order.seed for record in (first, second)]
+    together = bool(first.run) and first.run == second.run and seeds[0] == seeds[1]
+    return together and len(first.repeats) == len(second.repeats)
 
 
 def _in_turn(records: Sequence[Record]) -> Callable[[int, int], bool]:
@@ -262,40 +242,40 @@ def _in_turn(records: Sequence[Record]) -> Callable[[int, int], bool]:
 
 
 def _efficiency(record: Record, single: Record | None) -> dict[str, float]:
-    """Relative to the single worker of the same settings, if both are believed."""
+    """Returns the efficiency relative to the single worker, if both are valid."""
     if single is None or doubt(single) is not None or doubt(record) is not None:
         return {}
     value = single.step_s / record.step_s
     wide = stats.compare(record.repeats, single.repeats, paired=False).half_width
-    known = {"efficiency": value}
+    values = {"efficiency": value}
     if single is not record and math.isfinite(wide):
-        known |= {"efficiency_low": value * math.exp(-wide)}
-        known |= {"efficiency_high": value * math.exp(wide)}
-    return known
+        values |= {"efficiency_low": value * math.exp(-wide)}
+        values |= {"efficiency_high": value * math.exp(wide)}
+    return values
 
 
-def _told(known: dict[str, Any]) -> dict[str, Any]:
-    """With one reason made of all notes."""
-    notes = dict.fromkeys(filter(None, known.pop("notes")))
-    return known | {"reason": "; ".join(notes) or None}
+def _with_reason(values: dict[str, Any]) -> dict[str, Any]:
+    """Joins all notes to one reason."""
+    notes = dict.fromkeys(filter(None, values.pop("notes")))
+    return values | {"reason": "; ".join(notes) or None}
 
 
 def _key(record: Record) -> str:
-    """The settings that trials have in common which are compared with each other."""
-    own = ("algorithm", "options", "label", "world_size", "twin", "plugin")
-    settings = {key: value for key, value in record.trial.items() if key not in own}
-    if "brought" in settings:  # wherever its files lie
+    """Returns the settings that compared trials have in common."""
+    differ = ("algorithm", "options", "label", "world_size", "twin", "plugin")
+    settings = {key: value for key, value in record.trial.items() if key not in differ}
+    if settings["brought"] is not None:  # the folder of its files does not matter
         settings["brought"] = settings["brought"]["digest"]
     return json.dumps(settings, sort_keys=True)
 
 
 def comparison(rows: list[Row], compare_to: str) -> Table:
-    """Who is how fast, relative to whom, and whether it was the right training."""
+    """Returns the table of throughput, speed-ups, verdicts and checks."""
     return Table(rows, (*PLACE, *_MEASURED, _ratio(compare_to), *_JUDGED))
 
 
 def breakdown(rows: Iterable[Row]) -> Table:
-    """Where the time of trials that have a result goes, and how little it could be, in ms."""
+    """Returns the table of times per phase and of bounds, in ms, for trials with a result."""
     return Table([row for row in rows if row.status == "ok"], (*PLACE, *_TIMES))
 
 

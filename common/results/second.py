@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from common.models.profile import Profile, load, path_of
-from common.results.records import Record
-from common.results.records.trust import Modelled
+from common.results.records import Record, Result
+from common.results.records.trust import Modelled, sending_costs
 from common.virtual.foresee import share_on_wire
 from common.virtual.link import Cost, Pairwise
 from common.virtual.passes import Bundle, UnmodelledError, messages_of, passes_of
@@ -25,10 +25,10 @@ def modelled(record: Record) -> Modelled | None:
     That is any trial but emulated ones of synchronous algorithms, of several ranks, in which every
     rank has the same device and steps were timed.
     """
-    if record.fabric != "emulated" or not record.ok or record.throughput is None:
+    if record.fabric.kind != "emulated" or not record.ok or record.throughput is None:
         return None
     trial = record.trial
-    if trial["world_size"] == 1 or trial.get("learn") or trial.get("twin") is not None:
+    if trial["world_size"] == 1 or trial.get("learn") or trial["twin"]:
         return None
     try:
         kind = algorithm_class(trial["algorithm"])
@@ -50,22 +50,22 @@ def prediction(record: Record) -> Prediction:
         UnmodelledError: something that it needs is not on record, or no part of the model.
         UserError: an algorithm or options that are no longer there.
     """
-    trial, plan = record.trial, record.plan
+    trial, result = record.trial, record.first
     if record.fault is not None:
         raise UnmodelledError("its cluster was disturbed on purpose")
-    if record.compute is None or not record.costs:
+    if result is None or result.compute is None or not result.costs:
         raise UnmodelledError("compute and costs of collectives are not on record")
     kind = algorithm_class(trial["algorithm"])
     options = algorithm_options(trial["algorithm"], trial["options"])
     # Ranks of a host share its link in what collectives cost, too.
     local_size = trial.get("ranks_per_host") or 1
-    own = record.engine_costs
+    engine_costs, plan = result.engine_costs, result.plan
     in_groups = kind.traffic(options, trial["world_size"], local_size) is not None
-    if in_groups and own is None:
+    if in_groups and engine_costs is None:
         raise UnmodelledError("its ranks average in groups, whose costs are not on record")
     if plan is None or not plan.groups:
         raise UnmodelledError("its plan is not on record")
-    passes = passes_of(_profile(trial), record.compute.update_s)
+    passes = passes_of(_profile(trial), result.compute.update_s)
     bundles = [
         Bundle(
             nbytes=group.bytes,
@@ -78,18 +78,18 @@ def prediction(record: Record) -> Prediction:
     messages = messages_of(passes, bundles, share_on_wire(options))
     statement = kind.overlap_of(options)
     engine = kind.sends_by(options)
-    if engine is not None and (own is None or own.engine != engine):
+    if engine is not None and (engine_costs is None or engine_costs.engine != engine):
         raise UnmodelledError(f"it sends by {engine}, whose costs are not on record")
-    return predict(passes, messages, statement, _costs(record), trial["world_size"])
+    return predict(passes, messages, statement, _costs(result), trial["world_size"])
 
 
-def _costs(record: Record) -> dict[str, Cost]:
-    costs: dict[str, Cost] = {**(record.sending_costs or {})}
-    own = record.engine_costs
-    if own is not None and own.fused is not None:
-        costs[FUSED] = own.fused
-    if own is not None and own.pair is not None:
-        costs["all_reduce"] = Pairwise(alone=own.all_reduce, pair=own.pair)
+def _costs(result: Result) -> dict[str, Cost]:
+    costs: dict[str, Cost] = {**(sending_costs(result.costs, result.engine_costs) or {})}
+    engine = result.engine_costs
+    if engine is not None and engine.fused is not None:
+        costs[FUSED] = engine.fused
+    if engine is not None and engine.pair is not None:
+        costs["all_reduce"] = Pairwise(alone=engine.all_reduce, pair=engine.pair)
     return costs
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
+from common.paths import ROOT
 from dear.options import build_options
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "records"
 LIST, WITHDRAWN = "records.yaml", "withdrawn.yaml"
 MADE = "made.json"

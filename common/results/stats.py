@@ -1,14 +1,13 @@
-"""Step times, their intervals, and the word that says whether a difference is real.
+"""Statistics of step times: intervals, verdicts, and the repeats that a verdict needs.
 
-Samples are step times grouped in repeats (separate starts of the workers). All intervals are t
-intervals on the log scale over repeats, of which each gives one value, its elapsed time per step:
-steps of one repeat share its luck, and what noise they have of their own is in that value already.
-Repeats of compared trials take turns in rounds, so the ratio is taken round by round: what slows
-the machine for a round slows both.
+Samples are step times grouped in repeats (separate starts of the workers). Each repeat gives one
+value, its elapsed time per step, because the steps of one repeat are not independent. All intervals
+are t intervals over these values on the log scale. Repeats of compared trials take turns in rounds,
+and ratios are taken by round: a slow period of the machine affects both trials.
 
-The interval of a step time or a throughput alone is of *this run*: in 95 of 100 runs it holds what
-half of the repeats stay below, on the machine as it was meanwhile. What is rarer than the repeats
-were many, and what the machine does at another hour, no repeat has shown (`bench/words.py`).
+The interval of a single step time or throughput describes *this run*: in 95 of 100 runs it contains
+the median repeat, on the machine as it was during the run. It does not cover events that are too
+rare for the number of repeats, nor the machine at another hour (`bench/words.py`).
 """
 
 from __future__ import annotations
@@ -30,58 +29,58 @@ from common.results.records.trust import elapsed_per_step_s
 Repeats = Sequence[Sequence[float]]
 """Step times in seconds: one sequence per repeat."""
 
-# One in 20: of intervals that miss, and of tables of equal trials that get a word.
 ALPHA = 0.05
+"""Share of intervals that miss, and of tables of equal trials that get a verdict."""
 POWER = 0.8
-"""How likely a difference that is said to be detectable would have been found."""
-# A difference below this is not worth a word, however certain.
+"""Probability with which a detectable difference gets its verdict."""
 NOTABLE = 0.02
-# Intervals within this of 1 are called SAME.
+"""Smallest relative difference that gets the verdict FASTER or SLOWER."""
 EQUAL = 0.05
-# Fewer repeats than this cannot tell luck from speed.
+"""Largest distance from 1 of an interval with the verdict SAME."""
 MIN_REPEATS = 3
+"""Smallest number of repeats for a verdict."""
 PRECISE = 0.02
-"""Half width of the interval of a ratio that is asked for where nobody says another one."""
+"""Default of the requested half width of a ratio's interval, relative to the ratio."""
 MOST_REPEATS = 1000
-"""More would be needed: that is not worth saying as a number."""
+"""Largest number of repeats that `Difference.repeats_to` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A value with its 95 % confidence interval; one repeat alone has none."""
+    """Value with its 95 % confidence interval; a single repeat has no interval."""
 
     value: float
     low: float | None
     high: float | None
     n: int
-    """Number of steps behind it."""
+    """Number of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How many times faster one trial is than another, on the log scale."""
+    """Ratio of two trials' speeds, on the log scale."""
 
     log_ratio: float
-    """Of step times, the other one's over this one's: positive is faster."""
+    """Log of the baseline's step time over the trial's; positive: the trial is faster."""
     error: float | None
-    """Its standard error; None with a single repeat."""
+    """Standard error of `log_ratio`; None with a single repeat."""
     freedom: float
-    """Degrees of freedom behind `error`."""
+    """Degrees of freedom of `error`."""
     repeats: int
-    """The smaller number of both."""
+    """Smaller number of repeats of the two trials."""
     n: int
-    """Number of steps of both."""
+    """Number of steps of both trials."""
     paired: bool
-    """Taken round by round."""
+    """Whether repeats of the same round were compared."""
 
     @property
     def half_width(self) -> float:
-        """Of the 95 % interval, on the log scale; infinite with a single repeat."""
+        """Half width of the 95 % interval, on the log scale; infinite with a single repeat."""
         return _half_width(self.error, self.freedom)
 
     @property
     def ratio(self) -> Estimate:
-        """The speed-up."""
+        """Speed-up with its interval."""
         return _around(math.exp(self.log_ratio), self.half_width, self.n)
 
     @property
@@ -94,9 +93,9 @@ class Difference:
         return 2 * float(stdtr(self.freedom, -abs(self.log_ratio) / self.error))
 
     def with_repeats(self, count: int) -> Difference:
-        """What so many repeats of each side would probably say: the same ratio, the same spread.
+        """Returns the expected difference for `count` repeats: same ratio, same spread.
 
-        Only of one that has an error.
+        The difference must have an `error`.
         """
         return dataclasses.replace(
             self,
@@ -106,9 +105,9 @@ class Difference:
         )
 
     def repeats_to(self, precision: float) -> int | None:
-        """How many more repeats would probably make the interval so narrow; 0: it is.
+        """Returns the number of further repeats that would probably give that half width.
 
-        None where that is more than `MOST_REPEATS`, or nothing is known of the spread.
+        Returns 0 if it is reached, and None for more than `MOST_REPEATS` or an unknown spread.
 
         Args:
             precision: half width of the interval, relative to the ratio.
@@ -124,7 +123,7 @@ class Difference:
 
 
 def step_s(repeats: Repeats) -> Estimate:
-    """Elapsed time per step in seconds, the mean over the repeats; its interval is of this run."""
+    """Returns the elapsed time per step in seconds: the mean over the repeats of this run."""
     times = _times(repeats)
     error = _error(list(map(math.log, times)))
     width = _half_width(error, len(times) - 1)
@@ -132,17 +131,14 @@ def step_s(repeats: Repeats) -> Estimate:
 
 
 def throughput(repeats: Repeats, samples_per_step: int) -> Estimate:
-    """Samples per second: samples of all workers in a step, over the elapsed time per step.
-
-    The interval is of this run.
-    """
+    """Returns samples per second of this run: samples of all workers over elapsed time."""
     step = step_s(repeats)
     low, high = (end and samples_per_step / end for end in (step.high, step.low))
     return Estimate(value=samples_per_step / step.value, low=low, high=high, n=step.n)
 
 
 def percentile_step_s(repeats: Repeats, share: float) -> float:
-    """The time in seconds that a `share` of all steps does not exceed (linear interpolation)."""
+    """Returns the quantile `share` of all steps in seconds, with linear interpolation."""
     steps = sorted(step for repeat in repeats for step in repeat)
     place = share * (len(steps) - 1)
     below = steps[math.floor(place)]
@@ -150,13 +146,13 @@ def percentile_step_s(repeats: Repeats, share: float) -> float:
 
 
 def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
-    """How many times faster a trial is than `base`.
+    """Compares a trial with its baseline.
 
     Args:
-        paired: whether repeats of the same index ran in the same round; then the difference is
-            taken round by round. Else it is Welch's, for unequal variances.
+        paired: whether repeats of the same number ran in the same round. If so, the difference is
+            taken by round; if not, it is Welch's, for unequal variances.
     """
-    ours, theirs = (list(map(math.log, _times(one))) for one in (repeats, base))
+    ours, theirs = (list(map(math.log, _times(trial))) for trial in (repeats, base))
     if paired:
         rounds = [b - a for a, b in zip(ours, theirs, strict=True)]
         log_ratio, error, freedom = statistics.fmean(rounds), _error(rounds), len(rounds) - 1.0
@@ -174,10 +170,10 @@ def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
 
 
 def shift(repeats: Repeats, others: Repeats) -> Estimate:
-    """By how much the mean step of others is off that of `repeats`, as a share, either way.
+    """Returns the relative distance of the mean step of `others` from that of `repeats`.
 
-    The interval is that of a difference of means whose repeats scatter alike (Student's, pooled):
-    so a single repeat of the others has one, too. Its lower end is 0 where chance explains all.
+    The interval is Student's with pooled variance, so that a single repeat of `others` has one. Its
+    lower end is 0 if sampling error explains the distance.
     """
     groups = [list(map(math.log, _times(given))) for given in (repeats, others)]
     value = abs(statistics.fmean(_times(others)) / statistics.fmean(_times(repeats)) - 1)
@@ -194,22 +190,22 @@ def shift(repeats: Repeats, others: Repeats) -> Estimate:
 
 
 def verdicts(differences: Sequence[Difference]) -> list[str]:
-    """A word for each: FASTER, SLOWER, SAME, or UNSURE where nothing can be said.
+    """Returns a verdict for each difference: FASTER, SLOWER, SAME or UNSURE.
 
     Args:
         differences: all comparisons of a cell. FASTER and SLOWER are corrected for their number
-            (Holm 1979), so that at most one table in 20 of equal trials has a false one.
+            (Holm 1979), so that at most one table in 20 of equal trials has a false verdict.
     """
-    enough = [one for one in differences if one.repeats >= MIN_REPEATS]
-    adjusted = iter(holm([one.p_value for one in enough]))
+    enough = [difference for difference in differences if difference.repeats >= MIN_REPEATS]
+    adjusted = iter(holm([difference.p_value for difference in enough]))
     return [
-        _word(one, next(adjusted)) if one.repeats >= MIN_REPEATS else "UNSURE"
-        for one in differences
+        _verdict(difference, next(adjusted)) if difference.repeats >= MIN_REPEATS else "UNSURE"
+        for difference in differences
     ]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p value as it counts beside the others (Holm, Scandinavian J. of Statistics 1979)."""
+    """Adjusts p values for multiple comparisons (Holm, Scandinavian J. of Statistics 1979)."""
     adjusted, least = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -218,36 +214,37 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def leaders(trials: Sequence[Repeats], paired: Callable[[int, int], bool]) -> list[int]:
-    """The fastest of all trials of a cell and those that cannot be told from it, by index.
+    """Returns the index of a cell's fastest trial, and of those not distinguishable from it.
 
-    Which one is fastest depends on luck, so the differences from it count as what they are among
-    those of all pairs (Holm again).
+    The choice of the fastest trial depends on sampling error. So the differences from it are
+    corrected for the number of all pairs of the cell (Holm).
 
     Args:
-        paired: whether the repeats of two trials, given by index, ran in the same rounds.
+        paired: returns whether the repeats of two trials, given by index, ran in the same rounds.
     """
-    times = [step_s(one).value for one in trials]
+    times = [step_s(trial).value for trial in trials]
     best = min(range(len(trials)), key=times.__getitem__)
     pairs = list(itertools.combinations(range(len(trials)), 2))
     found = [compare(trials[i], trials[j], paired(i, j)) for i, j in pairs]
-    adjusted = holm([one.p_value if one.repeats >= MIN_REPEATS else 1.0 for one in found])
+    p_values = [pair.p_value if pair.repeats >= MIN_REPEATS else 1.0 for pair in found]
+    adjusted = holm(p_values)
     alike = [pair for pair, p in zip(pairs, adjusted, strict=True) if best in pair and p > ALPHA]
     return [best, *(i + j - best for i, j in alike)]
 
 
 def detectable(difference: Difference, comparisons: int) -> float | None:
-    """The true difference that had got its word with a probability of 80 %; 0.05 is 5 %.
+    """Returns the relative difference that gets its verdict with a probability of 80 %.
 
-    It follows from the noise that the repeats show. None with too few of them.
+    It follows from the spread of the repeats. Returns None for too few repeats.
 
     Args:
-        comparisons: of the same cell, among which the word had to hold (the strictest step of
-            Holm's, as if all others were equal).
+        comparisons: number of comparisons in the cell (for Holm's strictest step, as if all other
+            trials were equal).
     """
     if difference.repeats < MIN_REPEATS or difference.error is None:
         return None
     error, freedom = difference.error, difference.freedom
-    # What the error would be estimated as in other sweeps: quantiles of chi over its freedom.
+    # Estimates of the error in other sweeps: quantiles of chi over its degrees of freedom.
     chance = np.sqrt(2 * gammaincinv(freedom / 2, (np.arange(200) + 0.5) / 200) / freedom)
     critical = -stdtrit(freedom, ALPHA / 2 / comparisons) * error * chance
     needed = np.maximum(critical, math.log(1 + NOTABLE))
@@ -263,13 +260,13 @@ def detectable(difference: Difference, comparisons: int) -> float | None:
 def precise_enough(
     trials: Sequence[Repeats], precision: float, base: Repeats | None = None
 ) -> bool:
-    """Whether more repeats are not needed: a rule that looks at widths only, never at results.
+    """Returns whether the intervals are narrow enough; the rule never looks at the results.
 
     Args:
-        trials: that took turns, each with the repeats that it has.
-        precision: the largest half width of a 95 % interval, relative to its value: of every
-            trial's ratio to `base`, or of its own step where there is no base.
-        base: the repeats of what the others are compared with.
+        trials: repeats of trials that took turns.
+        precision: largest half width of a 95 % interval, relative to its value: of each trial's
+            ratio to `base`, or of its step time without a baseline.
+        base: repeats of the baseline.
     """
 
     def width(repeats: Repeats) -> float:
@@ -277,11 +274,11 @@ def precise_enough(
             return _half_width(_error(list(map(math.log, _times(repeats)))), len(repeats) - 1)
         return compare(repeats, base, paired=len(repeats) == len(base)).half_width
 
-    return all(width(one) <= math.log1p(precision) for one in trials)
+    return all(width(repeats) <= math.log1p(precision) for repeats in trials)
 
 
 def _times(repeats: Repeats) -> list[float]:
-    """Elapsed time per step of each repeat."""
+    """Returns the elapsed time per step of each repeat."""
     return list(map(elapsed_per_step_s, repeats))
 
 
@@ -293,7 +290,7 @@ def _error(logs: Sequence[float]) -> float | None:
 
 
 def _welch(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float | None, float]:
-    """Standard error and degrees of freedom of the difference (Welch and Satterthwaite)."""
+    """Returns standard error and degrees of freedom of a difference (Welch, Satterthwaite)."""
     errors = [_error(ours), _error(theirs)]
     if None in errors:
         return None, 0.0
@@ -311,18 +308,18 @@ def _half_width(error: float | None, freedom: float) -> float:
 
 
 def _around(value: float, half_width: float, n: int) -> Estimate:
-    """With an interval of that half width on the log scale."""
+    """Returns an estimate with that half width on the log scale."""
     if math.isinf(half_width):
         return Estimate(value=value, low=None, high=None, n=n)
     wide = math.exp(half_width)
     return Estimate(value=value, low=value / wide, high=value * wide, n=n)
 
 
-def _word(difference: Difference, p_value: float) -> str:
+def _verdict(difference: Difference, p_value: float) -> str:
     far, near = math.log(1 + NOTABLE), math.log(1 + EQUAL)
     if p_value <= ALPHA and abs(difference.log_ratio) >= far:
         return "FASTER" if difference.log_ratio > 0 else "SLOWER"
-    # Two one-sided tests at half the level that they need: the interval that is shown.
+    # Two one-sided tests at half of the needed level: this is the interval that is shown.
     if abs(difference.log_ratio) + difference.half_width <= near:
         return "SAME"
     return "UNSURE"

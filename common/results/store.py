@@ -1,4 +1,4 @@
-"""The files of a sweep: its records, one JSON line each, and which trials they are compared by."""
+"""Files of a sweep: its records, its comparison, and its runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def append(path: Path, record: Record) -> None:
-    """Adds one line and forces it to disk, so that nothing later can lose it."""
+    """Appends one line and forces it to disk, so that no later failure can lose it."""
     line = json.dumps(record.to_json(), separators=(",", ":"), allow_nan=False) + "\n"
     with path.open("a") as file:
         file.write(line)
@@ -30,29 +30,29 @@ def append(path: Path, record: Record) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """All good records of a file, oldest first; a last line cut off by a crash is left out.
+    """Reads all records of a file, oldest first, without a last line that a crash cut off.
 
-    Lines that hold no record are counted and named, once, to the log of this module.
+    Damaged lines are left out. The log of this module names them once.
 
     Raises:
-        UserError: a schema is not the one that this code reads.
+        UserError: a record has a schema that this code does not read.
     """
     if not path.exists():
         return []
-    facts = path.stat()
-    return list(_loaded(path.absolute(), facts.st_ino, facts.st_mtime_ns, facts.st_size))
+    state = path.stat()
+    return list(_loaded(path.absolute(), state.st_ino, state.st_mtime_ns, state.st_size))
 
 
 @functools.lru_cache(maxsize=2)
 def _loaded(path: Path, *_: int) -> tuple[Record, ...]:
-    """The same, once for each state of the file: a page's figures all read the same records."""
+    """Caches the records by the file's state: all figures of a page read the same file."""
     with no_collector():
         return tuple(_read(path))
 
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """Without Python's search for cycles, which takes half of the time: what is read is in none."""
+    """Turns Python's search for reference cycles off: it takes half of the time of reading."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -93,7 +93,7 @@ def _tell(path: Path, damaged: tuple[int, ...]) -> None:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The object in a line, or None if there is none (whole)."""
+    """Returns the JSON object of a line; None if the line is damaged."""
     try:
         value = json.loads(line)
     except ValueError:  # bad JSON or bad UTF-8
@@ -102,12 +102,12 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def latest(records: list[Record]) -> dict[str, Record]:
-    """The newest record of each trial, by hash, in the order in which trials first appeared."""
+    """Returns the newest record of each trial by hash, in the order of first appearance."""
     return {record.hash: record for record in records}
 
 
 def mend(path: Path) -> None:
-    """Ends or cuts off a last line that a crash left incomplete; the next one starts cleanly."""
+    """Completes or removes a last line that a crash left incomplete."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -123,19 +123,19 @@ def mend(path: Path) -> None:
 
 
 def merge(parts: Sequence[Path], into: Path) -> Comparison:
-    """Makes one folder of records of several, each a part of one experiment.
+    """Merges the records of several parts of one experiment into a new folder.
 
-    Of a trial that stands in several the last good record counts, else the last.
+    If several parts have a trial, its last record with status ok counts, or else its last one.
 
     Raises:
-        UserError: a part is no sweep, or of another experiment; or `into` exists.
+        UserError: a part is no sweep or belongs to another experiment, or `into` exists.
     """
     if into.exists():
         raise UserError(f"{into} exists; merge into a new folder")
     comparisons = [Comparison.load(part) for part in parts]
     for part, comparison in zip(parts, comparisons, strict=True):
         if comparison != comparisons[0]:
-            raise UserError(f"{part} is not a part of what {parts[0]} is a part of")
+            raise UserError(f"{part} and {parts[0]} are parts of different experiments")
     records = [record for part in parts for record in load(part / "records.jsonl")]
     into.mkdir(parents=True)
     for record in sorted(records, key=lambda record: record.ok):
@@ -151,24 +151,24 @@ _EXPERIMENT, _RUNS = "experiment.json", "runs.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a sweep: how it was asked for."""
+    """One run of a sweep: the command that started it."""
 
     run: str
-    """As the records that it has made say."""
+    """Name of the run, as in its records."""
     command: str
-    """As it was given, with its paths, for a shell."""
+    """Command line with its paths, quoted for a shell."""
     experiment: str
-    """The experiment file's text; the command's flags come on top of it."""
+    """Text of the experiment file. The command's flags change it."""
     commit: str | None = None
 
     def save(self, folder: Path) -> None:
-        """Adds it to those beside the records."""
+        """Appends the run to the file beside the records."""
         with (folder / _RUNS).open("a") as file:
             file.write(json.dumps(dataclasses.asdict(self)) + "\n")
 
 
 def runs(folder: Path) -> list[Run]:
-    """All runs of a sweep, oldest first; those of older versions have left no trace."""
+    """Reads all runs of a sweep, oldest first."""
     path = folder / _RUNS
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     return [typed(Run, values) for line in lines if (values := _parsed(line)) is not None]
@@ -176,22 +176,22 @@ def runs(folder: Path) -> list[Run]:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The trials of an experiment, by hash and in its order, and what they are relative to.
+    """Trials of an experiment, by hash and in its order, and the baseline of its speed-ups.
 
-    A folder's records may hold trials of earlier versions of its experiment; they stay, but are not
-    mixed with those of the current one.
+    A folder's records may hold trials of earlier versions of its experiment. They stay in the file,
+    but tables leave them out.
     """
 
     compare_to: str
     trials: tuple[str, ...]
 
     def save(self, folder: Path) -> None:
-        """Writes it beside the records."""
+        """Writes the comparison beside the records."""
         (folder / _EXPERIMENT).write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def load(cls, folder: Path) -> Comparison:
-        """Reads what `save` wrote; raises `UserError` if the sweep has never got so far."""
+        """Reads what `save` wrote; raises `UserError` if the folder has none."""
         path = folder / _EXPERIMENT
         if not path.exists():
             raise UserError(f"{folder} has no {_EXPERIMENT}: run the sweep again, it goes on")
@@ -199,6 +199,6 @@ class Comparison:
         return cls(compare_to=values["compare_to"], trials=tuple(values["trials"]))
 
     def results(self, folder: Path) -> list[Record]:
-        """The newest record of each trial that has one."""
-        found = latest(load(folder / "records.jsonl"))
-        return [found[trial] for trial in self.trials if trial in found]
+        """Returns the newest record of each trial that has one."""
+        newest = latest(load(folder / "records.jsonl"))
+        return [newest[trial] for trial in self.trials if trial in newest]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results.answer import where
-from common.results.records import Record
+from common.results.records import Record, Result
 from common.results.rows import Row
 from common.results.table import significant
 
@@ -143,12 +143,14 @@ def reason(record: Record, *, hidden: bool) -> str | None:
 
 def account_of(record: Record) -> Account | None:
     """None where something is not known of it, or its gradients did not travel as planned."""
-    compute, plan, bound = record.compute, record.plan, record.bound
-    costs = record.sending_costs
-    if compute is None or plan is None or bound is None or not costs:
+    result, bound, costs = record.first, record.bound, record.sending_costs
+    if result is None or bound is None or not costs:
+        return None
+    compute, plan = result.compute, result.plan
+    if compute is None or plan is None:
         return None
     messages = [group.bytes for group in plan.groups]
-    if not messages or not _all_travels(record, sum(messages)):
+    if not messages or not _all_travels(result, sum(messages)):
         return None
     computed = compute.forward_s + compute.backward_s
     everything = computed + compute.update_s
@@ -178,9 +180,9 @@ def account_of(record: Record) -> Account | None:
     )
 
 
-def _all_travels(record: Record, planned: int) -> bool:
+def _all_travels(result: Result, planned: int) -> bool:
     """Whether the plan has all gradients, and no fewer bytes were sent."""
-    gradients, sent = record.bytes.gradients, record.bytes.sent_per_step
+    gradients, sent = result.gradient_bytes, result.bytes_per_step
     if not gradients or planned < _WHOLE * gradients:
         return False
     return sent is None or sent >= _WHOLE * gradients

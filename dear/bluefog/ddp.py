@@ -18,35 +18,21 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from dear.algorithms.asynchronous.asyncddp import AsyncDdp, AsyncEngine
+from dear.algorithms.asynchronous.asyncddp import AsyncDdp, AsyncExchange
 from dear.bluefog import job
-from dear.buckets.flat import Bucket
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage, Round
 from dear.errors import UserError
 from dear.lazy import nx
 from dear.optimizer import broadcast_parameters
 from dear.options import positive
-from dear.training.bucketwise import BucketOptimizers, OptimFn, SchedulerFn
 from dear.training.engine import Replica
 from dear.training.pace import LocalStepRandomBatchSampler
-from dear.training.parameters import LocalOptions, ParameterEngine, always
+from dear.training.parameters.bucketwise import BucketOptimizers, OptimFn, SchedulerFn
+from dear.training.parameters.exchange import BucketExchange, GraphExchange, always
+from dear.training.parameters.overlapped import OverlappedInBackward
 
 __all__ = ["DecentralizedDataParallel", "LocalStepRandomBatchSampler"]
-
-
-class _Asynchronous(BucketOptimizers, AsyncEngine):
-    """Engine of `asyncddp` with one optimizer per bucket."""
-
-
-class _Synchronous(BucketOptimizers, ParameterEngine):
-    """Engine that averages over the graph, one step late, with one optimizer per bucket."""
-
-    order = "overlapped"
-
-    def mix(self, bucket: Bucket) -> None:
-        if bucket in self.pending:  # the first step has received nothing yet
-            super().mix(bucket)
 
 
 class DecentralizedDataParallel(Module):
@@ -106,16 +92,11 @@ class DecentralizedDataParallel(Module):
         averaged += list(model.buffers()) if sync_buffer_in_global_avg else []
         self._average = GlobalAverage(communicator, averaged)
         self._sync = sync
-        options = LocalOptions if sync else AsyncDdp.Options
-        self._replica = Replica(model, None, communicator, options(bucket_mb=bucket_size_in_mb))
-        self._training = {
-            "optim_fn": optim_fn,
-            "lr_scheduler_fn": lr_scheduler_fn,
-            "scaler": scaler,
-            "clip_norm": grad_clip_norm,
-        }
+        options = AsyncDdp.Options(bucket_mb=bucket_size_in_mb)
+        self._replica = Replica(model, None, communicator, options)
+        self._updater = BucketOptimizers(model, optim_fn, lr_scheduler_fn, scaler, grad_clip_norm)
         self._graph: nx.DiGraph | None = None
-        self._engine: ParameterEngine | None = None
+        self._engine: OverlappedInBackward | None = None
         if topology is not None:
             self.set_topology(topology)
         broadcast_parameters(model.state_dict())
@@ -147,25 +128,23 @@ class DecentralizedDataParallel(Module):
 
     def _begin(self) -> None:
         graph = job.job().weights if self._graph is None else self._graph
-        if self._sync:
-            part = always(Round.of(graph, runtime.rank()))
-            self._engine = _Synchronous(self._replica, part, **self._training)
-        else:
-            self._engine = _Asynchronous(self._replica, graph, **self._training)
+        part = Round.of(graph, runtime.rank())
+        exchange: BucketExchange = GraphExchange(always(part))
+        if not self._sync:
+            exchange = AsyncExchange(graph, part, self._replica.options)
+        self._engine = OverlappedInBackward(self._replica, exchange, self._updater)
 
     def global_avg(self) -> None:
         """Sets all replicas to their mean; a collective call. Training continues from the mean."""
         if self._engine is not None:
-            self._engine.wait()
+            self._engine.exchange.wait()
         self._average.apply(keep=False, measure=False)
         if self._engine is not None:
-            self._engine.drop()  # pending averages use the old values
+            self._engine.exchange.drop()  # pending averages use the old values
 
     def get_lr(self) -> float:
         """Returns the learning rate of the first bucket; 0.0 before the first step."""
-        optimizers = () if self._engine is None else self._engine.optimizers.values()
-        optimizer = next(iter(optimizers), None)
-        return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        return self._updater.learning_rate()
 
     def statistics(self) -> dict[str, Any]:
         """Returns the staleness of the averaged values by neighbour, for `sync=False`."""

@@ -1,9 +1,9 @@
-"""BlueFog's view of the job: ranks, machines, topologies, and what is under way.
+"""BlueFog's view of the job: ranks, machines, topologies, and operations under way.
 
-Nonblocking calls return handles: numbers that stand for operations under way, for `poll` and
-`synchronize`. Where the environment variable BLUEFOG_TIMELINE is set, `bf.shutdown()` writes the
-file of that name with `<rank>.json` behind it, in Chrome's trace format: activities, waits for
-operations, and what the comm core transferred.
+Nonblocking calls return handles: numbers of operations under way, for `poll` and `synchronize`. If
+the environment variable BLUEFOG_TIMELINE is set, `bf.shutdown()` writes a file in Chrome's trace
+format, whose name is that value and `<rank>.json`. It has activities, waits for operations, and
+the comm core's transfers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dear.training.trace import Timeline
 log = logging.getLogger("dear")
 
 NODES_PER_MACHINE = "BLUEFOG_NODES_PER_MACHINE"
-"""Environment variable: take blocks of so many ranks for machines."""
+"""Environment variable: number of ranks per simulated machine."""
 TIMELINE = "BLUEFOG_TIMELINE"
-"""Environment variable: what the names of the traces begin with."""
+"""Environment variable: prefix of the names of the traces."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,30 +39,30 @@ _numbers = itertools.count()
 
 
 class Job:
-    """What stays between calls, from `init` to `shutdown`."""
+    """State of the job from `init` to `shutdown`."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.rank, self.size = communicator.rank, communicator.size
         self.pairs = Exchange(communicator)
-        """Of calls in which two ranks take part only; so it must be there before."""
+        """Exchange of calls between two ranks, so all ranks must make it beforehand."""
         self.topology = self.weights = graphs.exponential(communicator.size)
-        """As it was set, and with the weights to average by."""
+        """Topology of the ranks, and the same graph with the weights of averages."""
         self.machine_topology: nx.DiGraph | None = None
         self.machine_weights: nx.DiGraph | None = None
         self.skip_checks = False
         self.windows: dict[str, Any] = {}
-        """Of `dear.bluefog.windows`, by name."""
+        """Windows (`dear.bluefog.windows.Named`) by name."""
         self.with_p = False
         self.running: dict[int, tuple[Callable[[], bool], Callable[[], Any]]] = {}
-        """Handle -> whether its operation has ended, and what waits for its result."""
+        """Handle -> functions that test for the end of the operation, and wait for its result."""
         self.timeline = Timeline(TIMELINE, self.rank)
         self.activities: dict[str, list[tuple[str, float]]] = {}
-        """By the name of a tensor: activities that have begun, and when."""
+        """Name of a tensor -> activities that have begun, with their times in seconds."""
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """Of the neighbour calls; made by the first of them, on all ranks."""
+        """Returns the exchange of neighbour calls; the first access is a collective call."""
         return Exchange(self.communicator)
 
     @functools.cached_property
@@ -81,34 +81,34 @@ class Job:
 
     @functools.cached_property
     def machines(self) -> Machines:
-        """Of the hierarchical calls; made by the first of them, on all ranks."""
+        """Returns the machines of hierarchical calls; the first access is a collective call."""
         return Machines(self.communicator, self.local_size)
 
     def part(self) -> Round:
-        """This rank's part in averaging over the topology."""
+        """Returns this rank's part in averaging over the topology."""
         return Round.of(self.weights, self.rank)
 
     def machine_part(self) -> Round:
-        """This rank's machine's part in averaging over the machine topology."""
+        """Returns the part of this rank's machine in averaging over the machine topology."""
         if self.machine_weights is None:
-            raise UserError("there is no machine topology: call set_machine_topology() first")
+            raise UserError("no machine topology is set: call set_machine_topology() first")
         return Round.of(self.machine_weights, machine_rank())
 
     def close(self) -> None:
-        """Lets go of everything; a collective call."""
+        """Frees windows and process groups; a collective call."""
         for name in list(self.windows):
             self.windows.pop(name).free()
         self.pairs.close()
-        for made in ("machines", "exchange"):
-            if made in self.__dict__:
-                self.__dict__.pop(made).close()
+        for name in ("machines", "exchange"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).close()
 
 
 _job: Job | None = None
 
 
 def job() -> Job:
-    """The state of the job; raises `UserError` before `init`."""
+    """Returns the state of the job; raises `UserError` before `init`."""
     if _job is None:
         raise UserError("call bf.init() first")
     return _job
@@ -120,7 +120,7 @@ def init(
     backend: str | None = None,
     timeout_s: float = runtime.DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Joins the job and sets the topology; a second call sets the topology only.
+    """Joins the job and sets the topology; a second call only sets the topology.
 
     Args:
         topology_fn: makes the topology from the world size; default: exponential with base 2.
@@ -153,42 +153,42 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """True between `init` and `shutdown`."""
+    """Returns True between `init` and `shutdown`."""
     return _job is not None
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Returns the number of ranks."""
     return job().size
 
 
 def rank() -> int:
-    """This process's number, 0 .. size() - 1."""
+    """Returns this process's rank, 0 .. size() - 1."""
     return job().rank
 
 
 def local_size() -> int:
-    """Ranks per machine (blocks of BLUEFOG_NODES_PER_MACHINE, if that is set)."""
+    """Returns the ranks per machine, or BLUEFOG_NODES_PER_MACHINE if that is set."""
     return job().local_size
 
 
 def local_rank() -> int:
-    """This process's number among those of its machine."""
+    """Returns this process's rank within its machine."""
     return rank() % local_size()
 
 
 def machine_size() -> int:
-    """Number of machines."""
+    """Returns the number of machines."""
     return size() // local_size()
 
 
 def machine_rank() -> int:
-    """The number of this process's machine."""
+    """Returns the number of this process's machine."""
     return rank() // local_size()
 
 
 def is_homogeneous() -> bool:
-    """True if all machines run equally many ranks, side by side; a collective call at first."""
+    """Returns True if all machines run equally many, consecutive ranks; collective at first."""
     try:
         return local_size() > 0
     except UserError:
@@ -196,42 +196,44 @@ def is_homogeneous() -> bool:
 
 
 def is_available() -> bool:
-    """True: what a job needs is there, whatever it moves bytes by."""
+    """Returns True: a job can run on every backend."""
     return True
 
 
 def mpi_threads_supported() -> bool:
-    """True: calls may come from any thread. (There need not be an MPI.)"""
+    """Returns True: any thread may make calls, with and without MPI."""
     return True
 
 
 def unified_mpi_window_model_supported() -> bool:
-    """True: what a `win_put` has written is seen without further synchronization."""
+    """Returns True: values of a `win_put` are visible without further synchronization."""
     return True
 
 
 def nccl_built() -> bool:
-    """True if this torch has NCCL."""
+    """Returns True if this torch has NCCL."""
     return dist.is_nccl_available()
 
 
 def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
-    """Chooses who averages with whom; a collective call.
+    """Sets which ranks average with each other; a collective call.
 
     Args:
         topology: a graph of all ranks, the same on all; None: exponential with base 2.
         is_weighted: use the weights of its edges; otherwise 1 / (number of sources + 1).
 
     Returns:
-        False, and nothing changes, while there are windows: their slots are of the old topology.
+        False, without a change, while windows exist, since their slots follow the old topology.
 
     Raises:
-        UserError: it is no graph of all ranks, not strongly connected, not the same on all ranks,
-            or `is_weighted` and the weights that a rank receives with do not sum to 1.
+        UserError: the nodes are not the ranks, the graph is not strongly connected, ranks give
+            different graphs, or `is_weighted` and a rank's incoming weights do not sum to 1.
     """
     current = job()
     if current.windows:
-        log.warning("the topology stays: there are windows (%s)", ", ".join(current.windows))
+        log.warning(
+            "the topology cannot change while windows exist: %s", ", ".join(current.windows)
+        )
         return False
     chosen = graphs.exponential(size()) if topology is None else topology
     current.weights = weighed(chosen, size(), is_weighted)
@@ -240,24 +242,24 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
 
 
 def load_topology() -> nx.DiGraph:
-    """The topology of the ranks."""
+    """Returns the topology of the ranks."""
     return job().topology
 
 
 def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
-    """The same for machines; used by hierarchical calls only."""
+    """Sets the topology of the machines, for hierarchical calls; see `set_topology`."""
     job().machine_weights = weighed(topology, machine_size(), is_weighted)
     job().machine_topology = topology
     return True
 
 
 def load_machine_topology() -> nx.DiGraph | None:
-    """The topology of the machines; None if none was set."""
+    """Returns the topology of the machines; None if none was set."""
     return job().machine_topology
 
 
 def weighed(graph: nx.DiGraph, count: int, is_weighted: bool) -> nx.DiGraph:
-    """The weights to average by on `graph`, which is checked and compared between the ranks."""
+    """Returns `graph` with the weights of averages; checks it and compares it between ranks."""
     if is_weighted:
         graphs.check_graph(graph, count)
     else:
@@ -267,39 +269,39 @@ def weighed(graph: nx.DiGraph, count: int, is_weighted: bool) -> nx.DiGraph:
     different = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
     if different:
         raise UserError(
-            f"topology: rank {different[0]} has another one than rank 0; all ranks must set the "
-            "same"
+            f"topology: that of rank {different[0]} differs from that of rank 0; all ranks must "
+            "set the same"
         )
     return graph if is_weighted else graphs.uniform(graph)
 
 
 def in_neighbor_ranks() -> list[int]:
-    """Ranks that send to this one, ascending."""
+    """Returns the ranks that send to this rank, ascending."""
     return graphs.in_neighbors(job().topology, rank())
 
 
 def out_neighbor_ranks() -> list[int]:
-    """Ranks that this one sends to, ascending."""
+    """Returns the ranks that this rank sends to, ascending."""
     return graphs.out_neighbors(job().topology, rank())
 
 
 def in_neighbor_machine_ranks() -> list[int]:
-    """Machines that send to this one, ascending."""
+    """Returns the machines that send to this machine, ascending."""
     return sorted(job().machine_part().sources)
 
 
 def out_neighbor_machine_ranks() -> list[int]:
-    """Machines that this one sends to, ascending."""
+    """Returns the machines that this machine sends to, ascending."""
     return sorted(job().machine_part().destinations)
 
 
 def set_skip_negotiate_stage(value: bool) -> None:
-    """Whether neighbour calls with lists of their own go without comparing the ranks' lists."""
+    """Sets whether neighbour calls with their own lists skip the comparison of the lists."""
     job().skip_checks = bool(value)
 
 
 def get_skip_negotiate_stage() -> bool:
-    """What `set_skip_negotiate_stage` was told."""
+    """Returns the value that `set_skip_negotiate_stage` has set."""
     return job().skip_checks
 
 
@@ -310,7 +312,7 @@ def started(
     wait: Callable[[], Any],
     result: Callable[[], Any] = lambda: True,
 ) -> int:
-    """A handle; `done` never blocks, `result` is called after `wait`. Traces show the names."""
+    """Returns a handle; `done` never blocks, `result` is called after `wait`."""
 
     def ended() -> Any:
         with timeline_context(name or operation, f"wait {operation}"):
@@ -323,16 +325,18 @@ def started(
 
 
 def poll(handle: int) -> bool:
-    """True once the operation of `handle` has ended; never blocks."""
-    return _found(handle)[0]()
+    """Returns True once the operation of `handle` has ended; never blocks."""
+    return _running(handle)[0]()
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for the operation of `handle` and returns its result; then the handle is used up.
+    """Waits for the operation of `handle`, returns its result, and removes the handle.
 
-    Raises `UserError` if there is no such handle (any more), RuntimeError if the operation failed.
+    Raises:
+        UserError: the handle does not exist, or was removed.
+        RuntimeError: the operation failed.
     """
-    _, result = _found(handle)
+    _, result = _running(handle)
     del job().running[handle]
     return result()
 
@@ -340,14 +344,14 @@ def synchronize(handle: int) -> Any:
 wait = synchronize
 
 
-def _found(handle: int) -> tuple[Callable[[], bool], Callable[[], Any]]:
+def _running(handle: int) -> tuple[Callable[[], bool], Callable[[], Any]]:
     if handle not in job().running:
-        raise UserError(f"no operation has the handle {handle!r}; it may have been waited for")
+        raise UserError(f"no operation has the handle {handle!r}; synchronize() removes handles")
     return job().running[handle]
 
 
 def blocking(start: Callable[P, int]) -> Callable[P, Any]:
-    """The blocking twin of a nonblocking call: of the same arguments, it returns the result."""
+    """Returns the blocking form of a nonblocking call, with the same arguments."""
 
     @functools.wraps(start)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -357,17 +361,17 @@ def blocking(start: Callable[P, int]) -> Callable[P, Any]:
 
 
 def called(name: str, doc: str | None, function: Callable[P, T]) -> Callable[P, T]:
-    """`function` by the name that BlueFog's users know, with its docstring."""
+    """Returns `function` with BlueFog's name and a docstring."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
     return function
 
 
 def suspend() -> None:
-    """Does nothing, as `resume`: calls go on as always.
+    """Does nothing.
 
-    In BlueFog it stops, between the cells of a notebook, a thread that polls and keeps a core busy.
-    The comm core sleeps by itself while there is nothing to do.
+    In BlueFog it stops a busy polling thread between the cells of a notebook. The comm core sleeps
+    while it has no work.
     """
 
 
@@ -376,7 +380,7 @@ def resume() -> None:
 
 
 def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
-    """An activity around `tensor_name` begins; they may nest. False if no timeline is written."""
+    """Begins an activity for `tensor_name`; they may nest. Returns False without a timeline."""
     if TIMELINE not in os.environ:
         return False
     job().activities.setdefault(tensor_name, []).append((activity_name, time.monotonic()))
@@ -384,7 +388,7 @@ def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
 
 
 def timeline_end_activity(tensor_name: str) -> bool:
-    """The last activity begun around `tensor_name` ends; raises `UserError` if there is none."""
+    """Ends the last activity of `tensor_name`; raises `UserError` if there is none."""
     if TIMELINE not in os.environ:
         return False
     if not job().activities.get(tensor_name):
@@ -396,7 +400,7 @@ def timeline_end_activity(tensor_name: str) -> bool:
 
 @contextlib.contextmanager
 def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
-    """An activity for the length of a `with` block."""
+    """Context of an activity for `tensor_name`."""
     timeline_start_activity(tensor_name, activity_name)
     try:
         yield

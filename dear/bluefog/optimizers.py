@@ -1,25 +1,24 @@
 """BlueFog's optimizer factories: any torch optimizer, trained over the job's topology.
 
-What may change from step to step is an attribute of the returned optimizer, as in BlueFog:
+Settings that may change from step to step are attributes of the returned optimizer, as in BlueFog:
 `self_weight`, `src_weights`, `dst_weights` (ranks), `src_machine_weights`, `dst_machine_weights`,
-`enable_topo_check`; for those with windows also `force_barrier`. None leaves it to the topology.
+`enable_topo_check`; with windows also `force_barrier`. None uses the topology's value.
 `neighbor_weights` and `send_neighbors` are older names of `src_weights` and `dst_weights`. A step
 after `optimizer.synchronize()` waits for nothing, with or without `optimizer.skip_synchronize()`.
 """
 
-# ruff: noqa: N802 - the names that BlueFog's users know
+# ruff: noqa: N802 - BlueFog's names
 
 from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Collection
 from typing import Any
 
-from dear.algorithms.asynchronous.pull_get import PullGetEngine
-from dear.algorithms.asynchronous.push_sum import PushSumEngine
-from dear.algorithms.asynchronous.win_put import WinPutEngine
+from dear.algorithms.asynchronous.pull_get import PullGet
+from dear.algorithms.asynchronous.push_sum import PushSum
+from dear.algorithms.asynchronous.win_put import WinPut
 from dear.algorithms.decentralized.neighbor import Neighbor
 from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
 from dear.bluefog.collectives import (
@@ -33,13 +32,16 @@ from dear.bluefog.collectives import (
 from dear.bluefog.job import called, job
 from dear.bluefog.windows import Named
 from dear.comm.neighbors import Exchange, Pending, Round
+from dear.comm.windows import NeighborWindow
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.engine import Replica, distribute
 from dear.training.hooks import Hooks, at_end_of_backward
-from dear.training.one_sided import WindowEngine, WindowOptions
-from dear.training.parameters import STREAMS, Order, ParameterEngine, Rounds
+from dear.training.parameters.adapt_then_combine import AdaptThenCombine
+from dear.training.parameters.combine_then_adapt import CombineThenAdapt
+from dear.training.parameters.exchange import STREAMS, GraphExchange, Rounds, always
+from dear.training.parameters.windows import Policy, WindowAlgorithm, WindowOptions
 
 
 class CommunicationType(enum.Enum):
@@ -51,41 +53,14 @@ class CommunicationType(enum.Enum):
     empty = "empty"
 
 
-def _averaging(kind: CommunicationType, knobs: Any) -> tuple[Any, Rounds]:
-    """What starts rounds, and this rank's part: as the optimizer's attributes say at the time."""
-    alone = Round(self_weight=1.0)
-    stays = {"close": lambda: None}  # of the job, not of one optimizer
-    if kind is CommunicationType.empty:
-        return SimpleNamespace(start=lambda values, part: Pending(), **stays), lambda turn: alone
-    if kind is CommunicationType.allreduce:
-        return SimpleNamespace(start=_start_mean, **stays), lambda turn: alone
-    if kind is CommunicationType.hierarchical_neighbor_allreduce:
-        own = job()
-        return SimpleNamespace(start=own.machines.start, **stays), lambda turn: chosen_part(
-            own.machine_part,
-            knobs.self_weight,
-            knobs.src_machine_weights,
-            knobs.dst_machine_weights,
-            "optimizer",
-        )
-    if kind is not CommunicationType.neighbor_allreduce:
-        raise UserError(f"communication_type must be a bf.CommunicationType, got {kind!r}")
-    exchange = Exchange(job().communicator, STREAMS)
-    checked = -1
+class _OfTheJob:
+    """Sender of rounds that belongs to the job, and stays open when an optimizer is closed."""
 
-    def part(turn: int) -> Round:
-        nonlocal checked
-        sources = either(
-            knobs.src_weights, knobs.neighbor_weights, "src_weights", "neighbor_weights"
-        )
-        targets = either(knobs.dst_weights, knobs.send_neighbors, "dst_weights", "send_neighbors")
-        chosen = chosen_part(job().part, knobs.self_weight, sources, targets, "optimizer")
-        if targets is not None and knobs.enable_topo_check and checked != turn:
-            checked = turn
-            check_neighbors(exchange, chosen)
-        return chosen
+    def __init__(self, start: Callable[[torch.Tensor, Round], Pending]) -> None:
+        self.start = start
 
-    return exchange, part
+    def close(self) -> None:
+        return
 
 
 def _start_mean(values: torch.Tensor, part: Round) -> Pending:
@@ -95,8 +70,53 @@ def _start_mean(values: torch.Tensor, part: Round) -> Pending:
     return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
 
 
-def _combined(order: Order, words: str, doc: str) -> Callable[..., torch.optim.Optimizer]:
-    """The factory of optimizers that average and update in this order."""
+def _averaging(kind: CommunicationType, knobs: Any) -> GraphExchange:
+    """Returns the exchange of `kind`, whose rounds follow the optimizer's present attributes."""
+    alone = always(Round(self_weight=1.0))
+    if kind is CommunicationType.empty:
+        return GraphExchange(alone, _OfTheJob(lambda values, part: Pending()))
+    if kind is CommunicationType.allreduce:
+        return GraphExchange(alone, _OfTheJob(_start_mean))
+    if kind is CommunicationType.hierarchical_neighbor_allreduce:
+        current = job()
+        return GraphExchange(
+            lambda steps: chosen_part(
+                current.machine_part,
+                knobs.self_weight,
+                knobs.src_machine_weights,
+                knobs.dst_machine_weights,
+                "optimizer",
+            ),
+            _OfTheJob(current.machines.start),
+        )
+    if kind is not CommunicationType.neighbor_allreduce:
+        raise UserError(f"communication_type must be a bf.CommunicationType, got {kind!r}")
+    messages = Exchange(job().communicator, STREAMS)
+    return GraphExchange(_neighbor_rounds(messages, knobs), messages)
+
+
+def _neighbor_rounds(messages: Exchange, knobs: Any) -> Rounds:
+    checked = -1
+
+    def part(steps: int) -> Round:
+        nonlocal checked
+        sources = either(
+            knobs.src_weights, knobs.neighbor_weights, "src_weights", "neighbor_weights"
+        )
+        targets = either(knobs.dst_weights, knobs.send_neighbors, "dst_weights", "send_neighbors")
+        chosen = chosen_part(job().part, knobs.self_weight, sources, targets, "optimizer")
+        if targets is not None and knobs.enable_topo_check and checked != steps:
+            checked = steps
+            check_neighbors(messages, chosen)
+        return chosen
+
+    return part
+
+
+def _combined(
+    engine: type[CombineThenAdapt | AdaptThenCombine], words: str, doc: str
+) -> Callable[..., torch.optim.Optimizer]:
+    """Returns the factory of optimizers with this engine."""
 
     def make(
         optimizer: torch.optim.Optimizer,
@@ -112,26 +132,26 @@ def _combined(order: Order, words: str, doc: str) -> Callable[..., torch.optim.O
         optimizer.skip_synchronize = contextlib.nullcontext
         optimizer.src_machine_weights = optimizer.dst_machine_weights = None
         optimizer.enable_topo_check = True
-        exchange, rounds = _averaging(communication_type, optimizer)
-        return distribute(optimizer, ParameterEngine(replica, rounds, exchange, order))
+        exchange = _averaging(communication_type, optimizer)
+        return distribute(optimizer, engine(replica, exchange, every=every))
 
     return called(f"Distributed{words}Optimizer", doc, make)
 
 
 DistributedAdaptWithCombineOptimizer = _combined(
-    "combine-then-adapt",
+    CombineThenAdapt,
     "AdaptWithCombine",
     "AWC: `w <- average(w) - update(gradient at w)`; the exchange runs during both passes.",
 )
 DistributedAdaptThenCombineOptimizer = _combined(
-    "adapt-then-combine",
+    AdaptThenCombine,
     "AdaptThenCombine",
     "ATC: `w <- average(w - update(gradient at w))`; the next forward pass awaits it by layers.",
 )
 
 
 def _older_name(kind: CommunicationType) -> Callable[..., torch.optim.Optimizer]:
-    """AWC of one kind, which BlueFog's older names say."""
+    """Returns the factory of AWC with one kind of communication, by BlueFog's older name."""
 
     def make(
         optimizer: torch.optim.Optimizer,
@@ -167,14 +187,14 @@ def DistributedGradientAllreduceOptimizer(
 
 
 class AccumulatingEngine(AveragingEngine):
-    """Averages in every so many backward passes since `zero_grad()`, the sum of all of them."""
+    """Engine that averages the sum of `every` backward passes since `zero_grad()`."""
 
     def __init__(self, every: int, replica: Replica) -> None:
         self._every = every
         self._passes = 0
         self._pausing = contextlib.ExitStack()
         self._in_pass = False
-        # Before the hooks of the averaging, which must find the pass paused.
+        # These hooks must run before those of the averaging, which then find the pass paused.
         self._first = Hooks()
         self._first.on_gradient(replica.params, self._arrived)
         super().__init__(replica, replica.params)
@@ -202,60 +222,38 @@ class AccumulatingEngine(AveragingEngine):
         self._pausing.close()
 
 
-class _Knobs(WindowEngine):
-    """A window engine whose weights are the optimizer's attributes."""
+class _KnobPolicy(Policy):
+    """Policy of the optimizer's attributes."""
 
-    knobs: tuple[str, ...] = ("self_weight", "src_weights")
-
-    def mix_weights(self) -> tuple[float, dict[int, float]]:
-        own, sources = self.optimizer.self_weight, self.optimizer.src_weights
-        check_weights(own, sources, None, "optimizer")
-        return super().mix_weights() if sources is None else (float(own), dict(sources))
+    def __init__(self, part: Round, optimizer: Any) -> None:
+        super().__init__(part, waits=False)
+        self._knobs = optimizer
 
     def waits(self) -> bool:
-        return bool(self.optimizer.force_barrier)
-
-    def release(self) -> None:
-        mine = set(self.windows.values())
-        for name in [name for name, each in job().windows.items() if each.window in mine]:
-            job().windows.pop(name).free()  # those that are not there bf.win_free() has freed
-        super().release()
-
-
-class _WinPut(_Knobs, WinPutEngine):
-    """AWC through windows, waiting for nobody: the algorithm `win-put`.
-
-    Attributes that may change: `self_weight` and `src_weights`, `dst_weights`, and `force_barrier`
-    (wait for all ranks in each exchange).
-
-    Args:
-        window_prefix: of the names of its windows, which keep the topology as it is until
-            `optimizer.close()`.
-    """
-
-    knobs = ("self_weight", "src_weights", "dst_weights")
+        return bool(self._knobs.force_barrier)
 
     def put_weights(self) -> dict[int, float]:
-        chosen: Targets | None = self.optimizer.dst_weights
+        chosen: Targets | None = self._knobs.dst_weights
         return super().put_weights() if chosen is None else factors(chosen)
 
-
-class _PullGet(_Knobs, PullGetEngine):
-    """Reads what neighbours show: the algorithm `pull-get`.
-
-    Attributes that may change: `self_weight` and `src_weights`, and `force_barrier`.
-    """
+    def mix_weights(self) -> tuple[float, dict[int, float]]:
+        self_weight, sources = self._knobs.self_weight, self._knobs.src_weights
+        check_weights(self_weight, sources, None, "optimizer")
+        return super().mix_weights() if sources is None else (float(self_weight), dict(sources))
 
 
-class _PushSum(_Knobs, PushSumEngine):
-    """Stochastic gradient push: the algorithm `push-sum`. Attribute: `force_barrier`."""
+def _free_named(windows: Collection[NeighborWindow]) -> None:
+    """Frees the windows that have a name; `bf.win_free()` may have freed others already."""
+    named = [name for name, each in job().windows.items() if each.window in windows]
+    for name in named:
+        job().windows.pop(name).free()
 
-    knobs = ()
 
-
-def _windowed(kind: type[_Knobs]) -> Callable[..., torch.optim.Optimizer]:
-    """The factory of optimizers with such an engine, whose docstring is the factory's."""
-    stem = kind.__name__.strip("_")
+def _windowed(
+    algorithm: type[WindowAlgorithm], knobs: tuple[str, ...], doc: str
+) -> Callable[..., torch.optim.Optimizer]:
+    """Returns the factory of optimizers that train by `algorithm`, with attributes `knobs`."""
+    stem = algorithm.__name__
 
     def make(
         optimizer: torch.optim.Optimizer,
@@ -267,19 +265,44 @@ def _windowed(kind: type[_Knobs]) -> Callable[..., torch.optim.Optimizer]:
         at_least("num_steps_per_communication", every, 1)
         current = job()
         replica = Replica(model, optimizer, current.communicator, WindowOptions(every=every))
-        for knob in kind.knobs:
+        for knob in knobs:
             setattr(optimizer, knob, None)
         optimizer.force_barrier = False
         if prefix in {name.rpartition(".")[0] for name in current.windows}:
             raise UserError(f"there are windows {prefix}.* already; give another window_prefix")
-        engine = kind(replica, current.weights)
-        for index, (bucket, window) in enumerate(engine.windows.items()):
+        policy = _KnobPolicy(current.part(), optimizer)
+        exchange = algorithm.exchange(current.weights, policy, _free_named)
+        engine = algorithm.order(replica, exchange, every=every)
+        for index, (bucket, window) in enumerate(exchange.windows.items()):
             current.windows[f"{prefix}.{index}"] = Named(window, bucket.values)
         return distribute(optimizer, engine)
 
-    return called(f"Distributed{stem}Optimizer", kind.__doc__, make)
+    return called(f"Distributed{stem}Optimizer", doc, make)
 
 
-DistributedWinPutOptimizer = _windowed(_WinPut)
-DistributedPullGetOptimizer = _windowed(_PullGet)
-DistributedPushSumOptimizer = _windowed(_PushSum)
+DistributedWinPutOptimizer = _windowed(
+    WinPut,
+    ("self_weight", "src_weights", "dst_weights"),
+    """AWC through windows that waits for no rank: the algorithm `win-put`.
+
+    Attributes that may change: `self_weight` and `src_weights`, `dst_weights`, and `force_barrier`
+    (wait for all ranks in each exchange).
+
+    Args:
+        window_prefix: prefix of the names of the windows. While they exist, until
+            `optimizer.close()`, the topology cannot change.
+    """,
+)
+DistributedPullGetOptimizer = _windowed(
+    PullGet,
+    ("self_weight", "src_weights"),
+    """Averages with parameters read from the neighbours: the algorithm `pull-get`.
+
+    Attributes that may change: `self_weight` and `src_weights`, and `force_barrier`.
+    """,
+)
+DistributedPushSumOptimizer = _windowed(
+    PushSum,
+    (),
+    """Stochastic gradient push: the algorithm `push-sum`. Attribute: `force_barrier`.""",
+)

@@ -1,7 +1,8 @@
 """BlueFog's commands: `bfrun -np 4 python train.py`, and `ibfrun start -np 4` for a notebook.
 
-On this machine alone torchrun starts the ranks, on several Open MPI's mpirun. For a notebook
-ipyparallel starts engines, which `dear.interactive.assign_ranks` makes the ranks of one job.
+torchrun starts ranks on this machine, Open MPI's mpirun starts ranks on several machines. For a
+notebook ipyparallel starts engines, and `dear.interactive.assign_ranks` makes them the ranks of one
+job.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from dear.errors import UserError
 _INFINIBAND = ["--mca", "pml", "ucx"]
 _ETHERNET = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,vader"]
 _PASSED_ON = ("BLUEFOG_", "COMM_CORE_", "DEAR_", "NCCL_", "OMP_", "CUDA_", "PYTHONPATH")
-"""Variables that ranks on other hosts get as well, by how they begin."""
+"""Prefixes of the environment variables that ranks on other hosts get, too."""
 
 
 def words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command that `bfrun` runs, and the variables that it sets.
+    """Returns the command that `bfrun` runs, and the variables that it sets.
 
     Raises:
-        UserError: nothing to run, or hosts without an mpirun.
+        UserError: no command, or hosts without an mpirun.
     """
     options = _parser().parse_args(arguments)
     if not options.command:
-        raise UserError("bfrun: what is to run? For example: bfrun -np 2 python train.py")
+        raise UserError("bfrun: no command given; for example: bfrun -np 2 python train.py")
     if options.np < 1:
         raise UserError(f"bfrun: -np must be at least 1, got {options.np}")
     env = {}
@@ -55,15 +56,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bfrun", description="Starts the ranks of a job.")
     parser.add_argument("-v", "--version", action="version", version=dear.__version__)
     parser.add_argument("-np", "--num-proc", dest="np", type=int, default=1, help="ranks")
-    parser.add_argument("-p", "--ssh-port", type=int, help="of the other hosts")
+    parser.add_argument("-p", "--ssh-port", type=int, help="port of ssh on the other hosts")
     parser.add_argument("-H", "--host", help="hosts with their slots: h1:4,h2:4")
     parser.add_argument("-hostfile", "--hostfile", help="the same in a file of Open MPI's form")
     parser.add_argument("--network-interface", help="interfaces for TCP, such as eth0,eth1")
     parser.add_argument("--use-infiniband", action="store_true", help="UCX moves MPI's messages")
-    parser.add_argument("--extra-mpi-flags", default="", help="in one word, for mpirun")
-    parser.add_argument("--prefix", help="where Open MPI is installed on the other hosts")
+    parser.add_argument(
+        "--extra-mpi-flags", default="", help="extra flags for mpirun, as one argument"
+    )
+    parser.add_argument("--prefix", help="folder of Open MPI on the other hosts")
     parser.add_argument("--timeline-filename", help="prefix of a timeline of each rank")
-    parser.add_argument("--verbose", action="store_true", help="say what is run")
+    parser.add_argument("--verbose", action="store_true", help="print the command")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     return parser
 
@@ -72,23 +75,23 @@ def _mpirun(options: argparse.Namespace, env: dict[str, str]) -> list[str]:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         raise UserError("bfrun: other hosts need Open MPI's mpirun, which is not on the PATH")
-    found = [mpirun, "-np", str(options.np), "--bind-to", "none"]
-    found += ["-H", options.host] if options.host else ["--hostfile", options.hostfile]
-    found += _INFINIBAND if options.use_infiniband else _ETHERNET
+    command = [mpirun, "-np", str(options.np), "--bind-to", "none"]
+    command += ["-H", options.host] if options.host else ["--hostfile", options.hostfile]
+    command += _INFINIBAND if options.use_infiniband else _ETHERNET
     if options.network_interface:
         for name in ("btl_tcp_if_include", "oob_tcp_if_include"):
-            found += ["--mca", name, options.network_interface]
+            command += ["--mca", name, options.network_interface]
     if options.ssh_port:
-        found += ["--mca", "plm_rsh_args", f"-p {options.ssh_port}"]
+        command += ["--mca", "plm_rsh_args", f"-p {options.ssh_port}"]
     if options.prefix:
-        found += ["--prefix", options.prefix]
+        command += ["--prefix", options.prefix]
     for name in sorted({*env, *(name for name in os.environ if name.startswith(_PASSED_ON))}):
-        found += ["-x", name]
-    return [*found, *shlex.split(options.extra_mpi_flags)]
+        command += ["-x", name]
+    return [*command, *shlex.split(options.extra_mpi_flags)]
 
 
 def notebook_words(arguments: Sequence[str]) -> list[str]:
-    """The command that `ibfrun` runs.
+    """Returns the command that `ibfrun` runs.
 
     Raises:
         UserError: ipyparallel is not installed.
@@ -101,19 +104,21 @@ def notebook_words(arguments: Sequence[str]) -> list[str]:
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("ipyparallel") is None:
         raise UserError("ibfrun: ipyparallel is not installed: pip install ipyparallel")
-    found = [sys.executable, "-m", "ipyparallel.cluster", options.action]
-    found += ["--profile", options.ipython_profile]
-    return [*found, "-n", str(options.np), "--daemonize"] if options.action == "start" else found
+    command = [sys.executable, "-m", "ipyparallel.cluster", options.action]
+    command += ["--profile", options.ipython_profile]
+    if options.action == "start":
+        command += ["-n", str(options.np), "--daemonize"]
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program in so many ranks, in place of this process; 2: a mistake, in a line."""
+    """Replaces this process by the program on all ranks; returns 2 after a line on a mistake."""
     given = sys.argv[1:] if arguments is None else arguments
     return _become(lambda: words(given), loud="--verbose" in given)
 
 
 def interactive(arguments: Sequence[str] | None = None) -> int:
-    """Starts or stops the engines, in place of this process; 2: a mistake, in a line."""
+    """Replaces this process by the command; returns 2 after a line on a mistake."""
     given = sys.argv[1:] if arguments is None else arguments
     return _become(lambda: (notebook_words(given), {}))
 

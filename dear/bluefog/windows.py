@@ -1,9 +1,9 @@
-"""BlueFog's one-sided windows, by name: put, get, accumulate and update without the target's help.
+"""BlueFog's one-sided windows by name: the target takes no part in put, get and accumulate.
 
-Each rank has a slot per in-neighbour of the topology at `win_create`. A window's own value, which
-`win_get` of others reads, is what the owner's last call with the window left: `win_create`,
-`win_put` and `win_accumulate` show their tensor, `win_update` its result. (BlueFog lets readers see
-the tensor's memory itself, also while it is being changed.)
+Each rank has a slot for each in-neighbour in the topology at `win_create`. `win_get` reads the
+value that another rank shows. `win_create`, `win_put` and `win_accumulate` show their tensor,
+`win_update` shows its result. (In BlueFog, readers see the memory of the tensor itself, also during
+a change.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ win_poll = poll
 
 
 def win_wait(handle: int) -> bool:
-    """Waits for a nonblocking call; True, or the error of the call is raised."""
+    """Waits for a nonblocking call and returns True; raises the error of the call."""
     synchronize(handle)
     return True
 
@@ -38,7 +38,7 @@ class Named:
         self._worker: ThreadPoolExecutor | None = None
 
     def in_background(self, call: Callable[[], Any]) -> int:
-        """A handle for `call`, run after those before it."""
+        """Returns a handle for `call`, which runs after earlier calls."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear window")
         future = self._worker.submit(call)
@@ -51,22 +51,23 @@ class Named:
 
 
 def named(name: str) -> Named:
-    """The window `name`; raises `UserError` if there is none."""
+    """Returns the window `name`; raises `UserError` if there is none."""
     return one_of("window", name, job().windows)
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
-    """Makes a window for `tensor` on all ranks; a collective call.
+    """Creates a window for `tensor` on all ranks; a collective call.
 
     Args:
         tensor: floating-point; `win_update` writes to it.
         zero_init: slots start as zeros instead of this rank's own values.
 
-    Raises `UserError` if the name is taken, or the tensor is not of floating point.
+    Raises:
+        UserError: the name is in use, or the tensor is not floating-point.
     """
     current = job()
     if name in current.windows:
-        raise UserError(f"there is a window {name!r} already: win_free() it first")
+        raise UserError(f"window {name!r} exists already: win_free() it first")
     peers = Peers(current.communicator, current.topology)
     window = NeighborWindow(peers, tensor, zero_slots=zero_init, weighted=current.with_p)
     current.windows[name] = Named(window, tensor)
@@ -74,7 +75,7 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
 
 
 def win_free(name: str | None = None) -> bool:
-    """Frees the window `name`, or all; a collective call."""
+    """Frees the window `name`, or all windows; a collective call."""
     for each in [name] if name is not None else list(job().windows):
         named(each).free()
         del job().windows[each]
@@ -82,12 +83,12 @@ def win_free(name: str | None = None) -> bool:
 
 
 def get_current_created_window_names() -> list[str]:
-    """Sorted."""
+    """Returns the names of all windows, sorted."""
     return sorted(job().windows)
 
 
 def _sender(operation: str, does: str) -> Callable[..., int]:
-    """`win_put_nonblocking` or `win_accumulate_nonblocking`."""
+    """Returns `win_put_nonblocking` or `win_accumulate_nonblocking`."""
     add = operation == "win_accumulate"
 
     def start(
@@ -97,17 +98,17 @@ def _sender(operation: str, does: str) -> Callable[..., int]:
         dst_weights: Targets | None = None,
         require_mutex: bool = False,
     ) -> int:
-        found = named(name)
-        window = found.window
+        entry = named(name)
+        window = entry.window
         weights = factors(window.targets if dst_weights is None else dst_weights)
         if require_mutex:
             frozen, p = tensor.detach().clone(), window.p
 
             def locked() -> None:
-                with window.mutex(weights):
+                with window.slots.mutex(weights):
                     _wait(window.put(frozen, weights, add=add, p=p))
 
-            handle = found.in_background(locked)
+            handle = entry.in_background(locked)
         else:
             works = window.put(tensor, weights, add=add)
             done = lambda: all(work.is_completed() for work in works)  # noqa: E731
@@ -123,10 +124,10 @@ def _sender(operation: str, does: str) -> Callable[..., int]:
     doc = f"""{does} this rank's slot at its out-neighbours.
 
     Args:
-        tensor: may be changed at once.
-        self_weight: `tensor` (and p) is multiplied by it, in place, once it is on its way.
+        tensor: the caller may change it immediately.
+        self_weight: factor by which `tensor` (and p) is multiplied in place after the start.
         dst_weights: rank -> factor, or ranks; default: 1 for all out-neighbours.
-        require_mutex: hold the targets' mutexes meanwhile.
+        require_mutex: hold the targets' mutexes during the operation.
     """
     return called(f"{operation}_nonblocking", doc, start)
 
@@ -143,22 +144,22 @@ def _wait(works: list[Any]) -> None:
 def win_get_nonblocking(
     name: str, src_weights: Targets | None = None, require_mutex: bool = False
 ) -> int:
-    """Reads what the in-neighbours show into this rank's slots, times `src_weight`.
+    """Reads `src_weight` times the values that the in-neighbours show into this rank's slots.
 
     Args:
         src_weights: rank -> factor, or ranks; default: 1 for all in-neighbours.
-        require_mutex: hold the sources' mutexes meanwhile.
+        require_mutex: hold the sources' mutexes during the operation.
     """
-    found = named(name)
-    window = found.window
+    entry = named(name)
+    window = entry.window
     weights = factors(window.sources if src_weights is None else src_weights)
     fetched = [] if require_mutex else window.fetch(weights)
 
     def store() -> None:
-        with window.mutex(weights) if require_mutex else contextlib.nullcontext():
+        with window.slots.mutex(weights) if require_mutex else contextlib.nullcontext():
             window.store(fetched or window.fetch(weights), weights)
 
-    return found.in_background(store)
+    return entry.in_background(store)
 
 
 win_put = blocking(win_put_nonblocking)
@@ -174,80 +175,83 @@ def win_update(
     clone: bool = False,
     require_mutex: bool = False,
 ) -> torch.Tensor:
-    """`self_weight * own + sum of weight * slot`, in the tensor of `win_create`, which it returns.
+    """Computes `self_weight * tensor + sum of weight * slot` in the tensor of `win_create`.
 
     Args:
-        self_weight, neighbor_weights: together, or neither: then those of the topology.
-        reset: leave zeros in the slots that were read.
-        clone: return a new tensor, and leave the own as it is.
-        require_mutex: hold this rank's own mutex meanwhile.
+        self_weight, neighbor_weights: both or neither; default: the weights of the topology.
+        reset: set the slots that were read to zero.
+        clone: return a new tensor, and do not change that of `win_create`.
+        require_mutex: hold this rank's own mutex during the operation.
+
+    Returns:
+        The result.
 
     Raises:
-        UserError: weights given by halves, or a rank that is no in-neighbour.
+        UserError: incomplete weights, or a rank that is not an in-neighbour.
     """
-    found = named(name)
-    window = found.window
+    entry = named(name)
+    window = entry.window
     check_weights(self_weight, neighbor_weights, None, "win_update")
     part = job().part()
-    own = part.self_weight if self_weight is None else self_weight
+    own_weight = part.self_weight if self_weight is None else self_weight
     weights = part.sources if neighbor_weights is None else neighbor_weights
-    with window.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
-        target = found.tensor.detach().clone() if clone else found.tensor.detach()
-        window.collect(target, own, weights, reset=reset)
+    with window.slots.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
+        target = entry.tensor.detach().clone() if clone else entry.tensor.detach()
+        window.collect(target, own_weight, weights, reset=reset)
         if clone:
             return target
         window.show(target)
-    return found.tensor
+    return entry.tensor
 
 
 def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tensor:
-    """The own tensor plus all slots, which are zero afterwards: nothing counts twice."""
+    """Adds all slots to the tensor of `win_create` and sets the slots to zero."""
     sources = dict.fromkeys(named(name).window.sources, 1.0)
     return win_update(name, 1.0, sources, reset=True, require_mutex=require_mutex)
 
 
 def win_read_neighbor(name: str, rank: int, require_mutex: bool = False) -> torch.Tensor:
-    """A copy of what in-neighbour `rank` has put here last; its version starts again at 0.
+    """Returns a copy of the last value from in-neighbour `rank`; its version restarts at 0.
 
     Raises:
-        UserError: it is no in-neighbour.
+        UserError: `rank` is not an in-neighbour.
     """
-    found = named(name)
-    copy = torch.zeros_like(found.tensor).detach()
-    with found.window.mutex([found.window.rank]) if require_mutex else contextlib.nullcontext():
-        found.window.collect(copy, 0.0, {rank: 1.0})
+    entry = named(name)
+    window, copy = entry.window, torch.zeros_like(entry.tensor).detach()
+    with window.slots.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
+        window.collect(copy, 0.0, {rank: 1.0})
     return copy
 
 
 @contextlib.contextmanager
 def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None) -> Iterator[None]:
-    """Holds the mutexes of the window at `ranks` (default: the out-neighbours) in a `with` block.
+    """Context that holds the window's mutexes at `ranks` (default: the out-neighbours).
 
-    With `for_self` also this rank's own.
+    With `for_self` it also holds this rank's own.
     """
     window = named(name).window
     wanted = list(window.targets if ranks is None else ranks)
-    with window.mutex([*wanted, window.rank] if for_self else wanted):
+    with window.slots.mutex([*wanted, window.rank] if for_self else wanted):
         yield
 
 
 def get_win_version(name: str) -> dict[int, int]:
-    """In-neighbour -> writes to its slot since the last `win_update`."""
-    return named(name).window.versions()
+    """Returns in-neighbour -> number of writes to its slot since the last `win_update`."""
+    return named(name).window.slots.versions()
 
 
 def win_associated_p(name: str) -> float:
-    """The number that went the way of the window's values, from 1 on; see push-sum."""
+    """Returns the weight p that travels with the window's values; see push-sum."""
     return named(name).window.p
 
 
 def turn_on_win_ops_with_associated_p() -> None:
-    """From now on windows' operations carry p; call it on all ranks, between barriers."""
+    """Lets operations of windows carry p; all ranks must call it, between barriers."""
     _set_p(True)
 
 
 def turn_off_win_ops_with_associated_p() -> None:
-    """From now on they do not."""
+    """Lets operations of windows carry no p; all ranks must call it, between barriers."""
     _set_p(False)
 
 

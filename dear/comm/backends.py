@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
+import json
 import logging
+from pathlib import Path
 from types import ModuleType
 
 from dear.comm.environment import RankFacts
@@ -60,6 +64,27 @@ def prepare(backend: str) -> str:
     if ":mpi" in backend:
         raise UserError(f"backend {backend!r}: mpi cannot be part of pairs, use 'mpi' alone")
     return backend
+
+
+def comm_core_folder() -> Path | None:
+    """Returns the folder of the package `comm_core`; None if it is not installed."""
+    spec = importlib.util.find_spec("comm_core")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def missing_comm_core() -> str | None:
+    """Returns why the comm core cannot be used here, or None if it can. Does not import torch."""
+    folder = comm_core_folder()
+    if folder is None:
+        return "the comm core is not installed"
+    path = folder / "_built_for.json"
+    built = json.loads(path.read_text()) if path.exists() else {"missing": "no build has run"}
+    if "missing" in built:
+        return f"the comm core is not built: {built['missing']}"
+    here = importlib.metadata.version("torch")
+    if built["torch"] != here:
+        return f"the comm core was built for torch {built['torch']}, but this is torch {here}"
+    return None
 
 
 def _imported(module: str) -> ModuleType:

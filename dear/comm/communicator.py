@@ -8,113 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from dear.comm.backends import backend_of
-from dear.comm.handles import DeviceClock, Exchange, Noted, WorkTimes
+from dear.comm.handles import Exchange
+from dear.comm.work import Account, Work, comm_core
 from dear.errors import UserError, one_of
-from dear.lazy import LazyModule, dist, torch
+from dear.lazy import dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
 T = TypeVar("T")
-comm_core = LazyModule("comm_core")  # imported on first use; other backends do not need it
-
-CALLBACK_S = 5.0
 
 
-class Work:
-    """A collective under way; after `wait` its tensors may be read or written again."""
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        handle: Any,
-        channel: int,
-        nbytes: int,
-        on_gpu: bool = False,
-    ) -> None:
-        self._communicator = communicator
-        self._handle = handle
-        self._channel = channel
-        self._callbacks: list[Callable[[], None]] = []
-        self._times: WorkTimes | None = None
-        self.nbytes = nbytes
-        """Payload in bytes: the larger of input and output on this rank."""
-        self._recorded: threading.Event | None = None
-        self._device_times: Callable[[], WorkTimes] | None = None
-        if communicator.record_times and not communicator.native and on_gpu:
-            device_clock = communicator.device_clock()
-            self._device_times = device_clock.follow(handle, channel, communicator.clock())
-        elif communicator.record_times and not communicator.native:
-            with contextlib.suppress(RuntimeError):  # Gloo's reduce-scatter has no future
-                future, recorded = handle.get_future(), threading.Event()
-                self._recorded, enqueued = recorded, communicator.clock()
-                future.add_done_callback(lambda _: self._finished(enqueued))
-
-    def wait(self) -> None:
-        """Blocks until the result may be used (on CUDA: by the current stream).
-
-        Raises RuntimeError if a peer died, made another call, or exceeded the group's timeout.
-        """
-        began_s = self._communicator.clock()
-        self.join()
-        self._communicator.held_up(began_s)
-
-    def join(self) -> None:
-        """Waits in a helper thread; the time does not count as exposed communication."""
-        self._handle.wait()
-
-    def done(self) -> bool:
-        """Returns True once the collective has ended; never blocks."""
-        return self._handle.is_completed()
-
-    def on_complete(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the collective has ended, from a thread of the backend."""
-        self._handle.get_future().add_done_callback(lambda _: callback())
-
-    def future(self) -> torch.futures.Future:
-        """Returns a future that completes with the collective; torch's own code chains on it."""
-        return self._handle.get_future()
-
-    def times(self) -> WorkTimes:
-        """Returns the times of a finished collective; raises `UserError` if there are none."""
-        if self._communicator.native and self._handle.is_completed():
-            return self._handle.times()
-        if self._device_times is not None and self._handle.is_completed():
-            return self._device_times()
-        if self._recorded is not None and self._handle.is_completed():
-            self._recorded.wait(CALLBACK_S)  # the callback may run shortly after the end
-        if self._times is None:
-            raise UserError("no times: the collective is running, or record_times is off")
-        return self._times
-
-    def _finished(self, enqueued_s: float) -> None:
-        now_s = self._communicator.clock()
-        before_s = self._communicator.channel_free_s.get(self._channel, enqueued_s)
-        self._communicator.channel_free_s[self._channel] = now_s
-        self._times = WorkTimes(
-            enqueued_s=enqueued_s, started_s=max(enqueued_s, before_s), finished_s=now_s
-        )
-        self._recorded.set()
-
-
-@dataclass
-class Log:
-    """Events on this rank while the log was active."""
-
-    started: list[tuple[str, int, Work | Noted]] = field(default_factory=list)
-    """Name of the call, its channel (for a sub-group, that of the sub-group), and the work."""
-    waits: list[tuple[float, float]] = field(default_factory=list)
-    """Start and end of each wait for communication, in seconds on `Communicator.clock`."""
-
-
-class Communicator:
+class Communicator(Account):
     """The ranks of one job (or of a sub-group) and the collectives between them.
 
     All ranks must make the same calls in the same order on each channel. Tensors must be dense and
@@ -129,9 +37,6 @@ class Communicator:
             default. The first channel has the time limit of `group`.
     """
 
-    _log: Log | None = None
-    """The active log, or None."""
-
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -144,74 +49,14 @@ class Communicator:
         self.size = dist.get_world_size(group)
         self.backend = backend_of(group)
         """Name as users choose it."""
-        self.native = self.backend == "comm_core"
-        """True for `comm_core`, which has priorities and takes times on `clock` (on Linux)."""
-        self.record_times = record_times
-        self.clock, self.pause = time.perf_counter, time.sleep
-        """Clock in seconds, and sleep; all code that measures or waits uses these two."""
-        self.channel_free_s: dict[int, float] = {}
-        self._device_clock: DeviceClock | None = None
-        self.blocked_s = 0.0
-        """Exposed communication: seconds for which `Work.wait` blocked its callers."""
-        self.held_up_until_s = -math.inf
-        """End on `clock` of the last wait for an operation that does not report its own end."""
+        super().__init__(native=self.backend == "comm_core", record_times=record_times)
         self.burst_bytes = 0
         """Payload bytes that each host's link passes at once after a rest, since an emulated link
         is a token bucket; fits of collective costs subtract them."""
         self.wire_bytes_per_s: float | None = None
         """Payload bytes per second of each rank's link, each way; None if unknown."""
-        self.bytes_sent = 0
-        """Payload bytes handed to collectives so far (input tensors of this rank)."""
-        self._counting = threading.Lock()
-        """Lock of `bytes_sent`: threads of algorithms and backends start collectives, too."""
         self.groups = [group]
         self.ensure_channels(channels)
-
-    @contextlib.contextmanager
-    def logged(self) -> Iterator[Log]:
-        """Logs the events on this rank within the context, and records `Work.times()` there."""
-        before, self._log = self.record_times, Log()
-        self.record_times = True
-        try:
-            yield self._log
-        finally:
-            self.record_times, self._log = before, None
-
-    def note(self, name: str, nbytes: int) -> Callable[[], None]:
-        """Logs a transfer that starts now outside this class; returns a function that ends it.
-
-        The caller calls that function after the wait, which may be later than the true end.
-        """
-        if self._log is None:
-            return lambda: None
-        noted = Noted(nbytes, self.clock())
-        self._log.started.append((name, 0, noted))
-
-        def ended() -> None:
-            noted.finished_s = noted.finished_s or self.clock()
-
-        return ended
-
-    def held_up(self, since_s: float, *, reported: bool = True) -> None:
-        """Counts a wait of the caller for communication, from `since_s` on `clock` until now.
-
-        Args:
-            reported: True for an operation of the backend, which may report its own end. Without
-                such a report, the end of the wait is the best known value.
-        """
-        now_s = self.clock()
-        self.blocked_s += now_s - since_s
-        if not (reported and self.native):
-            self.held_up_until_s = now_s
-        if self._log is not None:
-            self._log.waits.append((since_s, now_s))
-
-    def note_all_awaited(self) -> None:
-        """Records a wait for all started transfers by torch's code, which reports no waits."""
-        if self.native:
-            comm_core.note_all_awaited()
-        else:
-            self.held_up_until_s = self.clock()
 
     def ensure_channels(self, count: int) -> None:
         """Adds channels until there are `count`; a collective call if any is missing."""
@@ -333,7 +178,7 @@ class Communicator:
 
     def _global_rank(self, root: int) -> int:
         if not 0 <= root < self.size:
-            raise UserError(f"rank {root} is not in a world of {self.size}")
+            raise UserError(f"root: must be a rank below {self.size}, got {root}")
         return dist.get_global_rank(self.groups[0], root)
 
     def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
@@ -357,22 +202,6 @@ class Communicator:
         nbytes = max(tensor.nbytes for tensor in tensors)
         sent, on_gpu = tensors[-1].nbytes, tensors[-1].is_cuda
         return self._work(call.__name__, handle, channel, nbytes, sent, on_gpu=on_gpu)
-
-    def device_clock(self) -> DeviceClock:
-        """Returns the clock that times NCCL's transfers; creates it on the first call."""
-        if self._device_clock is None:
-            self._device_clock = DeviceClock(self.clock)
-        return self._device_clock
-
-    def _work(
-        self, name: str, handle: Any, channel: int, nbytes: int, sent: int, *, on_gpu: bool
-    ) -> Work:
-        with self._counting:
-            self.bytes_sent += sent
-        work = Work(self, handle, channel, nbytes, on_gpu)
-        if self._log is not None:
-            self._log.started.append((name, channel, work))
-        return work
 
 
 @functools.cache

@@ -1,21 +1,24 @@
-"""Neighbours that one-sided windows reach: staleness of their values, failures and departures."""
+"""Neighbours that one-sided windows reach: staleness, failures, departures, and their memory."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import core_module
-from dear.lazy import dist, nx
+from dear.lazy import dist, nx, torch
 from dear.topology import check_nodes, in_neighbors, out_neighbors
 
 log = logging.getLogger("dear")
 
+OWN = 0
+"""Slot in which a rank shows its own value to readers; slots of neighbours follow, ascending."""
 LOOK_S = 0.5
 _numbers = itertools.count()
 
@@ -153,7 +156,9 @@ class Peers:
         Needs `apart`. Raises RuntimeError if some ranks do not leave within `timeout_s` seconds.
         """
         self.departures.done()
-        self.departures.wait(timeout_s, lambda: [window.look() for window in self.windows[:1]])
+        self.departures.wait(
+            timeout_s, lambda: [window.slots.look() for window in self.windows[:1]]
+        )
 
     def statistics(self) -> dict[str, Any]:
         """Returns `staleness` by source (see `Staleness.summary`), numbers of messages `sent` and
@@ -223,3 +228,94 @@ class Departures:
                 if "timeout" not in str(error).lower():
                     raise
                 look()
+
+
+class Slots:
+    """Memory of a window on this rank and its neighbours: slots of rows.
+
+    Args:
+        room: length of a slot in elements.
+    """
+
+    def __init__(self, peers: Peers, room: int, dtype: torch.dtype) -> None:
+        window = core_module().Window
+        self._peers = peers
+        self._whole: Any = None
+        """One window of all ranks; None with `apart`, where each neighbour has its own."""
+        if peers.apart:
+            self._cores: dict[int, Any] = {
+                peer.rank: window(int(peer.slot is not None), room, dtype, peer.group)
+                for peer in peers.near.values()
+            }
+        else:
+            self._whole = window(1 + len(peers.sources), room, dtype, peers.group)
+            self._cores = dict.fromkeys(peers.near, self._whole)
+
+    def send(self, message: torch.Tensor, target: int, *, add: bool, start: int = 0) -> Any:
+        """Starts to write to this rank's slot at `target`; returns the work, or None if lost."""
+        peer, core = self._peers.near[target], self._cores[target]
+        call = core.accumulate if add else core.put
+        return self._peers.attempt(peer, call, message, peer.place, peer.slot_there, start)
+
+    def show(self, message: torch.Tensor) -> None:
+        """Writes this rank's own slot, which others read; no effect with `apart` peers."""
+        if self._whole is not None:
+            self._whole.put(message, self._peers.rank, OWN).wait()
+
+    def fetch(self, row: torch.Tensor, source: int) -> Any:
+        """Starts to read the slot that `source` shows; returns the work."""
+        return self._whole.get(row, source, OWN)
+
+    def write(self, source: int, message: torch.Tensor) -> None:
+        """Writes the slot of `source` on this rank."""
+        peer, core = self._peers.near[source], self._cores[source]
+        self._peers.attempt(peer, lambda: core.put(message, peer.here, peer.slot).wait())
+
+    def read(self, wanted: Iterable[int], clear: bool = False) -> dict[int, torch.Tensor]:
+        """Copies the slots of the `wanted` sources that are not lost, and resets their versions."""
+        wanted = list(wanted)
+        if self._whole is not None and wanted and wanted == self._peers.sources:
+            slots = self._whole.read(1, len(wanted), reset_versions=True, clear=clear)
+            return dict(zip(wanted, slots, strict=True))
+        result = {}
+        for source in wanted:
+            peer, read = self._peers.near[source], self._cores[source].read
+            rows = self._peers.attempt(peer, read, peer.slot, 1, True, clear)
+            if rows is not None:
+                result[source] = rows[0]
+        return result
+
+    def peek(self, source: int, part: torch.Tensor, start: int) -> torch.Tensor | None:
+        """Reads elements of a slot of this rank without clearing them; None if `source` is lost."""
+        peer = self._peers.near[source]
+
+        def read() -> torch.Tensor:
+            self._cores[source].get(part, peer.here, peer.slot, start).wait()
+            return part
+
+        return self._peers.attempt(peer, read)
+
+    def versions(self) -> dict[int, int]:
+        """Returns source -> writes to its slot since the last read; not for `apart` peers."""
+        return dict(zip(self._peers.sources, self._whole.versions()[1:], strict=True))
+
+    def look(self) -> None:
+        """Checks which peers have died, and marks them as lost."""
+        for peer in self._peers.near.values():
+            self._peers.attempt(peer, self._cores[peer.rank].versions)
+
+    @contextlib.contextmanager
+    def mutex(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Holds the locks of the windows of `ranks`; all ranks lock in ascending order."""
+        with contextlib.ExitStack() as locks:
+            for rank in sorted(set(ranks)):
+                locks.enter_context(self._whole.mutex(rank))
+            yield
+
+    def free(self) -> None:
+        """Frees the memory; a collective call."""
+        if self._whole is not None:
+            self._whole.free()
+        else:
+            for peer in self._peers.near.values():
+                self._peers.attempt(peer, self._cores[peer.rank].free)

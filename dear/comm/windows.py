@@ -12,13 +12,11 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from dear.comm.neighbors import core_module, weighted_sum
-from dear.comm.peers import Peers
+from dear.comm.neighbors import weighted_sum
+from dear.comm.peers import Peers, Slots
 from dear.errors import UserError
 from dear.lazy import dist, torch
 
-OWN = 0
-"""Slot in which a rank shows its own value to readers; slots of neighbours follow, ascending."""
 TAG_BYTES = 8
 LINE_BYTES = 64
 
@@ -94,16 +92,7 @@ class NeighborWindow:
         """Target -> its last message, until that has been seen to be complete."""
         self._heard: dict[int, int] = {}
         """Source -> number of steps in its last message."""
-        window = core_module().Window
-        self._whole: Any = None
-        if peers.apart:
-            self._core: dict[int, Any] = {
-                peer.rank: window(int(peer.slot is not None), self._room, self.dtype, peer.group)
-                for peer in peers.near.values()
-            }
-        else:
-            self._whole = window(1 + len(self.sources), self._room, self.dtype, peers.group)
-            self._core = dict.fromkeys(peers.near, self._whole)
+        self.slots = Slots(peers, self._room, self.dtype)
         peers.windows.append(self)
         self.show(like, steps=steps)
         if not zero_slots:
@@ -120,9 +109,8 @@ class NeighborWindow:
 
     def show(self, values: torch.Tensor, *, steps: int = 0) -> None:
         """Makes `values` (and p) readable for others from now on; no effect with `apart` peers."""
-        if self._whole is not None:
-            with self._message(values, 1.0, self.p, steps) as row:
-                self._whole.put(row.memory, self.rank, OWN).wait()
+        with self._message(values, 1.0, self.p, steps) as row:
+            self.slots.show(row.memory)
 
     def fill(self, values: torch.Tensor, *, steps: int = 0) -> None:
         """Puts `values`, with a p of 0, into all slots of this rank.
@@ -131,12 +119,12 @@ class NeighborWindow:
         """
         with self._message(values, 1.0, 0.0, steps) as row:
             for source in self.sources:
-                self._own(source, row.memory)
-        self._read(self.sources)
+                self.slots.write(source, row.memory)
+        self.slots.read(self.sources)
 
     def clear(self) -> None:
         """Sets this rank's slots and their p to zero."""
-        self._read(self.sources, clear=True)
+        self.slots.read(self.sources, clear=True)
 
     def idle(self, *, wait: bool) -> list[int]:
         """Returns the targets that have received their last message; others count as skipped.
@@ -189,20 +177,18 @@ class NeighborWindow:
         for weight in dict.fromkeys(weights.values()):
             with self._message(values, weight, p, steps) as row:
                 for target in (to for to, factor in weights.items() if factor == weight):
-                    peer, core = self.peers.near[target], self._core[target]
-                    call = core.accumulate if add else core.put
                     message = row.memory[: self._numel + 1] if add else row.memory
-                    work = self.peers.attempt(peer, call, message, peer.place, peer.slot_there)
-                    if work is None:
-                        continue
-                    if add and steps:
+                    work = self.slots.send(message, target, add=add)
+                    if work is not None and add and steps:
                         # A separate write, since steps must not be added; it is applied in order.
                         tag = row.memory[self._steps_at :]
-                        work = core.put(tag, peer.place, peer.slot_there, self._steps_at)
+                        work = self.slots.send(tag, target, add=False, start=self._steps_at)
+                    if work is None:
+                        continue
                     row.works.append(work)
                     works.append(work)
                     self._under_way[target] = work
-                    peer.sent += 1
+                    self.peers.near[target].sent += 1
                     self.peers.communicator.bytes_sent += self._payload()
         return works
 
@@ -213,7 +199,7 @@ class NeighborWindow:
         for source in sources:
             row = torch.empty(self._room, dtype=self.dtype)
             self.peers.communicator.bytes_sent += self._payload()  # counted on the reading rank
-            started.append((source, row, self._whole.get(row, source, OWN)))
+            started.append((source, row, self.slots.fetch(row, source)))
         return started
 
     def store(
@@ -223,7 +209,7 @@ class NeighborWindow:
         for source, row, work in fetched:
             work.wait()
             row[: self._numel + 1].mul_(weights[source])
-            self._own(source, row)
+            self.slots.write(source, row)
 
     def collect(
         self,
@@ -247,7 +233,7 @@ class NeighborWindow:
             steps: number of steps in `values`; staleness is counted if given.
         """
         self._check(weights, self.sources, "collect from", "sends to this rank")
-        rows = self._read(weights, reset) if rows is None else rows
+        rows = self.slots.read(weights, reset) if rows is None else rows
         self._check_kind(values)
         if self.peers.apart:
             if not rows:
@@ -274,50 +260,19 @@ class NeighborWindow:
     def steps_in(self, source: int) -> int | None:
         """Returns the number of steps in the slot of `source`, or None if it is lost."""
         tag = torch.zeros(1, dtype=torch.int64)
-        slot_data = self._peek(source, tag.view(self.dtype), self._steps_at)
+        slot_data = self.slots.peek(source, tag.view(self.dtype), self._steps_at)
         return None if slot_data is None else int(tag.item())
 
     def p_arrived(self) -> float:
         """Returns the sum of p in this rank's slots that was not collected yet."""
         arrived = torch.zeros(len(self.sources), dtype=self.dtype)
         for source, element in zip(self.sources, arrived.split(1), strict=True):
-            self._peek(source, element, self._numel)
+            self.slots.peek(source, element, self._numel)
         return arrived.double().sum().item()
-
-    def _peek(self, source: int, part: torch.Tensor, start: int) -> torch.Tensor | None:
-        """Reads elements of a slot of this rank without clearing them; None if `source` is lost."""
-        peer = self.peers.near[source]
-
-        def read() -> torch.Tensor:
-            self._core[source].get(part, peer.here, peer.slot, start).wait()
-            return part
-
-        return self.peers.attempt(peer, read)
-
-    def versions(self) -> dict[int, int]:
-        """Returns source -> writes to its slot since the last collect; not for `apart` peers."""
-        return dict(zip(self.sources, self._whole.versions()[1:], strict=True))
-
-    def look(self) -> None:
-        """Checks which peers have died, and marks them as lost."""
-        for peer in self.peers.near.values():
-            self.peers.attempt(peer, self._core[peer.rank].versions)
-
-    @contextlib.contextmanager
-    def mutex(self, ranks: Iterable[int]) -> Iterator[None]:
-        """Holds the locks of the windows of `ranks`; all ranks lock in ascending order."""
-        with contextlib.ExitStack() as locks:
-            for rank in sorted(set(ranks)):
-                locks.enter_context(self._whole.mutex(rank))
-            yield
 
     def free(self) -> None:
         """Frees the memory; a collective call."""
-        if self._whole is not None:
-            self._whole.free()
-        else:
-            for peer in self.peers.near.values():
-                self.peers.attempt(peer, self._core[peer.rank].free)
+        self.slots.free()
         self.peers.freed(self)
 
     @contextlib.contextmanager
@@ -341,25 +296,6 @@ class NeighborWindow:
 
     def _payload(self) -> int:
         return (self._numel + int(self.weighted)) * self.dtype.itemsize
-
-    def _own(self, source: int, message: torch.Tensor) -> None:
-        peer = self.peers.near[source]
-        put = self._core[source].put
-        self.peers.attempt(peer, lambda: put(message, peer.here, peer.slot).wait())
-
-    def _read(self, wanted: Iterable[int], clear: bool = False) -> dict[int, torch.Tensor]:
-        """Copies the slots of the `wanted` sources that are not lost, and resets their versions."""
-        wanted = list(wanted)
-        if self._whole is not None and wanted and wanted == self.sources:
-            slots = self._whole.read(1, len(wanted), reset_versions=True, clear=clear)
-            return dict(zip(wanted, slots, strict=True))
-        result = {}
-        for source in wanted:
-            peer, read = self.peers.near[source], self._core[source].read
-            rows = self.peers.attempt(peer, read, peer.slot, 1, True, clear)
-            if rows is not None:
-                result[source] = rows[0]
-        return result
 
     def _check_kind(self, values: torch.Tensor) -> None:
         if values.shape != self.shape or values.dtype != self.dtype:

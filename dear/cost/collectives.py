@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from dear.comm.communicator import Communicator, Work, buffer, sub_communicators
+from dear.comm.communicator import Communicator, Work, buffer, padded, sub_communicators
 from dear.cost.fit import AlphaBeta, CollectiveCost, fit_alpha_beta
 from dear.cost.measurement import (
     EXCHANGE,
@@ -48,11 +48,11 @@ TABLES: dict[str, dict[int, tuple[float, float]]] = {
 
 
 def table_costs(network: str, world_size: int) -> AlphaBeta:
-    """Alpha and beta of all-reduce from the published table of `network`, for any world size.
+    """Returns alpha and beta of all-reduce from the published table of `network`.
 
     Between two entries both values are interpolated by the number of workers. Beyond the last,
-    alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. A single
-    worker costs nothing. The tables are a fallback: measured costs describe the actual network.
+    alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. One worker
+    costs nothing. Measured costs describe the actual network better.
     """
     table = one_of("cost table", network, TABLES)
     at_least("world_size", world_size, 1)
@@ -81,7 +81,7 @@ link's rate, and speeds up afterwards only with the bytes that it sends."""
 BUDGET_S = 5.0
 """Seconds of the communicator's clock for one operation, warm-up included."""
 WARM_SHARE, WARM_CALLS = 0.4, 4
-"""Largest share of the budget for the warm-up, and warm-up calls between two looks at the clock."""
+"""Largest share of the budget for the warm-up, and warm-up calls between readings of the clock."""
 ENOUGH_S = 0.1
 """`measured_call` tries no larger size after a call that takes longer than this."""
 LEAST_SIZES = 3
@@ -121,76 +121,99 @@ def measure_collective(
     if operation not in OPERATIONS:
         raise unknown("operation", operation, OPERATIONS)
     left_s = budget_of(communicator, budget_s)
-    pair = _pair(communicator) if operation == EXCHANGE else None
-    if operation == EXCHANGE:  # the comm core all-reduces in pairs; rank 0 is always in one
-        regimes = pair and pair.regimes("all_reduce")
-    else:
-        regimes = communicator.regimes(operation)
-    regimes = communicator.broadcast_object(regimes)
-    free, wire_s, share = 0.0, None, 1.0
-    if communicator.size > 1:
-        share = carried(operation, communicator.size)
-        free = communicator.burst_bytes / share
-        wire_s = communicator.wire_bytes_per_s and share / communicator.wire_bytes_per_s
-    starts = [first for _, first in regimes or () if min(sizes) < first < max(sizes)]
-    unit = 4 * communicator.size
-    wanted = sorted({-(-size // unit) * unit for size in (*sizes, *starts)})
+    calls = _Calls(communicator, operation, device, shared)
+    starts = [first for _, first in calls.regimes or () if min(sizes) < first < max(sizes)]
+    wanted = sorted({padded(size, 4 * communicator.size) for size in (*sizes, *starts)})
+    if warm and communicator.size > 1:
+        nbytes = max(size for size in wanted if size <= MANY_BELOW or size == wanted[0])
+        calls.warm_up(nbytes, lambda: left_s() > (1 - WARM_SHARE) * budget_s)
+    known = calls.wire_s_per_byte is not None
+    pipelines = (first for name, first in calls.regimes or () if name == PIPELINE and known)
+    steady = next(pipelines, math.inf)
+    seconds = timed_by_size(
+        communicator,
+        wanted,
+        lambda nbytes: partial(calls.seconds, calls.of(nbytes)),
+        left_s=left_s,
+        repeats=repeats,
+        free_bytes=0.0 if known else calls.free_bytes,
+        # Two sizes suffice in a regime whose slope is known.
+        enough=lambda sizes: sum(nbytes >= steady for nbytes in sizes) >= 2,
+    )
+    in_queue = queues and operation != EXCHANGE and communicator.size > 1
+    queued = calls.queued(seconds) if in_queue else ()
+    calls.close()
+    return Measurement(
+        operation=operation,
+        nbytes=list(seconds),
+        seconds=list(seconds.values()),
+        free_bytes=calls.free_bytes,
+        regimes=calls.regimes,
+        wire_s_per_byte=calls.wire_s_per_byte,
+        queued=queued,
+    )
 
-    def call_of(nbytes: int, count: int = 1) -> Callable[[], None]:
-        start = _starter(communicator, operation, nbytes // 4, device, shared, pair)
+
+class _Calls:
+    """Calls of one collective on buffers of given sizes; the constructor is a collective call."""
+
+    def __init__(
+        self, communicator: Communicator, operation: Operation, device: torch.device, shared: bool
+    ) -> None:
+        self._communicator, self._operation = communicator, operation
+        self._device, self._shared = device, shared
+        self._pair = _pair(communicator) if operation == EXCHANGE else None
+        if operation == EXCHANGE:  # the comm core all-reduces in pairs; rank 0 is always in one
+            regimes = self._pair and self._pair.regimes("all_reduce")
+        else:
+            regimes = communicator.regimes(operation)
+        self.regimes: tuple[tuple[str, int], ...] | None = communicator.broadcast_object(regimes)
+        alone = communicator.size == 1
+        self._share = 1.0 if alone else carried(operation, communicator.size)
+        """Bytes on the wire per byte of the buffer."""
+        self.free_bytes = 0.0 if alone else communicator.burst_bytes / self._share
+        """Bytes of the buffer that links pass at once after a rest."""
+        rate = None if alone else communicator.wire_bytes_per_s
+        self.wire_s_per_byte = self._share / rate if rate else None
+
+    def of(self, nbytes: int, count: int = 1) -> Callable[[], None]:
+        """Returns a function that starts `count` collectives and waits for them."""
+        start = _starter(
+            self._communicator, self._operation, nbytes // 4, self._device, self._shared, self._pair
+        )
 
         def call() -> None:
-            works = [start() for _ in range(count)]
-            for work in works:
+            for work in [start() for _ in range(count)]:
                 if work is not None:
                     work.wait()
 
         return call
 
-    if warm and communicator.size > 1:
-        nbytes = max(size for size in wanted if size <= MANY_BELOW or size == wanted[0])
-        call, sent = call_of(nbytes), 0.0
-        while sent < WARM_BYTES and left_s() > (1 - WARM_SHARE) * budget_s:
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Returns the seconds of a call on this rank, after a barrier."""
+        self._communicator.barrier()
+        return _timed(self._communicator.clock, call, self._device)
+
+    def warm_up(self, nbytes: int, in_time: Callable[[], bool]) -> None:
+        """Sends messages of `nbytes` until the connections have carried `WARM_BYTES`."""
+        call, sent = self.of(nbytes), 0.0
+        while sent < WARM_BYTES and in_time():
             for _ in range(WARM_CALLS):
                 call()
-            sent += WARM_CALLS * nbytes * share
-    steady = next((first for name, first in regimes or () if name == PIPELINE and wire_s), math.inf)
+            sent += WARM_CALLS * nbytes * self._share
 
-    def timed_of(nbytes: int) -> Callable[[], float]:
-        call = call_of(nbytes)
-        return lambda: _call_s(communicator, call, device)
+    def queued(self, seconds: dict[int, list[float]]) -> tuple[tuple[int, float], ...]:
+        """Returns (size, seconds) of a message in a queue, for the smallest size of each regime."""
+        result = []
+        for size in _heads(list(seconds), self.regimes):
+            timed = partial(self.seconds, self.of(size, QUEUE))
+            together_s = typical_s(_times(self._communicator, timed, FEW_REPEATS))
+            result.append((size, max(0.0, (together_s - typical_s(seconds[size])) / (QUEUE - 1))))
+        return tuple(result)
 
-    seconds = timed_by_size(
-        communicator,
-        wanted,
-        timed_of,
-        left_s=left_s,
-        repeats=repeats,
-        free_bytes=0.0 if wire_s else free,
-        # Two sizes suffice in a regime whose slope is known.
-        enough=lambda sizes: sum(nbytes >= steady for nbytes in sizes) >= 2,
-    )
-    queued = []
-    if queues and operation != EXCHANGE and communicator.size > 1:
-        for size in _heads(list(seconds), regimes):
-            call = call_of(size, QUEUE)
-            ranks = communicator.gather_objects(
-                [_call_s(communicator, call, device) for _ in range(FEW_REPEATS)]
-            )
-            together_s = typical_s([max(call_s) for call_s in zip(*ranks, strict=True)])
-            each_s = (together_s - typical_s(seconds[size])) / (QUEUE - 1)
-            queued.append((size, max(0.0, each_s)))
-    if pair is not None and pair is not communicator:
-        pair.close()
-    return Measurement(
-        operation=operation,
-        nbytes=list(seconds),
-        seconds=list(seconds.values()),
-        free_bytes=free,
-        regimes=regimes,
-        wire_s_per_byte=wire_s,
-        queued=tuple(queued),
-    )
+    def close(self) -> None:
+        if self._pair is not None and self._pair is not self._communicator:
+            self._pair.close()
 
 
 def budget_of(communicator: Communicator, budget_s: float) -> Callable[[], float]:
@@ -254,14 +277,13 @@ def timed_by_size(
 
 
 def _times(communicator: Communicator, timed: Callable[[], float], count: int) -> list[float]:
-    """Seconds of each call, the maximum over ranks. A rank that leaves the barrier last waits for
-    nobody, so its own time may be next to nothing."""
+    # A rank that leaves the barrier last waits for no rank, so its own time may be almost 0.
     ranks = communicator.gather_objects([timed() for _ in range(count)])
     return [max(call_s) for call_s in zip(*ranks, strict=True)]
 
 
 def _heads(sizes: Sequence[int], regimes: Sequence[tuple[str, int]] | None) -> list[int]:
-    """Smallest timed size of each regime from `QUEUED_FROM` bytes on, if below `MANY_BELOW`."""
+    """Returns the smallest timed size of each regime from `QUEUED_FROM` on below `MANY_BELOW`."""
     firsts = [max(first, QUEUED_FROM) for _, first in regimes or ((None, 0),)]
     heads = (next((size for size in sizes if size >= first), MANY_BELOW) for first in firsts)
     return sorted({size for size in heads if size < MANY_BELOW})
@@ -292,17 +314,16 @@ def measured_costs(
         # Each size is four times the previous one: the last two are above LARGE * free.
         most = max(largest, 16 * LARGE * free)
         sizes = [size for size in SIZES if size <= most]
-        measured = measure_collective(
+        fits[key] = measure_collective(
             communicator, operation, device, sizes=sizes, budget_s=budget_s
-        )
-        fits[key] = measured.fit()
+        ).fit()
     return fits[key]
 
 
 def start_up_bytes(cost: Callable[[float], float]) -> float:
-    """Largest power of two of bytes whose message costs less than two messages of one byte.
+    """Returns the largest power of two of bytes whose message costs less than two of one byte.
 
-    The bytes of such a message take less time than its start-up. A power of two, so that slightly
+    The bytes of such a message take less time than its start-up. With a power of two, slightly
     different measurements give the same result. 1 if messages are free, 2^64 if bytes are free.
 
     Args:
@@ -362,7 +383,7 @@ def _starter(
 
 
 def _pair(communicator: Communicator) -> Communicator | None:
-    """Communicator of this rank's pair, whose all-reduce replaces a swap and is faster, or None."""
+    """Returns this rank's pair, whose all-reduce replaces a swap and is faster, or None."""
     half = communicator.size // 2
     if not communicator.native or communicator.size == 2:
         return communicator if communicator.native else None
@@ -370,15 +391,9 @@ def _pair(communicator: Communicator) -> Communicator | None:
     return next(iter(pairs.values()), None)
 
 
-def _call_s(communicator: Communicator, call: Callable[[], object], device: torch.device) -> float:
-    communicator.barrier()
-    return _timed(communicator.clock, call, device)
-
-
 def _timed(clock: Callable[[], float], call: Callable[[], object], device: torch.device) -> float:
     began = clock()
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # A clock may be too coarse for the smallest messages.
-    return max(clock() - began, 1e-9)
+    return max(clock() - began, 1e-9)  # a clock may be too coarse for the smallest messages

@@ -1,7 +1,7 @@
-"""Functions that make the optimizer and the learning-rate schedule of a bucket of parameters.
+"""Factories of the optimizer and the learning-rate schedule of a bucket of parameters.
 
-`functools.partial(optim_fn_adamw, lr=3e-4)` changes a setting. Beside torch's optimizers there are
-Adam and AdamW whose moments take in the mean of several gradients at once.
+`functools.partial(optim_fn_adamw, lr=3e-4)` changes a setting. In addition to torch's optimizers
+there are Adam and AdamW whose moments are updated by the mean of several gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def optim_fn_adam(
     weight_decay: float = 1 / 32768,
     eps: float = 1e-8,
 ) -> Optimizer:
-    """Adam; weight decay for weights only."""
+    """Returns Adam with weight decay for weights only."""
     return torch.optim.Adam(
         _decay_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps
     )
@@ -42,7 +42,7 @@ def optim_fn_adamw(
     weight_decay: float = 0.1,
     eps: float = 1e-8,
 ) -> Optimizer:
-    """AdamW; weight decay for weights only."""
+    """Returns AdamW with weight decay for weights only."""
     return torch.optim.AdamW(
         _decay_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps
     )
@@ -57,7 +57,7 @@ def optim_fn_accum_adam(
     weight_decay: float = 1 / 32768,
     accum_iter: int = 4,
 ) -> Optimizer:
-    """`AccumAdam`; weight decay for weights only."""
+    """Returns `AccumAdam` with weight decay for weights only."""
     groups = _decay_groups(params, weight_decay)
     return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
@@ -71,7 +71,7 @@ def optim_fn_accum_adamw(
     weight_decay: float = 0.1,
     accum_iter: int = 4,
 ) -> Optimizer:
-    """`AccumAdamW`; weight decay for weights only."""
+    """Returns `AccumAdamW` with weight decay for weights only."""
     groups = _decay_groups(params, weight_decay)
     return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
@@ -83,12 +83,12 @@ def lr_scheduler_fn_cosine_with_warmup(
     cosine_eta_min: float = 1e-6,
     warmup_decay: float = 0.01,
 ) -> LRScheduler:
-    """From `warmup_decay * lr` linearly to `lr` in `t_warmup` steps, then a cosine to the end.
+    """Returns a schedule with a linear warm-up from `warmup_decay * lr`, then a cosine.
 
     Args:
-        t_max: step in which `cosine_eta_min` is reached, and kept.
+        t_max: step from which the learning rate is `cosine_eta_min`.
         t_warmup: steps of warm-up, fewer than `t_max`.
-        cosine_eta_min: the last learning rate.
+        cosine_eta_min: last learning rate.
     """
     if not 0 <= t_warmup < t_max:
         raise UserError(f"t_warmup must be in 0 .. t_max - 1 = {t_max - 1}, got {t_warmup}")
@@ -108,7 +108,7 @@ def lr_scheduler_fn_cosine_with_warmup(
 
 
 def _decay_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
-    """Weights, and the rest: biases, and the factors of normalisation layers, which are vectors."""
+    """Returns groups of weights, and of the rest: biases and vectors of normalisation layers."""
     decayed, plain = [], []
     for name, param in params:
         is_weight = param.dim() > 1 and "bias" not in name.rpartition(".")[2]
@@ -122,17 +122,17 @@ def _decay_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
 class AccumAdam(Optimizer):
     """Adam for small batches, from Decent-DP.
 
-    Every step uses `b1 m + (1 - b1) g` and `b2 v + (1 - b2) g^2` for its update without keeping
-    them; every `accum_iter` steps the mean of the gradients since is folded into m and v in the
-    same way. Bias is corrected by the number of foldings, the one to come included. With
-    `accum_iter=1` it is Adam.
+    The update of a step uses `b1 m + (1 - b1) g` and `b2 v + (1 - b2) g^2`, and does not keep them.
+    Every `accum_iter` steps, the mean of the gradients since then is folded into m and v in the
+    same way. The bias correction counts the foldings, including the next one. With `accum_iter=1`
+    this is Adam.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
         betas: decay of the two moments, each in 0 .. 1.
-        eps: added to the root of the second moment.
-        weight_decay: added to the gradient, times the parameter.
+        eps: term added to the root of the second moment.
+        weight_decay: factor of the parameter that is added to the gradient.
         accum_iter: steps per folding, at least 1.
 
     Raises:
@@ -140,7 +140,7 @@ class AccumAdam(Optimizer):
     """
 
     decoupled = False
-    """Weight decay shrinks the parameter itself (AdamW) instead of entering the gradient."""
+    """True if weight decay scales the parameter (AdamW) instead of changing the gradient."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class AccumAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update."""
+        """Makes one update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -208,7 +208,7 @@ class AccumAdam(Optimizer):
 
 
 class AccumAdamW(AccumAdam):
-    """`AccumAdam` with decoupled weight decay, as AdamW has it."""
+    """`AccumAdam` with decoupled weight decay, as in AdamW."""
 
     decoupled = True
 

@@ -1,13 +1,13 @@
-"""Between an optimizer and its caller: where an algorithm's engine hooks into the training loop.
+"""Engines of algorithms, and their place between an optimizer and the training loop.
 
-`distribute` changes the class of the user's optimizer, so what the script calls comes by here, goes
-to the engine of the algorithm, and turns back into the optimizer's own step:
+`distribute` changes the class of the user's optimizer. Calls of the script then reach the engine of
+the algorithm, which calls the optimizer's own step:
 
     script                 here                                engine
     optimizer.step() ----> _Distributed.step ----------------> Engine.step(update)
                            update = the class's own step           waits for gradients
-                           <------------------------------------- update()   now, or a part of it
-                                                                   later, when a forward needs it
+                           <------------------------------------- update()   now, or in parts
+                                                                   before the next forward
     optimizer.zero_grad() -> _Distributed.zero_grad ----------> Engine.forget()
 """
 
@@ -28,25 +28,25 @@ from dear.training.hooks import Hooks
 
 @dataclass
 class Replica:
-    """What one rank trains, and its way to the others."""
+    """One rank's model and optimizer, and its communicator."""
 
     model: torch.nn.Module
     optimizer: Any
-    """None: the owner of the engine updates."""
+    """None: the engine's owner updates the parameters."""
     communicator: Communicator
     options: Any
-    """Of the algorithm."""
+    """Options of the algorithm."""
     params: list[torch.nn.Parameter] = field(init=False)
-    """Those that the optimizer updates and that need a gradient, in the model's order."""
+    """Parameters that the optimizer updates and that need a gradient, in the model's order."""
 
     def __post_init__(self) -> None:
         self.params = _trained(self.model, self.optimizer)
 
 
 class Engine:
-    """What an algorithm does at the moments when the training loop touches its optimizer.
+    """Actions of an algorithm when the training loop uses its optimizer.
 
-    As it stands it is the engine of a world of one: the plain optimizer, without hooks.
+    This base class is the engine of a world of one: the plain optimizer, without hooks.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -57,43 +57,31 @@ class Engine:
 
     @property
     def held(self) -> list[torch.nn.Parameter]:
-        """All parameters of the optimizer, in the order of its groups."""
+        """Returns all parameters of the optimizer, in the order of its groups."""
         return _held(self.optimizer)
 
     def step(self, update: Callable[[], Any]) -> Any:
-        """Brings gradients together and calls `update`, the optimizer's own step, or defers it."""
+        """Averages gradients and calls `update`, the optimizer's own step, or defers it."""
         return update()
 
     def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
-        """The same for `step(closure)`, where the optimizer itself calls for backward passes."""
+        """Makes a step for `step(closure)`, in which the optimizer runs the backward passes."""
         return update(closure)
 
-    def step_after_closure(
-        self, update: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
-    ) -> Any:
-        """`step_closure` for engines that must know when the backward pass is over.
-
-        Optimizers other than LBFGS call the closure once, before they update.
-        """
-        with torch.enable_grad():
-            loss = closure()
-        self.step(lambda: update(None))
-        return loss
-
     def settle(self) -> None:
-        """Makes the parameters current; for engines whose `step` does not."""
+        """Makes the parameters current, for engines whose `step` does not."""
         return
 
     def forget(self) -> None:
-        """The gradients so far have been discarded; for engines that keep account of them."""
+        """Discards the record of the gradients, for engines that keep one."""
         return
 
     def flush(self, update: Callable[[], Any]) -> None:
-        """Applies gradients that are held back for later steps; for engines that hold any back."""
+        """Applies gradients that are held back for later steps, for engines that do so."""
         return
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `plain`, the optimizer's own, returns when its state is whole and current."""
+        """Returns the result of `plain`, the optimizer's own method, on whole and current state."""
         self.settle()
         kept = self.optimizer.state
         self.optimizer.state = self.whole_state()
@@ -103,75 +91,87 @@ class Engine:
             self.optimizer.state = kept
 
     def whole_state(self) -> dict[torch.nn.Parameter, Any]:
-        """The optimizer's state as plain training would have it, where ranks keep parts of it."""
+        """Returns the optimizer's state as in plain training, also if ranks keep parts of it."""
         return self.optimizer.state
 
     def load_state_dict(self, plain: Callable[[], None]) -> None:
-        """Lets `plain`, the optimizer's own, take in a state."""
+        """Loads a state with `plain`, the optimizer's own method."""
         self.settle()
         plain()
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` has put into `state` beside the optimizer's own."""
+        """Restores the entries of `state` that `state_dict` has added to the optimizer's own."""
         return
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
     ) -> Any:
-        """Clips the averaged gradients of `params`; returns their norm before."""
+        """Clips the averaged gradients of `params`; returns their norm before clipping."""
         self.synchronize()
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def statistics(self) -> dict[str, Any]:
-        """What the algorithm has counted so far, by name; most count nothing."""
+        """Returns the algorithm's counts so far, by name; most algorithms count nothing."""
         return {}
 
     def findings(self) -> dict[str, Any]:
-        """What the algorithm has measured and decided by itself, by name; rank 0's word holds.
+        """Returns the algorithm's own measurements and choices, by name; those of rank 0 count.
 
-        JSON values. Keys that end in `_s` are seconds of this machine; `wall_s` stays so where
-        time is scaled.
+        Values are JSON. Keys that end in `_s` are seconds of this machine; `wall_s` is not scaled
+        where time is scaled.
         """
         return {}
 
     def sender(self) -> Sender | None:
-        """What sends in place of the communicator, where its costs are not the communicator's."""
+        """Returns the library that sends in place of the communicator, at other costs, or None."""
         return None
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-        """What travels together at present, in the order in which it is started.
+        """Returns the groups that travel together now, in the order in which they start.
 
-        Bytes of each group and its parameters (none where they are not known); nothing of engines
-        that leave it to a library, or send nothing.
+        Each entry has the bytes of the group and its parameters (empty if unknown). The list is
+        empty for engines that send nothing, or leave the grouping to a library.
         """
         return []
 
     def some_groups(self) -> frozenset[int] | None:
-        """Places in `groups()` of the groups whose transfers include those that the algorithm
-        states with `buckets="some"` (`dear.cost.overlap.Transfer`); None: the engine does not
-        tell."""
+        """Returns the indices in `groups()` of the groups with transfers that the algorithm states
+        with `buckets="some"` (`dear.cost.overlap.Transfer`); None: unknown."""
         return None
 
     def synchronize(self) -> None:
-        """Leaves nothing in flight: parameters current, gradients averaged."""
+        """Waits for all transfers: parameters are then current, and gradients averaged."""
         self.settle()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside it only accumulate, as they do where they communicate nothing."""
+        """Returns a context in which backward passes only accumulate."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Synchronizes and takes the algorithm out of model and optimizer."""
+        """Synchronizes, and removes the algorithm from model and optimizer."""
         self.synchronize()
         self.hooks.remove()
 
 
+def step_after_closure(
+    engine: Engine, update: Callable[[Callable[[], Any] | None], Any], closure: Callable[[], Any]
+) -> Any:
+    """Runs the closure before the step: `step_closure` of engines that need whole backward passes.
+
+    Optimizers other than LBFGS call the closure once, before they update.
+    """
+    with torch.enable_grad():
+        loss = closure()
+    engine.step(lambda: update(None))
+    return loss
+
+
 class _Distributed:
-    """Mixed into the class of the user's optimizer; see `distribute`."""
+    """Base class that `distribute` adds to the class of the user's optimizer."""
 
     _engine: Engine
     _managed: set[torch.nn.Parameter]
-    """Trainable parameters at the time of wrapping: those that the engine communicates."""
+    """Trainable parameters at the time of wrapping, which the engine communicates."""
     _local: contextlib.ExitStack | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -180,61 +180,63 @@ class _Distributed:
             return self._engine.step(super().step)
         return self._engine.step_closure(super().step, closure)
 
-    # Optimizer.load_state_dict wraps the class's step to run step hooks unless it finds this mark;
-    # the plain step, which is called from here, runs them already.
+    # Without this mark, Optimizer.load_state_dict wraps the class's step to run step hooks, which
+    # the plain step already runs.
     step.hooked = True
 
     def synchronize(self) -> None:
-        """Ends all communication: afterwards parameters are current and gradients are averages.
+        """Waits for all communication: parameters are then current, and gradients averaged.
 
         Call it between `backward()` and `step()` to read or change gradients (clipping, GradScaler)
-        and before reading parameters other than through a forward or a state dict.
+        and before you read parameters in another way than by a forward or a state dict.
         """
         self._engine.synchronize()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Between `backward()` and `step()`: scales the averaged gradients of all parameters.
+        """Clips the averaged gradients of all parameters, between `backward()` and `step()`.
 
-        The same as `synchronize()` and `torch.nn.utils.clip_grad_norm_`; some algorithms need less
-        communication for it.
+        The result is that of `synchronize()` and `torch.nn.utils.clip_grad_norm_`; some algorithms
+        need less communication for it.
 
         Args:
-            max_norm: the largest norm that all gradients together may have.
+            max_norm: largest norm of all gradients together.
             norm_type: the p of the norm; may be `inf`.
 
         Returns:
-            The norm before, on all ranks.
+            The norm before clipping, on all ranks.
         """
         return self._engine.clip_grad_norm(_held(self), max_norm, norm_type)
 
     def statistics(self) -> dict[str, Any]:
-        """What the algorithm has counted so far on this rank, by name (JSON); `{}` if nothing."""
+        """Returns the algorithm's counts on this rank so far, by name (JSON); may be empty."""
         return self._engine.statistics()
 
     def findings(self) -> dict[str, Any]:
-        """What the algorithm has measured and decided by itself; rank 0's word holds."""
+        """Returns the algorithm's own measurements and choices; those of rank 0 count."""
         return self._engine.findings()
 
     def sender(self) -> Sender | None:
-        """The engine of a library's own that sends in place of the communicator; for measuring."""
+        """Returns the library that sends in place of the communicator, or None."""
         return self._engine.sender()
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-        """What travels together at present: bytes and parameters, as they are started."""
+        """Returns bytes and parameters of the groups that travel together, in their order."""
         return self._engine.groups()
 
     def some_groups(self) -> frozenset[int] | None:
-        """Places in `groups()` of those with transfers that others lack; None: it is not told."""
+        """Returns the indices in `groups()` of groups with extra transfers; None: unknown."""
         return self._engine.some_groups()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradient accumulation: backward passes inside communicate nothing."""
+        """Returns a context for gradient accumulation, in which backward passes send nothing."""
         return self._engine.no_sync()
 
     @property
     def local(self) -> bool:
-        """Set to True, backward passes communicate nothing, as within `no_sync()`; MG-WFBP's way of
-        accumulation. False again before the last one."""
+        """True while backward passes communicate nothing, as within `no_sync()`.
+
+        Scripts for MG-WFBP set it to True to accumulate, and to False before the last pass.
+        """
         return self._local is not None
 
     @local.setter
@@ -249,9 +251,9 @@ class _Distributed:
             left.close()
 
     def flush(self) -> None:
-        """Applies the gradients of steps that a delayed algorithm has not applied yet.
+        """Applies the gradients that a delayed algorithm still holds back, at the end of training.
 
-        At the end of training, so that no gradient is lost; with other algorithms it does nothing.
+        With other algorithms it does nothing.
         """
         self._engine.flush(super().step)
 
@@ -263,7 +265,7 @@ class _Distributed:
         raise UserError("a distributed optimizer cannot be copied; copy its state_dict()")
 
     def close(self) -> None:
-        """Flushes and takes the algorithm out again; the optimizer is the plain one it was."""
+        """Flushes, and removes the algorithm: the optimizer is then a plain one again."""
         self.flush()
         self._engine.close()
         del self._engine, self._managed
@@ -286,10 +288,10 @@ class _Distributed:
 
 
 def distribute(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
-    """Puts `engine` between `optimizer` and its caller and returns the same object.
+    """Puts `engine` between `optimizer` and its caller; returns the same object.
 
-    Identity is kept, so that schedulers, scalers and loggers made before keep working. The class
-    becomes a subclass of the optimizer's own.
+    The object stays the same, so existing schedulers, scalers and loggers continue to work. Its
+    class becomes a subclass of the optimizer's own.
     """
     plain = type(optimizer)
     name = f"Distributed{plain.__name__}"
@@ -300,12 +302,13 @@ def distribute(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.
 
 
 class GradScaling:
-    """Lets an engine see that `scaler.step(optimizer)` is calling, and with what.
+    """Detection of calls by `scaler.step(optimizer)`, and of their arguments.
 
-    A GradScaler unscales gradients in place (without a trace in their version counters) and judges
-    on each rank whether they are finite. Both must happen to averaged gradients, or ranks would
-    skip different steps. An optimizer that says it can take a scale is called in any case and told
-    the scale and the judgement, in its attributes `grad_scale` and `found_inf`.
+    A GradScaler unscales gradients in place, which does not raise their version counters. Each rank
+    checks whether they are finite. Both must happen to averaged gradients, or ranks would skip
+    different steps. Therefore the optimizer declares that it supports a scale. The scaler then
+    always calls it, with the scale and the result of the check in its attributes `grad_scale` and
+    `found_inf`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -314,19 +317,19 @@ class GradScaling:
         optimizer._step_supports_amp_scaling = True
 
     def refuse(self) -> None:
-        """Raises `UserError` if a scaler is calling; for gradients that are not averaged yet."""
+        """Raises `UserError` if a scaler calls while gradients are not averaged yet."""
         if hasattr(self._optimizer, "found_inf"):
             self.refuse_early_unscaling()
 
     def refuse_early_unscaling(self) -> None:
-        """Raises `UserError`: this rank's own gradients were unscaled instead of the averages."""
+        """Raises `UserError`, since this rank's own gradients were unscaled, not the averages."""
         raise UserError(
             "call optimizer.synchronize() before scaler.unscale_(optimizer) or "
             "scaler.step(optimizer): all ranks must judge the same averaged gradient"
         )
 
     def step(self, update: Callable[[], Any]) -> Any:
-        """Does what the scaler asks for with averaged gradients: unscale, then update or skip."""
+        """Unscales averaged gradients as the scaler asks, then updates or skips."""
         optimizer = self._optimizer
         if not hasattr(optimizer, "found_inf") or self._takes_scale:
             return update()
@@ -344,7 +347,7 @@ class GradScaling:
             optimizer.found_inf, optimizer.grad_scale = asked
 
     def close(self) -> None:
-        """Lets the optimizer say again what it said."""
+        """Restores the optimizer's own declaration."""
         self._optimizer._step_supports_amp_scaling = self._takes_scale
 
 
@@ -352,8 +355,8 @@ def _change_class(optimizer: Any, to: type) -> None:
     optimizer.__class__ = to
     if "step" not in optimizer.__dict__:
         return
-    # An LR scheduler has put a wrapper of the former class's step into the instance. It looks for
-    # its own mark there, and for a note that the optimizer has stepped.
+    # An LR scheduler has put a wrapper of the former class's step into the instance. It expects its
+    # own mark there, and a flag that the optimizer has stepped.
     marked = hasattr(optimizer.__dict__.pop("step"), "_wrapped_by_lr_sched")
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -384,7 +387,7 @@ def _trained(
 
 
 def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Raises `UserError` if `optimizer` is LBFGS, which `what` (an algorithm) cannot train with."""
+    """Raises `UserError` if `optimizer` is LBFGS, which the algorithm `what` does not support."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
             f"{what} cannot train with LBFGS, whose step runs several backward passes of its own; "
@@ -395,7 +398,7 @@ def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:
 def grouped(
     groups: Iterable[Sequence[torch.nn.Parameter]],
 ) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-    """For `Engine.groups`: with the bytes of each."""
+    """Returns groups with the bytes of each, for `Engine.groups`."""
     return [(sum(param.nbytes for param in params), params) for params in groups]
 
 

@@ -1,15 +1,15 @@
-"""Gradients on their way to the update: the backward pass as events, and the engines on top of it.
+"""Events of the backward pass, and the engines that average gradients.
 
-What an algorithm does is told by moments, which it overrides:
+An algorithm overrides these moments:
 
-    loss.backward()       arrived(param)  a gradient is there, also under `no_sync()`
-                          ready(unit)     all gradients of a unit are there (on every rank in the
-                                          same order): start its transfer
+    loss.backward()       arrived(param)  a gradient arrived, also under `no_sync()`
+                          ready(unit)     all gradients of a unit arrived: start its transfer; the
+                                          order is the same on every rank
                           passed()        the pass is over, and every unit was ready
     optimizer.step()      apply(update)   gradients are final or under way: update, or begin to
-    optimizer.synchronize()  arrive()     let `p.grad` be the mean, for those who want to see it
-    model(x)              finish(unit)    a module is about to read what `apply` has put off
-    optimizer.zero_grad() drop()          what a pass that an error ended has left under way
+    optimizer.synchronize()  arrive()     set `p.grad` to the mean
+    model(x)              finish(unit)    a module is about to read parameters that `apply` deferred
+    optimizer.zero_grad() drop()          forget the transfers of a pass that ended with an error
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.engine import Engine, GradScaling, Replica, grouped
+from dear.training.engine import Engine, GradScaling, Replica, grouped, step_after_closure
 from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
 
 
 class BackwardSchedule:
-    """Calls `launch(unit)` as units of parameters get their gradients, `finish()` after the pass.
+    """Schedule that calls `launch(unit)` for complete units, and `finish()` after the pass.
 
-    A unit is a group of parameters that travel together. Ranks may see gradients in different
-    orders or lack some; collectives must still match. So units are launched in one agreed order,
-    each when it and all before it are complete; what is missing at the end of the pass is launched
-    then. The order is the reverse of registration in the first pass and afterwards the order in
-    which rank 0's units were complete in it.
+    A unit is a group of parameters that travel together. Ranks may get gradients in different
+    orders, or lack some, but collectives must match. Therefore units are launched in one agreed
+    order, each when it and all units before it are complete. The others are launched at the end of
+    the pass. The first pass uses the reverse order of registration; later passes use the order in
+    which rank 0's units were complete in the first one.
 
     Args:
         finish: called when a pass has ended and every unit is launched.
-        arrived: called for each gradient that arrives, also under `paused`, before all else.
-        learn: take the order from the first pass; without it the owner gives one to `regroup`.
-        sparse: the owner communicates sparse gradients too; otherwise they are refused.
+        arrived: called first for each gradient that arrives, also under `paused`.
+        learn: take the order from the first pass; otherwise the owner passes one to `regroup`.
+        sparse: the owner communicates sparse gradients, too; otherwise they are refused.
 
     A pass is one `backward()` outside `paused()`. Gradients accumulate in `p.grad` over passes as
     in plain torch.
@@ -64,11 +64,11 @@ class BackwardSchedule:
         self._sparse = sparse
         self._set_units(units)
         self.order: Sequence[int] = list(reversed(range(len(units))))
-        """Units as they are launched, on all ranks."""
+        """Units in the order in which all ranks launch them."""
         self._learnt = not learn
         self._in_pass = False
         self._seen: set[torch.nn.Parameter] = set()
-        """Whose gradients have arrived in this pass."""
+        """Parameters whose gradients have arrived in this pass."""
         self._paused = False
         self.passed = False
         """True if a pass has ended since `restart`."""
@@ -78,7 +78,7 @@ class BackwardSchedule:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes inside communicate nothing; the next pass outside carries their sum."""
+        """Context whose backward passes send nothing; the next pass outside sends their sum."""
         self._paused, before = True, self._paused
         try:
             yield
@@ -86,13 +86,13 @@ class BackwardSchedule:
             self._paused = before
 
     def regroup(self, units: Sequence[Sequence[torch.nn.Parameter]], order: Sequence[int]) -> None:
-        """Other units of the same parameters, launched in `order` from the next pass on."""
+        """Replaces the units, which are launched in `order` from the next pass on."""
         self._set_units(units)
         self.order = order
         self._learnt = True
 
     def launched(self) -> list[Sequence[torch.nn.Parameter]]:
-        """The units in the order in which they are launched."""
+        """Returns the units in the order in which they are launched."""
         return [self._units[unit] for unit in self.order]
 
     def restart(self) -> None:
@@ -100,14 +100,14 @@ class BackwardSchedule:
         self.passed = False
 
     def forget(self) -> None:
-        """Forgets gradients that have been discarded, also those of a pass that an error ended."""
+        """Forgets discarded gradients, also those of a pass that ended with an error."""
         self._in_pass = self.passed = self.unsent = False
 
     def run_if_missing(self) -> None:
-        """Communicates the gradients there are if no pass since `restart` has carried them all.
+        """Communicates the present gradients if no pass since `restart` has sent them all.
 
-        So gradients accumulated under `paused` are never lost, and a rank whose loss did not depend
-        on the model still takes part in the step.
+        So gradients that were accumulated under `paused` are never lost, and a rank whose loss did
+        not depend on the model takes part in the step.
         """
         if not self.passed or self.unsent:
             self._begin()
@@ -177,14 +177,14 @@ class BackwardSchedule:
 
 
 class GradientEngine(Engine):
-    """Averages gradients in the backward pass: after `passed()` each `p.grad` is the mean.
+    """Base of the engines that average gradients: after `passed()`, each `p.grad` is the mean.
 
     Args:
-        units: parameters that travel together; see `BackwardSchedule`, also for the rest.
+        units: parameters that travel together; `BackwardSchedule` documents the other arguments.
     """
 
     arrived: Callable[[torch.nn.Parameter], None] | None = None
-    """`arrived(param)`: see above. None: nobody wants to know."""
+    """Moment `arrived(param)`; None: the algorithm does not use it."""
 
     def __init__(
         self,
@@ -210,17 +210,17 @@ class GradientEngine(Engine):
         return grouped(self.schedule.launched())
 
     def ready(self, unit: int) -> None:
-        """All gradients of `unit` are there, or missing at the end of the pass: start."""
+        """Starts the transfer of `unit`: all its gradients arrived, or the pass has ended."""
         raise NotImplementedError
 
     def passed(self) -> None:
-        """A backward pass is over, and every unit has been started."""
+        """Ends a backward pass, in which every unit has been started."""
 
     def stepped(self) -> None:
-        """A step has ended."""
+        """Ends a step."""
 
     def drop(self) -> None:
-        """Waits for what a pass that ended early has left under way, and forgets it."""
+        """Waits for the transfers of a pass that ended early, and forgets them."""
 
     def step(self, update: Callable[[], Any]) -> Any:
         self.schedule.run_if_missing()
@@ -236,7 +236,7 @@ class GradientEngine(Engine):
         return result
 
     def synchronize(self) -> None:
-        """Averages what was accumulated under `no_sync`; the rest `backward()` has averaged."""
+        """Averages gradients accumulated under `no_sync`; `backward()` has averaged the others."""
         if self.schedule.unsent:
             self.schedule.run_if_missing()
 
@@ -256,38 +256,38 @@ class GradientEngine(Engine):
 
 
 class DeferredEngine(GradientEngine):
-    """Transfers go on after the pass, updates perhaps after `step()`.
+    """Base of the engines whose transfers outlast the pass, and whose updates may outlast `step()`.
 
-    Until then `p.grad` is this rank's own gradient, which nobody may change unnoticed: `buckets`
-    watch. After `synchronize()` gradients are means, and final.
+    Until the update, `p.grad` is this rank's own gradient; `buckets` detect changes of it. After
+    `synchronize()` gradients are means, and final.
     """
 
     def __init__(self, replica: Replica, units: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         self.buckets: Sequence[Bucket] = [Bucket(replica.params)]
-        """What watches the gradients: at first one without flat memory."""
+        """Buckets that detect changed gradients: at first one without flat memory."""
         self.averaged = False
-        """`p.grad` are the means."""
+        """True while each `p.grad` is the mean."""
         self.pending: set[int] = set()
-        """What `finish` must still be called for."""
+        """Units for which `finish` is still to be called."""
         self.readers = ReaderMap(replica.model, replica.params)
         super().__init__(replica, units)
         self.scaling = GradScaling(self.optimizer)
         self.hooks.before_state_dict(self.model, self.settle)
 
     def complete_pass(self) -> None:
-        """Every transfer is under way afterwards."""
+        """Starts the transfers that have not started yet."""
         self.schedule.run_if_missing()
 
     def apply(self, update: Callable[[], Any]) -> Any:
-        """Updates, or leaves that to `finish` for what it puts into `pending`."""
+        """Updates, or adds units to `pending` and lets `finish` update them."""
         raise NotImplementedError
 
     def apply_averaged(self, update: Callable[[], Any]) -> Any:
-        """Updates from `p.grad`, which are means; nothing is in flight before or afterwards."""
+        """Updates from means in `p.grad`; no transfer is under way before or afterwards."""
         return update()
 
     def arrive(self) -> None:
-        """Lets each `p.grad` be the mean over ranks, None where no rank has one."""
+        """Sets each `p.grad` to the mean over ranks, or to None if no rank has a gradient."""
         raise NotImplementedError
 
     def finish(self, index: int) -> None:
@@ -295,7 +295,7 @@ class DeferredEngine(GradientEngine):
 
     def step(self, update: Callable[[], Any]) -> Any:
         if self.averaged and not self.schedule.unsent:
-            # The caller has synchronized, and perhaps clipped: the gradients are final.
+            # The script has synchronized, and may have clipped: the gradients are final.
             result = self.step_averaged(update)
         else:
             self.scaling.refuse()
@@ -310,10 +310,10 @@ class DeferredEngine(GradientEngine):
         self.stepped()
         return result
 
-    step_closure = Engine.step_after_closure
+    step_closure = step_after_closure
 
     def step_averaged(self, update: Callable[[], Any]) -> Any:
-        """Updates from means as a GradScaler, if one is calling, wants it."""
+        """Updates from means, as a GradScaler asks if one is calling."""
         self.averaged = False
         self.schedule.restart()
         self.settle()
@@ -342,10 +342,10 @@ class DeferredEngine(GradientEngine):
         self.scaling.close()
 
     def refuse_touched(self, waiting: bool = True) -> None:
-        """Raises `UserError` if gradients are not those that have been sent.
+        """Raises `UserError` if gradients have changed since they were sent.
 
         Args:
-            waiting: also if a GradScaler has been at them, which waits for the device to see.
+            waiting: also detect changes by a GradScaler, which waits for the device.
         """
         if waiting and any(bucket.scaled_in_place() for bucket in self.buckets):
             self.scaling.refuse_early_unscaling()
@@ -353,12 +353,12 @@ class DeferredEngine(GradientEngine):
             bucket.refuse_changed()
 
     def finish_unread(self) -> None:
-        """Makes current what no module is known to read, before it is too late."""
+        """Finishes the units with parameters that no known module reads."""
         for index in self.readers.unread() & self.pending:
             self._finish(index)
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """A hook for modules that may read parameters: waits for those of `module`."""
+        """Waits for the parameters that `module` reads; a hook of modules."""
         if self.pending:
             for index in self.readers.due(module, self.pending):
                 self._finish(index)

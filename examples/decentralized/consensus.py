@@ -1,10 +1,10 @@
-"""Average consensus: every rank has numbers, and all find their mean by asking neighbours only.
+"""Average consensus: ranks compute the mean of all their numbers by exchanges with neighbours.
 
-    torchrun --standalone --nproc-per-node 8 examples/decentralized/consensus.py --out plots/out
+    torchrun --standalone --nproc-per-node 8 examples/decentralized/consensus.py --out logs/curves
 
-In each iteration a rank replaces its numbers by the weighted sum of its own and its neighbours'.
-How far the ranks are from the mean then shrinks by the topology's mixing rate: 1 - its spectral
-gap.
+In each iteration, a rank replaces its numbers by the weighted sum of its own numbers and those of
+its neighbours. The distance of the ranks from the mean shrinks by the topology's mixing rate, which
+is 1 minus its spectral gap.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from curves import arguments, run, save, table
-from dear.mixing import mixing_rate
 
 import dear.bluefog as bf
 from dear.errors import UserError
-from dear.topology import circulant, matrix, powers
+from dear.topology import circulant, matrix, mixing_rate, powers
 
 T = bf.topology_util
 
 NUMBERS = 10
 WANTED = 1e-6
 NOISE = 1e-13
-"""Distances below are rounding."""
+"""Smaller distances are rounding errors."""
 
 STATIC = {
     "ring": T.RingGraph,
@@ -41,7 +40,7 @@ ONE_PEER = "one-peer exponential"
 
 
 def iterates(x: torch.Tensor, weights: Iterator[dict], iterations: int) -> list[torch.Tensor]:
-    """All of them, `x` first; in each the weights are the next, none: the current topology's."""
+    """Values before and after each iteration; empty weights mean those of the topology."""
     history = [x]
     for given in itertools.islice(weights, iterations):
         history.append(bf.neighbor_allreduce(history[-1], **given))
@@ -49,7 +48,7 @@ def iterates(x: torch.Tensor, weights: Iterator[dict], iterations: int) -> list[
 
 
 def one_peer() -> Iterator[dict]:
-    """Weights where a rank sends to one other at distance 1, 2, 4, ... in turn."""
+    """Weights with which a rank sends to one other rank, at distance 1, 2, 4, ... in turn."""
     peers = T.GetDynamicOnePeerSendRecvRanks(T.ExponentialTwoGraph(bf.size()), bf.rank())
     for to, sources in peers:
         theirs = dict.fromkeys(sources, 0.5)
@@ -57,7 +56,7 @@ def one_peer() -> Iterator[dict]:
 
 
 def distances(history: list[torch.Tensor]) -> list[float]:
-    """How far all ranks together are from the mean in each iteration, relative to the start."""
+    """Distance of all ranks together from the mean in each iteration, relative to the start."""
     mean = bf.allreduce(history[0])
     squared = torch.stack([(x - mean).square().sum() for x in history])
     distance = bf.allreduce(squared, average=False).sqrt()
@@ -65,30 +64,30 @@ def distances(history: list[torch.Tensor]) -> list[float]:
 
 
 def one_peer_rate(size: int) -> float:
-    """Per iteration, over a whole turn of distances; 0 where the world is a power of two."""
+    """Rate per iteration, over a whole turn of distances; 0 if the world size is a power of 2."""
     turn = [matrix(circulant(size, [distance])) for distance in powers(2, size)]
     left = functools.reduce(np.matmul, turn) - 1 / size
     return rounded(np.linalg.norm(left, 2)) ** (1 / len(turn))
 
 
 def rounded(rate: float) -> float:
-    """0 for what only rounding keeps from it."""
+    """Replaces a rate that is only a rounding error by 0."""
     return float(rate) if rate > NOISE else 0.0
 
 
 def measured_rate(curve: list[float]) -> float:
-    """By which the distance shrinks in an iteration: later half of the curve above rounding."""
+    """Rate per iteration in the later half of the curve, above rounding errors."""
     last = max(k for k, distance in enumerate(curve) if distance > NOISE)
     first = last // 2
     return (curve[last] / curve[first]) ** (1 / max(1, last - first))
 
 
 def row(name: str, curve: list[float], rate: float) -> list[str]:
-    """Of the table: what the spectral gap says, and what happened."""
+    """Row of the table: the prediction by the spectral gap, and the measurement."""
     if rate:
         needed = math.ceil(math.log(WANTED) / math.log(rate))
         measured = f"{measured_rate(curve):.3f}"
-    else:  # exact, after a turn of distances or at once
+    else:  # exact: after one turn of distances, or in one step
         needed = len(powers(2, bf.size())) if name == ONE_PEER else 1
         measured = "-"
     took = next((str(k) for k, distance in enumerate(curve) if distance <= WANTED), "-")

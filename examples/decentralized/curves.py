@@ -1,4 +1,4 @@
-"""What these examples share: training by one method, and curves as a table, a CSV and a figure."""
+"""Shared code of these examples: training by one method; a table, a CSV and a figure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ METHODS = {
     "gradient tracking": ("gradient-tracking", {"topology": "ring"}),
     "push-DIGing (directed)": ("push-diging", {"topology": "exp2"}),
 }
-"""Decentralized algorithms and their options: the first two are biased, the others are not."""
+"""Decentralized algorithms and their options. The first two are biased, the others are not."""
 
 COLOURS = ["#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9"]
 FLOOR = 1e-15
-"""Relative distances below are rounding."""
+"""Smaller relative distances are rounding errors."""
 
 
 def arguments(description: str, iterations: int) -> argparse.ArgumentParser:
-    """The options that all examples have."""
+    """Parser with the options of all examples."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--iterations", type=int, default=iterations)
     parser.add_argument("--seed", type=int, default=1)
@@ -43,10 +43,10 @@ def distances(
     lr: float,
     iterations: int,
 ) -> list[float]:
-    """Trains a linear model from zero; the distance to `optimum` before and after each step.
+    """Trains a linear model from zero, and measures its distance to `optimum` around each step.
 
     Args:
-        loss: of this rank's data; the mean of all ranks' losses is what `optimum` minimises.
+        loss: loss on this rank's data; `optimum` minimises the mean of all ranks' losses.
         optimum: weights `[n]`.
 
     Returns:
@@ -72,7 +72,7 @@ def distances(
 def compare(
     title: str, loss: Callable[[nn.Module], torch.Tensor], optimum: torch.Tensor, options
 ) -> None:
-    """Trains by every method and shows how far each is from the optimum as it goes on."""
+    """Trains by every method and prints the distance to the optimum after several steps."""
     curves = {
         method: distances(method, loss, optimum, options.lr, options.iterations)
         for method in METHODS
@@ -80,14 +80,14 @@ def compare(
     at = sorted({options.iterations * part // 4 for part in range(5)})
     rows = [[name, *(f"{curve[k]:.1e}" for k in at)] for name, curve in curves.items()]
     if dear.rank() == 0:
-        print(f"{title}, {dear.size()} ranks: distance to the optimum after so many steps")
+        print(f"{title}, {dear.size()} ranks: distance to the optimum, by step")
         table(["method", *map(str, at)], rows)
         if options.out:
             save(options.out, title, "distance to the optimum", curves)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints columns; all but the first are flush right."""
+    """Prints columns; all except the first are aligned to the right."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:
@@ -105,7 +105,7 @@ def save(
     curves: dict[str, list[float]],
     predicted: dict[str, list[float]] | None = None,
 ) -> None:
-    """Writes `title` as .csv and .png: `curves`, and dashed what was `predicted` for them."""
+    """Writes `title` as .csv and .png: `curves`, and their `predicted` values as dashed lines."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -121,7 +121,7 @@ def save(
         for number, values in enumerate(zip(*columns.values(), strict=True)):
             writer.writerow([number, *(f"{value:.6e}" for value in values)])
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
-    widths = [2.2 - 0.2 * place for place in range(len(COLOURS))]  # what lies below stays visible
+    widths = [2.2 - 0.2 * place for place in range(len(COLOURS))]  # curves below stay visible
     for colour, width, (name, curve) in zip(COLOURS, widths, curves.items(), strict=False):
         axes.plot(above_floor(curve), color=colour, linewidth=width, label=name)
         if name in predicted:
@@ -139,13 +139,13 @@ def save(
 
 
 def above_floor(curve: list[float]) -> list[float]:
-    """The beginning of `curve`, up to where it reaches rounding."""
+    """Part of `curve` before it reaches rounding errors."""
     length = next((k for k, value in enumerate(curve) if value < FLOOR), len(curve))
     return [*curve[:length], *([FLOOR] if length < len(curve) else [])]
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls `main`; a mistake of the user's is one line and exit status 2."""
+    """Calls `main`. A user error prints one line; the exit status is then 2."""
     try:
         main()
     except dear.UserError as error:

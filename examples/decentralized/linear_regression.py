@@ -1,12 +1,12 @@
-"""Linear regression over data that ranks keep to themselves, by neighbour averaging.
+"""Linear regression by neighbour averaging; each rank has its own data.
 
     torchrun --standalone --nproc-per-node 8 examples/decentralized/linear_regression.py \\
-        --out plots/out
+        --out logs/curves
 
-Every rank has measurements of its own, of a relation that differs a little from rank to rank; all
-look for the one model that fits them together best. Plain neighbour averaging with a constant
-step size stops beside it: each rank's own gradient pulls it away. Exact diffusion, gradient
-tracking and push-DIGing correct that and converge linearly.
+Every rank measures a relation that differs a little from rank to rank. The ranks search for the
+model that fits all data best. Plain neighbour averaging with a constant step size stops near it,
+because each rank's own gradient pulls it away. Exact diffusion, gradient tracking and push-DIGing
+correct that and converge linearly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS, FEATURES = 50, 10
 
 
 def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's features `[ROWS, FEATURES]` and targets `[ROWS]`."""
+    """Returns this rank's features `[ROWS, FEATURES]` and targets `[ROWS]`."""
     common = torch.Generator().manual_seed(seed)
     own = torch.Generator().manual_seed(seed + 1 + bf.rank())
     relation = torch.randn(FEATURES, generator=common, dtype=torch.float64)

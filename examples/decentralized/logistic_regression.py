@@ -1,10 +1,10 @@
-"""Logistic regression over data that ranks keep to themselves, by neighbour averaging.
+"""Logistic regression by neighbour averaging; each rank has its own data.
 
     torchrun --standalone --nproc-per-node 8 examples/decentralized/logistic_regression.py \\
-        --out plots/out
+        --out logs/curves
 
-As `linear_regression.py`, with a loss that is no parabola: yes-or-no answers, which each rank
-gives by a rule of its own, and a penalty on large weights.
+Differs from `linear_regression.py` in its loss, which is not quadratic: answers are yes or no, each
+rank answers by a different rule, and large weights are penalised.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import dear.bluefog as bf
 
 ROWS, FEATURES = 100, 10
 PENALTY = 0.1
-"""Of half the squared norm of the weights."""
+"""Factor of half the squared norm of the weights."""
 TOLERANCE = 1e-12
 
 
 def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's features `[ROWS, FEATURES]` and answers `[ROWS]`, 1 or -1."""
+    """Returns this rank's features `[ROWS, FEATURES]` and answers `[ROWS]`, 1 or -1."""
     common = torch.Generator().manual_seed(seed)
     own = torch.Generator().manual_seed(seed + 1 + bf.rank())
     rule = torch.randn(FEATURES, generator=common, dtype=torch.float64)
@@ -35,7 +35,7 @@ def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def newton(features: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """The weights of the least mean loss, penalty included: the gradient is at most TOLERANCE."""
+    """Returns the weights that minimise the mean loss with penalty, to a gradient of TOLERANCE."""
     weights = torch.zeros(features.shape[1], dtype=features.dtype)
     for _ in range(50):
         probability = torch.sigmoid(-answers * (features @ weights))

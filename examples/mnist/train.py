@@ -1,11 +1,12 @@
-"""Trains a small net on MNIST with any algorithm: an ordinary script plus the lines marked `dear`.
+"""Trains a small network on MNIST: an ordinary script, plus the lines marked `dear`.
 
     python examples/mnist/train.py                                        one process
-    torchrun --standalone --nproc-per-node 2 examples/mnist/train.py      two
+    torchrun --standalone --nproc-per-node 2 examples/mnist/train.py      two processes
     mpirun -np 2 python examples/mnist/train.py --algorithm wfbp
 
-`--data-dir` holds MNIST's IDX files (gzipped or not); with the test files alone, 9 in 10 images are
-trained on. Without it the 1,797 digits that come with scikit-learn are used: nothing is downloaded.
+`--data-dir` is a folder with MNIST's IDX files (gzipped or not). With the test files alone, 9 in 10
+images are used for training. Without `--data-dir`, the script uses the 1,797 digits of
+scikit-learn. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Net(nn.Module):
 def train_epoch(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, device: torch.device
 ) -> float:
-    """One pass over this rank's share of the images; returns its mean loss."""
+    """Trains on this rank's share of the images once; returns the mean loss."""
     model.train()
     total = 0.0
     for images, labels in loader:
@@ -62,7 +63,7 @@ def train_epoch(
 
 
 def accuracy(model: nn.Module, test: Dataset, device: torch.device) -> float:
-    """Share of right answers; each rank judges a part, all hear the sum."""
+    """Returns the share of right answers; each rank evaluates a part of the images."""
     model.eval()
     counts = torch.zeros(2, dtype=torch.float64)
     part = torch.utils.data.Subset(test, range(dear.rank(), len(test), dear.size()))
@@ -75,7 +76,7 @@ def accuracy(model: nn.Module, test: Dataset, device: torch.device) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains and prints; `arguments` are the command line's by default."""
+    """Trains and prints the results; `arguments` defaults to the command line."""
     parser = argparse.ArgumentParser(description="MNIST with a data-parallel algorithm")
     parser.add_argument("--algorithm", default="dear", help="a name of `benchmarks.py list`")
     parser.add_argument("--data-dir", type=Path, help="folder with MNIST's IDX files")

@@ -1,12 +1,13 @@
-"""Trains for real with any algorithm: CIFAR, ImageNet's folders, a text; the lines marked `dear`.
+"""Trains on CIFAR, image folders or a text: an ordinary script, plus the lines marked `dear`.
 
     torchrun --standalone --nproc-per-node 2 examples/training/train.py \\
         --data cifar10 --data-dir DIR --model resnet20 --amp bf16 --epochs 100 --warmup-epochs 5
 
 `--data-dir` is the folder with CIFAR's unpacked files, a folder with `train/CLASS` and `val/CLASS`,
-or a text file: nothing is downloaded. The learning rate grows with the number of processes after a
-warm-up (Goyal et al. 2017, arXiv 1706.02677) and falls as a cosine does. After each epoch all test
-samples are judged: top-1 and top-5 accuracy, and the perplexity of a text.
+or a text file. Nothing is downloaded. The learning rate rises during a warm-up to the given rate
+times the number of processes (Goyal et al. 2017, arXiv 1706.02677), then falls like a cosine. After
+each epoch, the model is evaluated on all test samples: top-1 and top-5 accuracy, and the perplexity
+of a text.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PRECISIONS = {"none": "float32", "bf16": "amp-bf16", "fp16": "amp-fp16"}
 def rates(
     optimizer: torch.optim.Optimizer, warmup_steps: int, steps: int
 ) -> lr_scheduler.LRScheduler:
-    """Up to the rate times the number of processes, and down to 0 at the end."""
+    """Returns a schedule: up to the rate times the number of processes, then down to 0."""
     size = dear.size()
     for group in optimizer.param_groups:
         group["lr"] *= size
@@ -48,7 +49,7 @@ def rates(
 
 @torch.inference_mode()
 def judged(workload: Workload, test: datasets.Samples, batch_size: int) -> tuple[float, ...]:
-    """Top-1, top-5 and loss over all test samples; each rank judges a part, all hear the means."""
+    """Returns top-1, top-5 and loss over all test samples; each rank evaluates a part."""
     workload.model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
     mine = range(dear.rank(), len(test), dear.size())
@@ -65,18 +66,18 @@ def judged(workload: Workload, test: datasets.Samples, batch_size: int) -> tuple
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains and prints; `arguments` are the command line's by default."""
+    """Trains and prints the results; `arguments` defaults to the command line."""
     parser = argparse.ArgumentParser(description="real data with a data-parallel algorithm")
     parser.add_argument("--algorithm", default="dear", help="a name of `benchmarks.py list`")
     parser.add_argument("--data", default="cifar10", help=", ".join(datasets.SOURCES))
-    parser.add_argument("--data-dir", help="where the files are")
+    parser.add_argument("--data-dir", help="location of the files")
     parser.add_argument("--model", default="resnet20", help="a name of `benchmarks.py list`")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
-    parser.add_argument("--lr", type=float, default=0.05, help="of one process")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of one process")
     parser.add_argument("--warmup-epochs", type=float, default=0.0)
     parser.add_argument("--amp", choices=PRECISIONS, default="none", help="mixed precision")
-    parser.add_argument("--workers", type=int, default=0, help="processes that read ahead")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read data ahead")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
 

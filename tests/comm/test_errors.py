@@ -64,7 +64,7 @@ def _mistakes(n: int) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
         (ValueError, "peer", lambda: dist.recv(one, group_src=n)),
         (ValueError, "elements", lambda: gather(torch.empty(6 * n + 1), one)),
         (ValueError, "elements", lambda: dist.reduce_scatter_tensor(one, torch.empty(6 * n + 1))),
-        (ValueError, "ranks", lambda: dist.all_gather([torch.empty(6)] * (n + 1), one)),
+        (ValueError, "one per rank", lambda: dist.all_gather([torch.empty(6)] * (n + 1), one)),
         (ValueError, "sizes", lambda: dist.all_gather([torch.empty(5) for _ in several], one)),
         (ValueError, "sizes", lambda: dist.reduce_scatter(torch.empty(5), several)),
         (TypeError, "differ in type", lambda: gather(six, whole)),
@@ -75,8 +75,8 @@ def _mistakes(n: int) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
             "negative",
             lambda: exchange(six, six.clone(), [6] * n, [-1, 13, *[6] * (n - 2)]),
         ),
-        (ValueError, "ranks", lambda: exchange(six, six.clone(), [6 * n], [6 * n])),
-        (ValueError, "ranks", lambda: dist.all_to_all([one], several)),
+        (ValueError, "one per rank", lambda: exchange(six, six.clone(), [6 * n], [6 * n])),
+        (ValueError, "one per rank", lambda: dist.all_to_all([one], several)),
     ]
 
 

@@ -61,7 +61,7 @@ def _trained(graph, sync):
         for turn in range(turns):
             if turns == 1 or turn == bf.rank():
                 model(batch(bf.rank(), step)).square().mean().backward()
-                model._engine.wait()
+                model._engine.exchange.wait()
             runtime.communicator().barrier()
         for handle in handles:
             handle.remove()
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_said(bluefog_pool):
     assert "topology must be a networkx.DiGraph, got str" in kind
     assert "its nodes must be the ranks 0 to 3, got 3 nodes" in size
     assert "param_as_bucket_view=False" in views and "nothing to train" in nothing
-    assert "the topology stays once training has begun" in late
+    assert "the topology cannot change after training has begun" in late
 
 
 def test_its_sampler_is_there_too():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import dear
+from dear.algorithms.decentralized import neighbor
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
 from dear.topology.schedules import Edge, Topology, TopologyReg
-from dear.training.parameters import ParameterEngine
 from tests.contract.loops import (
     difference,
     loss_of,
@@ -202,16 +201,10 @@ def test_worlds_that_do_not_fit_are_refused(world):
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_rounds_of_a_schedule_are_those_in_which_something_is_sent(every):
-    asked = []
-    engine = SimpleNamespace(
-        rounds=asked.append,
-        options=SimpleNamespace(every=every),
-        exchange=SimpleNamespace(start=lambda values, part: values),
-        pending={},
-    )
-    for engine.steps in range(0, 4 * every, every):
-        ParameterEngine.share(engine, mock.Mock())
-    assert asked == [0, 1, 2, 3]
+    options = neighbor.Neighbor.Options(dynamic="one-peer-exp", every=every)
+    rounds = neighbor._rounds(options, SimpleNamespace(size=16, rank=0))
+    parts = [rounds(steps) for steps in range(every - 1, 4 * every, every)]
+    assert [list(part.destinations) for part in parts] == [[1], [2], [4], [8]]
 
 
 def _groups_left() -> list[int]:

@@ -345,7 +345,7 @@ def _slow_peer() -> dict[str, Any]:
     optimizer = _wrapped(model, "asyncddp", 0.01, topology="complete")
     steps(model, optimizer, mine(), range(1))
     optimizer.synchronize()
-    for window in optimizer._engine.windows.values():
+    for window in optimizer._engine.exchange.windows.values():
         window._under_way = {1 - dear.rank(): _Never()}
     steps(model, optimizer, mine(), range(1, 5))
     counted = optimizer.statistics()

@@ -326,7 +326,7 @@ def test_a_free_rank_of_push_sum_keeps_its_last_sixteenth(barrier, sends):
     with on(network):
         trained = Program(algorithm, options, network)
         trained.train(1, after=network.end)
-        for window in trained.optimizer._engine.windows.values():
+        for window in trained.optimizer._engine.exchange.windows.values():
             window.p = LEAST_P / 2
         trained.train(1, after=network.end)
     sent = [e.message.operation for e in network.events if e.what == "start" and e.step == 1]

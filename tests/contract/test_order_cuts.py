@@ -21,7 +21,9 @@ from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets import carriers, halves, updates
 from dear.buckets.flat import with_gradients
 from dear.comm import windows
-from dear.training import gradients, one_sided, parameters, tuning
+from dear.training import gradients, tuning
+from dear.training.parameters import combine_then_adapt, engine, exchange, overlapped
+from dear.training.parameters import windows as parameter_windows
 from tests.contract import test_order as suite
 from tests.contract.algorithms import algorithm_class, algorithm_options, dears_own
 from tests.contract.order import violations
@@ -334,7 +336,7 @@ def delays_less_than_asked_for(patch: Patch) -> None:
 
 @cut("dadt", AT_ONCE, buffer_mb=0.0)
 def waits_for_each_message(patch: Patch) -> None:
-    _then(patch, dadt._Dense, "send", lambda self, communicator: self.work.wait())
+    _then(patch, dadt.DenseMessage, "send", lambda self, communicator: self.work.wait())
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -360,51 +362,50 @@ def scatters_while_accumulating(patch: Patch) -> None:
 # --- parameters between neighbours ----------------------------------------------------------------
 
 
-def _wait_for_shared(self: Any, bucket: Any) -> None:
-    for transfer in self.pending.values():
-        transfer.wait()
+def _wait_for_shared(self: Any, bucket: Any, steps: int) -> None:
+    self.wait()
 
 
 @cut("decentralized", "0 steps later; stated is 'gradient', 1 steps later", **BUCKETS)
 def waits_for_its_group_at_once(patch: Patch) -> None:
-    _then(patch, decentralized.GroupEngine, "share", _wait_for_shared)
+    _then(patch, decentralized.GroupExchange, "share", _wait_for_shared)
 
 
 @cut("decentralized", "is waited for in step.*stated is 'gradient'", **BUCKETS)
 def mixes_in_step(patch: Patch) -> None:
-    _then(patch, decentralized.GroupEngine, "_step_overlapped", lambda self, _: self.wait())
+    _then(patch, overlapped.OverlappedInBackward, "advance", lambda self, _: self.exchange.wait())
 
 
 @cut("decentralized", "starts when the gradient of layer 0 is there", **BUCKETS)
 def shares_all_at_the_end(patch: Patch) -> None:
-    share, late = decentralized.GroupEngine.share, []
+    share, late = decentralized.GroupExchange.share, []
 
-    def shared(self: Any, bucket: Any) -> None:
+    def shared(self: Any, bucket: Any, steps: int) -> None:
         late.append(bucket)
         if len(late) == len(self.buckets):
             while late:
-                share(self, late.pop(0))
+                share(self, late.pop(0), steps)
 
-    patch.setattr(decentralized.GroupEngine, "share", shared)
+    patch.setattr(decentralized.GroupExchange, "share", shared)
 
 
 @cut("neighbor", "starts in step.., stated is 'model'", **BUCKETS)
 def shares_in_step(patch: Patch) -> None:
-    patch.setattr(parameters.ParameterEngine, "_before_model", lambda self, module: None)
+    patch.setattr(combine_then_adapt.CombineThenAdapt, "_before_model", lambda self, module: None)
 
 
 @cut("neighbor", "is waited for before the forward pass", **BUCKETS)
 def waits_before_the_forward(patch: Patch) -> None:
-    _then(patch, parameters.ParameterEngine, "share", _wait_for_shared)
+    _then(patch, exchange.GraphExchange, "share", _wait_for_shared)
 
 
 @cut("neighbor", "something is sent in a step that should send nothing", every=2)
 def averages_in_every_step(patch: Patch) -> None:
-    patch.setattr(parameters.ParameterEngine, "due", lambda self: True)
+    patch.setattr(engine.SteppedEngine, "due", lambda self: True)
 
 
 def _combines_in_step(patch: Patch) -> None:
-    _then(patch, parameters.ParameterEngine, "_share_all", lambda self: self.combine())
+    _then(patch, engine.SteppedEngine, "share_all", lambda self: self.mix_all())
 
 
 for _name, _options in [
@@ -417,27 +418,24 @@ for _name, _options in [
 
 @cut("push-diging", "with parameters of layers .* is not stated", **BUCKETS)
 def sends_no_estimates(patch: Patch) -> None:
-    def share(self: Any, bucket: Any) -> None:
-        numerator = self._numerators[bucket]
-        self.pending[bucket] = self.exchange.start(numerator, self.rounds(self.steps))
+    def mix(self: Any, bucket: Any, steps: int) -> None:
+        (transfer,) = self.pending.pop(bucket)
+        transfer.wait()
 
-    def mix(self: Any, bucket: Any) -> None:
-        self.pending.pop(bucket).wait()
-
-    patch.setattr(push_diging.PushDigingEngine, "share", share)
-    patch.setattr(push_diging.PushDigingEngine, "mix", mix)
+    kind = push_diging.PushDigingExchange
+    patch.setattr(kind, "carried", lambda self, bucket: [self._numerators[bucket]])
+    patch.setattr(kind, "mix", mix)
 
 
 @cut("gradient-tracking", "nothing is sent of layers \\[0, 1, 2, 3\\]: exchange", **BUCKETS)
 def tracks_alone(patch: Patch) -> None:
-    engine = gradient_tracking.GradientTrackingEngine
-    patch.setattr(engine, "share", parameters.ParameterEngine.share)
-    patch.setattr(engine, "mix", parameters.ParameterEngine.mix)
+    kind = gradient_tracking.GradientTrackingExchange
+    patch.setattr(kind, "carried", exchange.GraphExchange.carried)
 
 
 @cut("gradient-tracking", "is waited for before the forward pass", **BUCKETS)
 def waits_for_estimates_at_once(patch: Patch) -> None:
-    _then(patch, gradient_tracking.GradientTrackingEngine, "share", _wait_for_shared)
+    _then(patch, gradient_tracking.GradientTrackingExchange, "share", _wait_for_shared)
 
 
 # --- one-sided ------------------------------------------------------------------------------------
@@ -448,7 +446,7 @@ def _waits_for_puts(patch: Patch) -> None:
 
 
 def _meets(patch: Patch) -> None:
-    _then(patch, parameters.ParameterEngine, "begin", lambda self: self.communicator.barrier())
+    _then(patch, engine.ParameterEngine, "begin", lambda self: self.communicator.barrier())
 
 
 def _waits_for_old_puts(patch: Patch) -> None:
@@ -478,12 +476,12 @@ for _name in ("win-put", "push-sum", "asyncddp"):
 
 @cut("win-put", "ranks do not meet at 'step'", **BUCKETS, barrier=True)
 def barrier_is_ignored(patch: Patch) -> None:
-    patch.setattr(one_sided.WindowEngine, "waits", lambda self: False)
+    patch.setattr(parameter_windows.Policy, "waits", lambda self: False)
 
 
 @cut("pull-get", "starts in step.., stated is 'model'", **BUCKETS)
 def reads_in_step(patch: Patch) -> None:
-    patch.setattr(parameters.ParameterEngine, "_before_model", lambda self, module: None)
+    patch.setattr(combine_then_adapt.CombineThenAdapt, "_before_model", lambda self, module: None)
 
 
 @cut("pull-get", "is waited for before the forward pass", **BUCKETS)
@@ -493,7 +491,7 @@ def waits_for_reads_at_once(patch: Patch) -> None:
             for _, _, work in reading:
                 work.wait()
 
-    _then(patch, pull_get.PullGetEngine, "shared", wait)
+    _then(patch, pull_get.PullExchange, "shared", wait)
 
 
 def _bounded() -> None:
@@ -503,9 +501,9 @@ def _bounded() -> None:
 
 @cut("asyncddp", "nobody waits for its steps", _bounded)
 def follows_nobody(patch: Patch) -> None:
-    patch.setattr(asyncddp.AsyncEngine, "_catch_up", lambda self, source, least: None)
+    patch.setattr(asyncddp.AsyncExchange, "_catch_up", lambda self, *_: None)
 
 
 @cut("asyncddp", "nothing is sent of layers", **BUCKETS, max_staleness=1)
 def sends_without_bound(patch: Patch) -> None:
-    patch.setattr(asyncddp.AsyncEngine, "waits", lambda self: False)
+    patch.setattr(parameter_windows.Policy, "waits", lambda self: False)

@@ -10,21 +10,21 @@ from unittest import mock
 import pytest
 
 from dear.comm.communicator import Communicator
-from dear.training.parameters import ParameterEngine
+from dear.training.parameters.exchange import GraphExchange
 from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
 from tests.contract.training import OnRank, Script, States, far
 from tests.contract.wrong_programs import forgetting
 
 TOLERANCE = 2e-5
 """Of test_reference."""
-_ENGINES = (
-    "dear.algorithms.decentralized.decentralized:GroupEngine",
-    "dear.algorithms.decentralized.push_diging:PushDigingEngine",
-    "dear.algorithms.decentralized.gradient_tracking:GradientTrackingEngine",
-    "dear.algorithms.asynchronous.pull_get:PullGetEngine",
-    "dear.algorithms.asynchronous.push_sum:PushSumEngine",
-    "dear.algorithms.asynchronous.asyncddp:AsyncEngine",
-    "dear.training.one_sided:WindowEngine",
+_EXCHANGES = (
+    "dear.algorithms.decentralized.decentralized:GroupExchange",
+    "dear.algorithms.decentralized.push_diging:PushDigingExchange",
+    "dear.algorithms.decentralized.gradient_tracking:GradientTrackingExchange",
+    "dear.algorithms.asynchronous.pull_get:PullExchange",
+    "dear.algorithms.asynchronous.push_sum:PushSumExchange",
+    "dear.algorithms.asynchronous.asyncddp:AsyncExchange",
+    "dear.training.parameters.windows:WindowExchange",
 )
 
 
@@ -33,12 +33,12 @@ class MixingNothing(OnRank):
 
     def run(self) -> States:
         with contextlib.ExitStack() as cuts:
-            for place in _ENGINES:
+            for place in _EXCHANGES:
                 module, _, name = place.partition(":")
                 kind = getattr(importlib.import_module(module), name)
                 if "mix" in vars(kind):
                     cuts.enter_context(forgetting(kind))
-            cuts.enter_context(forgetting(ParameterEngine))
+            cuts.enter_context(forgetting(GraphExchange))
             return super().run()
 
 

@@ -19,14 +19,14 @@ from common.harness.worker.checking import plain
 from common.harness.worker.checking.inquiry import inquire
 from common.models.replay.pace import Pace, set_pace
 from common.results.records.trust import Check
-from dear.algorithms.asynchronous.asyncddp import AsyncEngine
-from dear.algorithms.asynchronous.push_sum import PushSumEngine
+from dear.algorithms.asynchronous.asyncddp import AsyncExchange
+from dear.algorithms.asynchronous.push_sum import PushSumExchange
 from dear.algorithms.synchronous.allreduce import AllReduce
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.comm import runtime
 from dear.training.algorithm import algorithm_class
-from dear.training.one_sided import WindowEngine
-from dear.training.parameters import ParameterEngine
+from dear.training.parameters.exchange import BucketExchange
+from dear.training.parameters.windows import WindowAlgorithm, WindowExchange
 from tests.system import made
 
 Fault = Callable[["Wrong", list[torch.Tensor]], None]
@@ -146,22 +146,25 @@ def spoilt(name: str) -> Any:
 
 def mixing_nothing(name: str) -> Any:
     """The algorithm of that name, whose messages travel and are forgotten, within the context."""
-    module = __import__(algorithm_class(name).__module__, fromlist=["*"])
-    engines = [
+    algorithm = algorithm_class(name)
+    if issubclass(algorithm, WindowAlgorithm):
+        return forgetting(algorithm.exchange)
+    module = __import__(algorithm.__module__, fromlist=["*"])
+    exchanges = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, ParameterEngine)
+        if isinstance(value, type) and issubclass(value, BucketExchange)
     ]
-    (kind,) = [one for one in engines if not any(one in other.__mro__[1:] for other in engines)]
+    (kind,) = [e for e in exchanges if not any(e in other.__mro__[1:] for other in exchanges)]
     return forgetting(kind)
 
 
-def forgetting(kind: type[ParameterEngine]) -> Any:
-    """What has come for engines of that kind is waited for and changes nothing, in the context."""
+def forgetting(kind: type[BucketExchange]) -> Any:
+    """Lets exchanges of this kind wait for what has come and change nothing, in the context."""
 
-    def mix(self: Any, bucket: Any) -> None:
+    def mix(self: Any, bucket: Any, steps: int) -> None:
         before = bucket.values.clone()
-        right(self, bucket)
+        right(self, bucket, steps)
         bucket.values.copy_(before)
         bucket.push() if hasattr(bucket, "push") else None
         bucket.touched()
@@ -172,26 +175,26 @@ def forgetting(kind: type[ParameterEngine]) -> Any:
 
 def leaking(_: str) -> Any:
     """Push-sum, which loses a tenth of what a rank keeps, weights and values alike."""
-    right = PushSumEngine.share
+    right = PushSumExchange.share
 
-    def share(self: Any, bucket: Any) -> None:
-        right(self, bucket)
+    def share(self: Any, bucket: Any, steps: int) -> None:
+        right(self, bucket, steps)
         self._kept[bucket] *= 0.9
 
-    return mock.patch.object(PushSumEngine, "share", share)
+    return mock.patch.object(PushSumExchange, "share", share)
 
 
 @contextlib.contextmanager
 def too_stale(_: str) -> Iterator[None]:
     """Asyncddp, whose ranks send nothing after the third step and wait for nobody."""
 
-    def share(self: Any, bucket: Any) -> None:
-        if self.steps <= 3:
-            WindowEngine.share(self, bucket)
+    def share(self: Any, bucket: Any, steps: int) -> None:
+        if steps <= 3:
+            WindowExchange.share(self, bucket, steps)
 
     with (
-        mock.patch.object(AsyncEngine, "share", share),
-        mock.patch.object(AsyncEngine, "_catch_up", lambda self, source, least: None),
+        mock.patch.object(AsyncExchange, "share", share),
+        mock.patch.object(AsyncExchange, "_catch_up", lambda self, *_: None),
     ):
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -70,6 +71,11 @@ class Driver:
         lines = (self.sweep / "records.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
+    def evidence(self, record: dict) -> dict:
+        """Returns the raw measurements of the trial's first repeat."""
+        path = self.sweep / record["id"] / record["results"][0]["evidence"]
+        return json.loads(gzip.decompress(path.read_bytes()))
+
     def worker(self, algorithm: str, rank: int, phase: str = "measuring") -> int:
         """The process id of a rank, once it is in `phase`; of virtual hosts, inside the sandbox."""
 
@@ -105,3 +111,8 @@ def processes_of(folder: Path | str) -> list[int]:
             if str(folder) in text and process.pid != os.getpid():
                 found.append(process.pid)
     return found
+
+
+def repeats(record: dict) -> list[list[float]]:
+    """Returns the step times of a record in seconds, by repeat."""
+    return [[step for block in result["iters"] for step in block] for result in record["results"]]

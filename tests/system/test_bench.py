@@ -1,4 +1,4 @@
-"""Commands that measure, as they are started: what they print, keep, refuse, and leave behind."""
+"""Benchmarks as commands: output, result files, errors, and what is left behind."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
     assert record["failures"] == {"mpi": "unavailable: no mpirun on the PATH"}
     assert (record["schema"], record["setup"]["world"]) == (1, 2)
     assert len(record["samples"]) == 4 * 2
-    assert {one["op"] for one in record["samples"]} == set(OPS)
-    for one in record["samples"]:
-        assert one["wrong"] == 0
-        assert len(one["times_s"]) == 2
-        assert len(one["times_s"][0]) == len(one["times_s"][1]) >= 3
-        assert min(one["cpu_s"]) >= 0
+    assert {sample["op"] for sample in record["samples"]} == set(OPS)
+    for sample in record["samples"]:
+        assert sample["wrong"] == 0
+        assert len(sample["times_s"]) == 2
+        assert len(sample["times_s"][0]) == len(sample["times_s"][1]) >= 3
+        assert min(sample["cpu_s"]) >= 0
     pids = [rank["pid"] for rank in record["ranks"]]
     assert not [pid for pid in pids if Path("/proc", str(pid)).exists()]
 
@@ -62,7 +62,7 @@ def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path, rate):
     done = python("bench/collectives.py", *options, env=outside.environment)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
-    assert [one["wrong"] for one in record["samples"]] == [0]
+    assert [sample["wrong"] for sample in record["samples"]] == [0]
     assert [rank["host"] for rank in record["ranks"]] == ["h0", "h1"]
     if rate != "none":
         # 200 KB over a link of 125 MB/s, less the 128 KiB that its bucket lets through at once.
@@ -75,14 +75,7 @@ def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path, rate):
 @pytest.mark.parametrize(
     ("script", "arguments", "kept"),
     [
-        ("overlap.py", "--engines gloo --size 4K --flights 2 --calls 2 --repeats 1", "rounds"),
-        ("preempt.py", "--engines gloo --hosts local -n 2 --large 4K --repeats 1", "rounds"),
         ("wrappers.py", "memory --model mnist_cnn --algorithms wfbp --ranks 1", "rows"),
-        (
-            "wrappers.py",
-            "loss_curves --tasks mnist --steps 2 --ranks 2 --algorithms wfbp",
-            "curves",
-        ),
         (
             "wrappers.py",
             "overhead --algorithms wfbp mgwfbp --tensors 3 --ranks 2 --steps 2 --rounds 3 "
@@ -97,22 +90,22 @@ def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path, rate):
         ),
     ],
 )
-def test_every_script_prints_a_table_and_keeps_its_numbers(script, arguments, kept, tmp_path):
+def test_every_script_prints_a_table_and_writes_its_numbers(script, arguments, kept, tmp_path):
     path = tmp_path / "out.json"
     done = python(f"bench/{script}", *arguments.split(), "--json", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1]
     record = json.loads(path.read_text())
     assert record["schema"] == 1 and record[kept]
-    assert kept == "rows" or record["machine"]["cores"]
+    assert record["machine"]["cores"]
     if arguments.startswith("overhead"):
         assert [row["algorithm"] for row in record["rows"]] == ["plain", "wfbp", "mgwfbp"]
         assert all(len(row["seconds_per_step"]) == 3 for row in record["rows"])
-    if script == "decentralized_peer.py":  # ours beside no peer
+    if script == "decentralized_peer.py":  # ours alone
         assert record["parameters"] == 2 * (64 + 8)
         for case in record["cases"]:
             assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
-            assert case["step_s"]["decent-dp"] == [] and case["speedup"] is None
+            assert "decent-dp" not in case["step_s"]
 
 
 def test_network_starts_its_own_ranks_and_writes_the_fit(tmp_path):
@@ -156,7 +149,7 @@ LINE = Measurement(
 )
 
 
-def test_the_table_says_what_the_fit_is_and_the_record_keeps_every_time():
+def test_the_table_describes_the_fit_and_the_record_keeps_every_time():
     lines = network.table([LINE])
     assert lines[0].split() == ["bytes", "all_reduce", "us"]
     assert lines[1].split() == ["4096", "104.1"]

@@ -65,7 +65,10 @@ def test_one_command_from_a_file_to_a_table(tmp_path, mine, monkeypatch):
     assert own["trial"]["plugin"]["path"] == str(mine / "small_ones.py")
     for one in (dear, own):
         assert one["status"] == "ok" and one["check"]["matches_reference"]
-        assert one["trial"]["model"] == "net.py@rtx3090-modelled" and one["fabric"] == "emulated"
+        assert (
+            one["trial"]["model"] == "net.py@rtx3090-modelled"
+            and one["fabric"]["kind"] == "emulated"
+        )
         assert one["throughput"]["unit"] == "sample/s" and one["bound"]["step_s"] > 0
     assert dear["modelled"]["step_s"] > 0, dear["modelled"]
     table = (logs / "net" / "table.md").read_text()

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from common.harness import cli, commands
+from common.harness import cli
+from common.harness.verbs.list import listing
 from dear.training.algorithm import algorithm_class
 from tests.system.processes import ROOT, python
 
@@ -126,7 +127,7 @@ def test_list_names_what_there_is(capsys):
 def test_what_cannot_run_here_is_listed_with_the_reason(monkeypatch):
     kind = algorithm_class("horovod")
     monkeypatch.setattr(kind, "unavailable", classmethod(lambda cls: "it was not built"))
-    found = commands.listing()["algorithms"]
+    found = listing()["algorithms"]
     assert found["horovod"].endswith("  [unsupported here: it was not built]")
     assert "unsupported" not in found["wfbp"]
 

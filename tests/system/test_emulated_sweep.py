@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import signal
 
@@ -13,7 +11,7 @@ import pytest
 from common.emulation import sandbox
 from tests.system.processes import wait_for
 from tests.system.sandboxes import Outside
-from tests.system.sweeps import ENDLESS, Driver, processes_of
+from tests.system.sweeps import ENDLESS, Driver, processes_of, repeats
 
 pytestmark = [
     pytest.mark.skipif(bool(sandbox.unable()), reason=f"no virtual hosts: {sandbox.unable()}"),
@@ -54,29 +52,33 @@ def test_real_training_on_virtual_hosts(tmp_path):
     ddp, dear = driver.records()
     # The trial whose turn came first has measured what collectives cost, at its begin and its end.
     first, second = sorted((ddp, dear), key=lambda record: record["order"]["positions"])
-    assert first["cost_check"]["residual"] >= 0 and second["cost_check"] == first["cost_check"]
-    assert dear["costs"] == ddp["costs"]
+    assert (
+        first["results"][0]["cost_check"]["residual"] >= 0
+        and second["results"][0]["cost_check"] == first["results"][0]["cost_check"]
+    )
+    assert dear["results"][0]["costs"] == ddp["results"][0]["costs"]
     for record in (ddp, dear):
-        assert record["fabric"] == "emulated" and record["time_scale"] == 1.0
+        assert record["fabric"]["kind"] == "emulated" and record["fabric"]["time_scale"] == 1.0
         assert record["status"] == "ok" and record["check"]["matches_reference"]
-        assert record["network"]["requested"]["gbps"] == 1.0
-        assert [link["host"] for link in record["network"]["measured"]] == ["h0", "h1"]
-        assert all(0 < link["up_gbps"] <= 1.2 for link in record["network"]["measured"])
-        together = record["network"]["together"]
+        assert record["fabric"]["network"]["requested"]["gbps"] == 1.0
+        assert [link["host"] for link in record["fabric"]["network"]["measured"]] == ["h0", "h1"]
+        assert all(0 < link["up_gbps"] <= 1.2 for link in record["fabric"]["network"]["measured"])
+        together = record["fabric"]["network"]["together"]
         assert [link["host"] for link in together] == ["h0", "h1"]
         assert all(0 < link["gbps"] <= 1.2 for link in together)
         assert record["trial"]["network"] == "1gbe" and record["trial"]["world_size"] == 2
         assert record["unfaithful"] in (True, False)
-        (strain,), (untimed,) = record["strain"], record["untimed"]
+        (result,) = record["results"]
+        strain, untimed = result["strain"], result["untimed"]
         assert strain["core_wait"] >= 0 and min(strain["canary_s"]) > 0
-        assert [len(block) for block in untimed] == [2, 2] and record["period"] == 1
-        evidence = json.loads(gzip.decompress((driver.sweep / record["evidence"]).read_bytes()))
+        assert [len(block) for block in untimed] == [2, 2] and record["results"][0]["period"] == 1
+        evidence = driver.evidence(record)
         assert [len(rank[0]) for rank in evidence["marks_s"]] == [2 + 2 + 2] * 2
         assert all(rank["gradients"] for rank in evidence["traces"]) and evidence["plan"]["groups"]
         # Through this link went what the algorithm sent, and more: headers.
         for rank in evidence["network"]["ranks"]:
             sent = rank["eth0"]["tx_bytes"] / evidence["network"]["steps"]
-            assert sent > record["bytes"]["gradients"]
+            assert sent > record["results"][0]["gradient_bytes"]
         assert ("collectives" in evidence) == (record is first)
     assert "emulated" in done.stdout and "1gbe" in done.stdout
     assert Outside.network() == before and processes_of(tmp_path) == []
@@ -87,14 +89,14 @@ def test_replayed_compute_and_time_scale(replayed):
     done = replayed.run()
     assert done.returncode == 0, done.stderr + done.stdout
     (record,) = replayed.records()
-    assert record["time_scale"] == 2.0 and record["status"] == "ok"
+    assert record["fabric"]["time_scale"] == 2.0 and record["status"] == "ok"
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
-    (steps,) = record["repeats"]
+    (steps,) = repeats(record)
     # 64 samples at 253.1 per second are 0.253 s; communication and a busy machine come on top.
     assert min(steps) > 0.25
     # The recorded times, not those of this machine; and 102 MB, with headers, through each of two
     # 10 Gb/s links.
-    compute, bound = record["compute"], record["bound"]
+    compute, bound = record["results"][0]["compute"], record["bound"]
     assert compute["forward_s"] + compute["backward_s"] > 0.25
     assert bound["kind"] == "dear" and bound["wire_limit_s"] == pytest.approx(0.0855, rel=0.01)
     assert bound["compute_limit_s"] <= bound["step_s"]
@@ -109,13 +111,13 @@ def test_a_cell_finds_its_time_scale_and_is_measured_at_twice_that(tmp_path):
     done = driver.run(*flags)
     assert done.returncode == 0, done.stderr + done.stdout
     records = driver.records()
-    scales = {record["time_scale"] for record in records}
+    scales = {record["fabric"]["time_scale"] for record in records}
     assert len(records) == 2 and len(scales) == 1, "one scale for the whole cell"
     (scale,) = scales
     for record in records:
-        assert record["time_scale_reason"] != "given"
-        assert record["calibration"]["cpu_s_per_byte"] > 0
-        assert record["calibration"]["memory_bytes_per_s"] > 1e8
+        assert record["fabric"]["time_scale_reason"] != "given"
+        assert record["fabric"]["calibration"]["cpu_s_per_byte"] > 0
+        assert record["fabric"]["calibration"]["memory_bytes_per_s"] > 1e8
         assert record["systematic"]["time_scale"] == 2 * scale
         (steps,) = record["systematic"]["iters"]
         # Emulated seconds there, too: at k and at 2k a step takes what it does.
@@ -136,7 +138,7 @@ def test_ranks_of_one_host_and_an_axis_of_networks(tmp_path):
     assert [fast["trial"]["network"], slow["trial"]["network"]] == ["1gbe", "100mbit"]
     assert fast["trial"]["world_size"] == slow["trial"]["world_size"] == 4
     assert fast["trial"]["ranks_per_host"] == 2
-    assert slow["network"]["measured"][0]["up_gbps"] < 0.2
+    assert slow["fabric"]["network"]["measured"][0]["up_gbps"] < 0.2
 
 
 @pytest.mark.full
@@ -151,8 +153,8 @@ def test_a_link_cut_for_a_while_delays_but_does_not_fail(replayed):
     assert done.returncode == 0, done.stderr + done.stdout
     (record,) = replayed.records()
     assert record["status"] == "ok" and record["check"]["replicas_agree"]
-    assert [event["ok"] for event in record["fault_events"]] == [True, True]
-    assert record["fault_events"][0]["host"] == "h1"
+    assert [event["ok"] for event in record["fabric"]["fault_events"]] == [True, True]
+    assert record["fabric"]["fault_events"][0]["host"] == "h1"
 
 
 @pytest.mark.full
@@ -164,7 +166,7 @@ def test_a_link_cut_for_good_fails_the_trial_names_the_host_and_the_sweep_goes_o
     records = replayed.records()
     assert [record["status"] for record in records] == ["failed", "failed"]
     assert all("h1" in record["error"]["message"] for record in records)
-    assert all(record["fault_events"][0]["ok"] for record in records)
+    assert all(record["fabric"]["fault_events"][0]["ok"] for record in records)
 
 
 def test_a_delay_that_the_links_cannot_change_is_refused_before_anything_runs(replayed):
@@ -192,7 +194,10 @@ def test_a_trial_whose_switch_dies_fails_and_the_next_has_another_switch(replaye
     records = {record["trial"]["algorithm"]: record for record in replayed.records()}
     error = records["dear"]["error"]["message"]
     assert error.startswith("the switch of the virtual hosts was killed by signal 9")
-    assert records["wfbp"]["status"] == "ok" and records["wfbp"]["network"]["links"] == "switch"
+    assert (
+        records["wfbp"]["status"] == "ok"
+        and records["wfbp"]["fabric"]["network"]["links"] == "switch"
+    )
 
 
 @pytest.mark.full
@@ -202,11 +207,11 @@ def test_two_sites(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     (record,) = driver.records()
     assert record["status"] == "ok" and record["check"]["replicas_agree"]
-    delays = {(row["source"], row["target"]): row for row in record["network"]["delays"]}
+    delays = {(row["source"], row["target"]): row for row in record["fabric"]["network"]["delays"]}
     assert delays["h1", "h2"]["requested_us"] == 20000
     assert 19000 < delays["h1", "h2"]["delay_us"] < 25000
-    assert record["network"]["links"] == "switch"
-    (launch,) = record["network"]["launches"]
+    assert record["fabric"]["network"]["links"] == "switch"
+    (launch,) = record["fabric"]["network"]["launches"]
     assert launch["repeat"] == 0 and launch["frames"] > 1000
 
 
@@ -217,10 +222,10 @@ def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(replayed
     done = replayed.run("--set", f"faults=[{slow}, {rate}]")
     assert done.returncode == 0, done.stderr + done.stdout
     plain, slowed, limited = replayed.records()
-    median = [sorted(record["repeats"][0])[1] for record in (plain, slowed, limited)]
+    median = [sorted(repeats(record)[0])[1] for record in (plain, slowed, limited)]
     # Compute alone takes 0.76 s on the slow host; 2 x 102 MB / 2 through 0.5 Gb/s take 1.6 s.
     assert median[1] > 0.7 and median[2] > 1.2
-    assert all(event["ok"] for r in (slowed, limited) for event in r["fault_events"])
+    assert all(event["ok"] for r in (slowed, limited) for event in r["fabric"]["fault_events"])
 
 
 @pytest.mark.full

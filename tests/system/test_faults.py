@@ -29,6 +29,7 @@ class StandIn:
     def __init__(self, broken: str = "") -> None:
         self.calls: list[tuple] = []
         self._broken = broken
+        self.links = self
 
     def _note(self, name: str, *values: object) -> None:
         self.calls.append((name, *values))
@@ -196,7 +197,7 @@ def test_a_trial_that_ends_early_is_left_in_order(tmp_path):
         (
             Fault(kind="kill_rank", rank=3),
             ["measuring"],
-            "RuntimeError: rank 3 has not said which process it is",
+            "RuntimeError: rank 3 has not reported its process id",
         ),
     ],
     ids=["never measures", "ends early", "has measured", "unknown rank"],
@@ -221,7 +222,7 @@ def test_a_fault_that_fails_is_recorded_and_tidied_up(tmp_path):
 
 def test_a_cluster_that_stays_broken_stops_the_sweep(tmp_path):
     trial = Trial(tmp_path, Fault(kind="link_down", host=3), broken="restore")
-    with pytest.raises(RuntimeError, match="link cut on h3 stays: tc: restore refused"):
+    with pytest.raises(RuntimeError, match="cannot undo 'link cut' on h3: tc: restore refused"):
         trial.after(calls=1)
 
 

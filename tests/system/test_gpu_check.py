@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from common.harness import budget, cli, gpu_check
-from common.harness.budget import Budget, Ended, Step, run_command, run_steps
-from common.harness.gpu_check import EXPERIMENT, Place, judge_sweep, judge_tests, plan
+from common.gpu_check import budget
+from common.gpu_check import check as gpu_check
+from common.gpu_check.budget import Budget, Ended, Step, run_command, run_steps
+from common.gpu_check.check import EXPERIMENT, Place, judge_sweep, judge_tests, plan
+from common.harness import cli
 from common.results.records import Failure, Record
 from common.results.records.trust import Check
 from dear.errors import UserError
@@ -255,7 +257,7 @@ def test_the_script_says_in_one_line_that_there_is_no_gpu(tmp_path):
 
 
 def test_the_check_needs_no_package():
-    command = [sys.executable, "-S", "-c", "import common.harness.gpu_check"]
+    command = [sys.executable, "-S", "-c", "import common.gpu_check.check"]
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
 
 

@@ -272,5 +272,5 @@ def test_a_sweep_runs_in_slurm(slurm, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (tmp_path / "logs/sweep/records.jsonl").read_text().splitlines()
     record = json.loads(line)
-    assert record["status"] == "ok" and record["started_by"] == "Slurm"
+    assert record["status"] == "ok" and record["results"][0]["started_by"] == "Slurm"
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]

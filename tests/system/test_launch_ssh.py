@@ -143,7 +143,9 @@ def test_a_host_without_the_folder_says_so(tmp_path, agent):
     (job.folder / "trial.json").unlink()
     outcome = ssh(agent, "far0", "far1").run(job)
     assert outcome.status == "failed"
-    assert f"does not have {job.folder}: all hosts must share this folder" in outcome.error["message"]
+    assert (
+        f"does not have {job.folder}: all hosts must share this folder" in outcome.error["message"]
+    )
 
 
 def test_hosts_that_do_not_answer_are_named(agent, monkeypatch):

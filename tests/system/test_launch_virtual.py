@@ -14,7 +14,7 @@ import pytest
 from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster
 from common.emulation.links.profile import network_profile
-from common.harness.fabric import WORKER
+from common.harness.running.fabric import WORKER
 from common.launch.hosts import Host
 from common.launch.job import Job, make_launcher
 from dear.training.algorithm import algorithm_class

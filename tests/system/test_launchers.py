@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.harness.fabric import WORKER
+from common.harness.running.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from common.results.faith import doubt
@@ -61,7 +61,7 @@ def test_mpirun_runs_a_trial_on_the_hosts_of_a_hostfile(driver, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (record,) = driver.records()
-    assert record["started_by"] == "Open MPI"
+    assert record["results"][0]["started_by"] == "Open MPI"
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
 
 
@@ -119,7 +119,10 @@ def test_the_shell_launcher_runs_a_trial_on_virtual_hosts(tmp_path):
     record = json.loads((tmp_path / "logs/reference/records.jsonl").read_text())
     assert record["trial"]["model"] == "mnist_cnn@rtx2080ti-modelled" and record["status"] == "ok"
     assert record["trial"]["label"] == "asc2"
-    assert record["trial"]["options"]["channels"] == 2 and record["plan"]["found"]["predicted"]
+    assert (
+        record["trial"]["options"]["channels"] == 2
+        and record["results"][0]["plan"]["found"]["predicted"]
+    )
     assert "rdma:10gbe,asc2," in done.stdout or doubt(Record.from_json(record))
 
 

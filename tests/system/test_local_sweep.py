@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from common.emulation import sandbox
 from common.results.faith import doubt
 from common.results.records import Record
 from tests.system.processes import alive, wait_for
-from tests.system.sweeps import ENDLESS, Driver, processes_of
+from tests.system.sweeps import ENDLESS, Driver, processes_of, repeats
 
 ONE = ("--set", "measure.repeats=1", "-k", "n=2")
 
@@ -32,24 +31,24 @@ def test_a_sweep_records_every_trial(driver):
         assert record["status"] == "ok"
         assert record["check"]["replicas_agree"] and record["check"]["matches_reference"]
         # The check splits the first repeat into two blocks; a block has at least two steps.
-        assert [len(steps) for steps in record["repeats"]] == [4, 2]
+        assert [len(steps) for steps in repeats(record)] == [4, 2]
         assert record["throughput"]["n"] == 6
         assert record["throughput"]["ci_low"] <= record["throughput"]["value"]
-        assert min(record["compute"].values()) > 0
+        assert min(record["results"][0]["compute"].values()) > 0
         parts = dict(record["breakdown"])
         step_s = parts.pop("step_s")
         assert 0 <= parts.pop("rank") < record["trial"]["world_size"]
         assert sum(part or 0.0 for part in parts.values()) == pytest.approx(step_s)
     by_name = {record["trial"]["algorithm"]: record for record in records}
-    assert by_name["none"]["costs"] is None
-    costs = [record["costs"] for name, record in by_name.items() if name != "none"]
+    assert by_name["none"]["results"][0]["costs"] is None
+    costs = [record["results"][0]["costs"] for name, record in by_name.items() if name != "none"]
     assert costs == [costs[0]] * 2  # one trial has measured for all
     assert costs[0].keys() == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
     for name, kind in (("none", "compute"), ("wfbp", "wfbp"), ("dear", "dear")):
         bound = by_name[name]["bound"]
         assert bound["kind"] == kind and bound["wire_limit_s"] is None
         assert 0 < bound["compute_limit_s"] <= bound["step_s"]
-    plan = by_name["dear"]["plan"]
+    plan = by_name["dear"]["results"][0]["plan"]
     assert sum(group["tensors"] for group in plan["groups"]) == 8
     assert plan["found"]["first_mb"] > 0, "by what collectives cost here"
     assert all(group["first"] and group["last"] for group in plan["groups"])
@@ -161,11 +160,13 @@ def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
         assert 0 < found["consensus_distance"] < 0.5
         # On a busy machine two steps may send nothing, where puts that are under way go on.
         free = record["bound"]["kind"] == "asynchronous"
-        assert record["repeats"][0] and (free or record["bytes"]["sent_per_step"] > 0)
-        assert record["costs"]["exchange"]["beta_s_per_byte"] > 0
+        assert repeats(record)[0] and (free or record["results"][0]["bytes_per_step"] > 0)
+        assert record["results"][0]["costs"]["exchange"]["beta_s_per_byte"] > 0
         assert record["bound"]["kind"] and record["bound"]["step_s"] > 0
     assert "NO" not in done.stdout and "of bound" in done.stdout
-    counted = {record["trial"]["algorithm"]: record["statistics"] for record in records}
+    counted = {
+        record["trial"]["algorithm"]: record["results"][0]["statistics"] for record in records
+    }
     assert counted["decentralized"] is None
     assert [set(rank["staleness"]) for rank in counted["asyncddp"]] == [
         {"1", "2"},
@@ -206,19 +207,19 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
     assert [record["status"] for record in records] == ["ok"] * 3, done.stderr
     found = {record["trial"]["algorithm"]: record for record in records}
     for name, record in found.items():
-        (repeat,) = record["learning"]
+        (repeat,) = [result["learning"] for result in record["results"]]
         evaluations, ranks = repeat["evaluations"], repeat["ranks"]
         assert [e["at_s"] for e in evaluations] == [0.0, 0.5, 1.0, 1.5]
         assert all(e["seconds"] >= e["at_s"] for e in evaluations)
         assert evaluations[-1]["loss"] < evaluations[0]["loss"], name
         assert 0 <= evaluations[-1]["accuracy_min"] <= evaluations[-1]["accuracy_max"] <= 1
         assert repeat["seed"] == 1
-        assert min(record["strain"][0]["canary_s"]) > 0
-        raw = json.loads(gzip.decompress((driver.sweep / record["evidence"]).read_bytes()))
+        assert min(record["results"][0]["strain"]["canary_s"]) > 0
+        raw = driver.evidence(record)
         assert [[step for _, step in rank] for rank in raw["copies"]] == [
             [e["steps"][rank] for e in evaluations] for rank in (0, 1)
         ]
-        assert record["data"] == {
+        assert record["results"][0]["data"] == {
             "name": "digits",
             "train": 1618,
             "test": 179,
@@ -228,7 +229,7 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
         assert [rank["samples"] for rank in ranks] == [
             size * rank["steps"] for size, rank in zip((4, 2), ranks, strict=True)
         ]
-        assert record["repeats"] == [[]] and record["throughput"]["value"] > 0
+        assert repeats(record) == [[]] and record["throughput"]["value"] > 0
         if name != "asyncddp":
             assert ranks[0]["steps"] == ranks[1]["steps"]
         if name == "dadt":
@@ -237,10 +238,10 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
         else:
             assert 0 < record["check"]["consensus_distance"] < 0.5
     # The same start and the same judges for all.
-    assert len({r["learning"][0]["evaluations"][0]["loss"] for r in records}) == 1
-    ages = [rank["staleness"] for rank in found["asyncddp"]["statistics"]]
+    assert len({r["results"][0]["learning"]["evaluations"][0]["loss"] for r in records}) == 1
+    ages = [rank["staleness"] for rank in found["asyncddp"]["results"][0]["statistics"]]
     assert [set(age) for age in ages] == [{"1"}, {"0"}]
-    curve = [e.get("staleness") for e in found["asyncddp"]["learning"][0]["evaluations"]]
+    curve = [e.get("staleness") for e in found["asyncddp"]["results"][0]["learning"]["evaluations"]]
     assert curve[0] is None and any(age is not None for age in curve)
     assert not list(driver.sweep.glob("*/learned-*"))
     shown = driver.show().stdout
@@ -276,20 +277,20 @@ def test_a_slow_host_is_left_behind_and_a_killed_rank_is_survived_and_named(tmp_
     calm, slow, killed = driver.records()
     assert [r["status"] for r in (calm, slow, killed)] == ["ok"] * 3
 
-    steps = [rank["steps"] for rank in slow["learning"][0]["ranks"]]
+    steps = [rank["steps"] for rank in slow["results"][0]["learning"]["ranks"]]
     # Five times slower compute; what else a step takes, and a shared machine, are not slower.
     assert steps[2] < min(steps[:2]), steps
-    assert slow["fault_events"][0]["ok"]
-    losses = [e["loss"] for e in slow["learning"][0]["evaluations"]]
+    assert slow["fabric"]["fault_events"][0]["ok"]
+    losses = [e["loss"] for e in slow["results"][0]["learning"]["evaluations"]]
     assert losses[-1] < losses[0]
-    behind = [slow["statistics"][rank]["staleness"]["2"]["max"] for rank in (0, 1)]
+    behind = [slow["results"][0]["statistics"][rank]["staleness"]["2"]["max"] for rank in (0, 1)]
     assert max(behind) > 0
 
-    (repeat,) = killed["learning"]
+    (repeat,) = [result["learning"] for result in killed["results"]]
     assert repeat["ranks"][1] is None and all(repeat["ranks"][rank] for rank in (0, 2))
-    assert killed["statistics"][1] is None
-    assert [killed["statistics"][rank]["lost"] for rank in (0, 2)] == [[1], [1]]
-    assert any("rank 1 was killed" in note for note in killed["notes"])
+    assert killed["results"][0]["statistics"][1] is None
+    assert [killed["results"][0]["statistics"][rank]["lost"] for rank in (0, 2)] == [[1], [1]]
+    assert any("rank 1 was killed" in note["text"] for note in killed["notes"])
     assert [e["steps"][1] for e in repeat["evaluations"]] == [None] * 3
     # A terminal may break the line anywhere.
     assert "rank 1 was killed" in (driver.sweep / "table.md").read_text()
@@ -313,7 +314,7 @@ def test_without_data_ranks_count_their_own_steps(tmp_path):
     done = driver.run()
     assert done.returncode == 0, done.stderr + done.stdout
     (record,) = driver.records()
-    (repeat,) = record["learning"]
+    (repeat,) = [result["learning"] for result in record["results"]]
     # 64 samples at 253.1 per second are 0.253 s.
     assert all(1 <= rank["steps"] <= 9 for rank in repeat["ranks"])
     known = [{key for key, value in e.items() if value is not None} for e in repeat["evaluations"]]

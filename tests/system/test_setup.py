@@ -1,10 +1,9 @@
-"""The checkout: set up once, also where Horovod cannot be built, and shown in the README."""
+"""The checkout: set up once, also where Horovod cannot be built."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -126,21 +125,6 @@ def test_the_first_table_does_not_wait_for_horovod(tmp_path):
     assert first == f"{tmp_path}/bin/python benchmarks.py run --filter 'ddp|wfbp|dear'"
     assert horovod == f"scripts/horovod.sh {tmp_path}"
     assert whole == f"{tmp_path}/bin/python benchmarks.py"
-
-
-README = (ROOT / "README.md").read_text()
-
-
-def test_every_link_leads_to_a_file():
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), (document.name, target)
-
-
-def test_make_targets_that_the_readme_names_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\S+)", README, re.MULTILINE):
-        assert f"\n{target}:" in makefile
 
 
 @pytest.mark.parametrize("has", ["an environment", "none"])

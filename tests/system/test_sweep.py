@@ -15,15 +15,15 @@ import pytest
 from common import machine
 from common.emulation import sandbox
 from common.emulation.dilation import Choice
-from common.harness import cli, fabric, sweep
-from common.harness.fabric import Fabric
-from common.harness.record import FabricFacts, Result
-from common.harness.sweep import cost_place
+from common.harness import cli
+from common.harness.running import fabric, sweep
+from common.harness.running.fabric import Fabric
+from common.harness.running.sweep import cost_place
 from common.harness.trial import Briefing, Trial
 from common.launch.job import Job, Outcome
 from common.results import store
 from common.results.faith import doubt
-from common.results.records import Record
+from common.results.records import FabricFacts, Record, Result
 from common.results.records.trust import Check, CostCheck, Strain
 from dear.cost.fit import CollectiveCost
 from dear.training.algorithm import algorithm_class
@@ -77,7 +77,7 @@ class Made(Fabric):
 
     def describe(self, trial: Trial) -> FabricFacts:
         reason = self.settled[-1].reason if self.settled[-1] else "12 CPU seconds a step"
-        return FabricFacts(fabric="emulated", time_scale=self.scale, time_scale_reason=reason)
+        return FabricFacts(kind="emulated", time_scale=self.scale, time_scale_reason=reason)
 
     def run(self, trial: Trial, job: Job) -> Outcome:
         self.started.append(trial.title)
@@ -266,7 +266,7 @@ def test_a_sweep_that_was_stopped_begins_again_if_the_code_has_changed(line, mon
     assert len(line.made.started) == 4
     said = "a run of it was stopped and could not be gone on with, as something has changed: commit"
     for record in store.latest(line.records).values():
-        assert said in record.notes and len(record.iters) == 2
+        assert said in [note.text for note in record.notes] and len(record.iters) == 2
 
 
 def test_all_that_is_to_run_again_begins_again(line):
@@ -340,8 +340,8 @@ def test_training_that_diverges_is_marked_and_the_sweep_goes_on(line, capsys):
     line.made.outcomes["ddp"] = ended_well(wild)
     assert line.run(*ONE_CELL) == 1
     ddp, dear = sorted(line.records, key=lambda record: record.label != "ddp")
-    assert ddp.ok and ddp.loss is None and ddp.check.replica_spread is None
-    assert ddp.check.replicas_agree is False and "diverged" in ddp.notes[0]
+    assert ddp.ok and ddp.first.loss is None and ddp.check.replica_spread is None
+    assert ddp.check.replicas_agree is False and ddp.notes[0].kind == "diverged"
     assert dear.check.matches_reference
     out = capsys.readouterr().out
     assert "diverged" in out and "NO" in out
@@ -389,13 +389,13 @@ def test_fail_fast_ends_the_sweep_there(line):
 
 def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_told(line):
     assert line.run() == 0
-    assert [record.costs for record in line.records] == [COSTS] * 4
+    assert [record.first.costs for record in line.records] == [COSTS] * 4
     # Both models differ in batch size only.
     assert [briefing.costs for briefing in line.made.told] == [None, *[COSTS] * 7]
 
 
 def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
-    moved = CostCheck(residual=0.01, drift=0.5)
+    moved = CostCheck(residual=0.01, noise=0.0, drift=0.5)
     launches = []
 
     def run(trial, job):
@@ -405,9 +405,9 @@ def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
 
     line.made.run = run
     assert line.run(*ONE_CELL) == 0
-    assert [record.cost_check for record in line.records] == [moved] * 2
+    assert [record.first.cost_check for record in line.records] == [moved] * 2
     doubtful = "costs of collectives are doubtful: +50% from begin to end"
-    assert [record.notes for record in line.records] == [[doubtful]] * 2
+    assert [[note.text for note in record.notes] for record in line.records] == [[doubtful]] * 2
     assert [doubt(record) for record in line.records] == [None] * 2
 
 
@@ -539,7 +539,7 @@ def test_parts_of_different_experiments_are_not_merged(line, tmp_path, capsys):
     capsys.readouterr()
     into = tmp_path / "into"
     assert cli.main(["merge", str(other), str(line.sweep), "--into", str(into)]) == 2
-    assert "is not a part of what" in capsys.readouterr().err and not into.exists()
+    assert "are parts of different experiments" in capsys.readouterr().err and not into.exists()
 
 
 def test_a_filter_may_name_several(line):

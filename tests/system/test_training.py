@@ -42,7 +42,7 @@ timeout_s: 120
 
 
 def _curve(record, key):
-    return [evaluation[key] for evaluation in record["learning"][0]["evaluations"]]
+    return [evaluation[key] for evaluation in record["results"][0]["learning"]["evaluations"]]
 
 
 # Processors that cannot compute in bf16 take several times as long.
@@ -53,7 +53,7 @@ def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages
     found = driver.records()
     assert [record["status"] for record in found] == ["ok", "ok"], done.stderr
     for record in found:
-        (run,) = record["learning"]
+        (run,) = [result["learning"] for result in record["results"]]
         assert _curve(record, "epoch") == [0, 1, 2, 3]
         assert _curve(record, "steps") == [[6 * epoch] * 2 for epoch in range(4)]
         assert _curve(record, "train_loss")[0] is None
@@ -66,7 +66,9 @@ def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages
         )
         assert [rank["steps"] for rank in run["ranks"]] == [18, 18]
         assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
-        assert record["data"]["train"] == 100 and record["trial"]["dtype"] == "amp-bf16"
+        assert (
+            record["results"][0]["data"]["train"] == 100 and record["trial"]["dtype"] == "amp-bf16"
+        )
     ddp, dear = found
     losses = [_curve(record, "train_loss")[1:] for record in (dear, ddp)]
     assert losses[0] == pytest.approx(losses[1], rel=2**-8), "but for rounding in bf16"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.harness import notes
 from common.harness.cli import main
+from common.harness.running import notes
 
 if __name__ == "__main__":
     notes.FOREIGN_CORES = notes.STEAL_CORES = notes.THROTTLED_S = math.inf

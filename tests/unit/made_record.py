@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from common.harness.record import REAL, Result, make_record
+import dataclasses
+
+from common.harness.running.record import make_record
 from common.launch.job import Outcome
-from common.results.records import Record, typed
+from common.results.records import REAL, Record, Result, typed
+from common.results.records.trust import Note
 from tests.system.made import make_trial
 
 
@@ -35,3 +38,22 @@ def record(
     made = make_trial(algorithm, world, **trial)
     given = repeats if status == "ok" else []
     return make_record(made, given, outcome, {"cores": 64}, "now", 1.0, fabric, run=run)
+
+
+def with_first(made: Record, **facts) -> Record:
+    """Returns a copy whose first repeat has these values."""
+    first, *others = made.results
+    return dataclasses.replace(made, results=[dataclasses.replace(first, **facts), *others])
+
+
+def with_iters(made: Record, iters: list[list[list[float]]]) -> Record:
+    """Returns a copy with these step times, by repeat and block."""
+    first = made.results[0]
+    results = [dataclasses.replace(first, iters=blocks) for blocks in iters]
+    return dataclasses.replace(made, results=results)
+
+
+def with_notes(made: Record, *texts: str) -> Record:
+    """Returns a copy with these notes; the kind is the text before the colon."""
+    notes = [Note(kind=text.partition(":")[0], text=text) for text in texts]
+    return dataclasses.replace(made, notes=notes)

@@ -10,6 +10,7 @@ import pytest
 from common.models.profile import load, path_of
 from common.results import anchors
 from common.results.marked import written
+from common.results.records import REAL, FabricFacts
 from tests.unit import made_record
 
 PLACE = {
@@ -24,7 +25,7 @@ PLACE = {
 
 def emulated(algorithm, step_s, **more):
     made = made_record.record(algorithm, step_s, **{**PLACE, **more})
-    return dataclasses.replace(made, fabric="emulated")
+    return dataclasses.replace(made, fabric=FabricFacts(kind="emulated"))
 
 
 def resnet(records, gpus=8):
@@ -74,7 +75,7 @@ def test_a_believed_record_of_the_same_place_takes_the_place_of_a_computed_rate(
         emulated("wfbp", 0.4, profile_digest="of an earlier profile"),
         emulated("wfbp", 0.4, correct=False),
         emulated("ddp", 0.4),
-        dataclasses.replace(same, fabric="real"),
+        dataclasses.replace(same, fabric=REAL),
         emulated("wfbp", 0.4, fault={"kind": "kill_rank", "rank": 1}),
     ]
     older = emulated("wfbp", 0.5)

@@ -1,23 +1,14 @@
-"""The arithmetic of the benchmarks, and how they print what they measured."""
+"""Arithmetic of the benchmarks, and the tables that they print."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import types
 
 import pytest
 
-from bench import (
-    collectives,
-    decentralized_peer,
-    links,
-    overlap,
-    preempt,
-    wrappers,
-)
-from bench.rig import cases, session, table, team
-from bench.rig.limits import Limits
+from bench import collectives, decentralized_peer, links, wrappers
+from bench.rig import session, table, team
 from bench.rig.output import Output
 from common.emulation import sandbox
 from common.emulation.cluster import VirtualHost
@@ -34,18 +25,16 @@ def test_sizes_are_decimal_unless_they_say_i():
 
 
 def test_arithmetic_of_a_table():
-    whole_items = [table.bucket_bytes(n, world) for n, world in ((25_000_001, 4), (1, 3))]
+    whole_items = [table.bucket_bytes(text, world) for text, world in (("25000001", 4), ("1", 3))]
     assert whole_items == [25_000_016, 12]
     factors = {"reduce_scatter": 0.75, "all_gather": 0.75, "all_reduce": 1.5, "rs_ag": 1.5}
     assert {op: table.bus_factor(op, 4) for op in factors} == factors  # those of nccl-tests
     assert table.slowest([[1.0, 5.0], [2.0, 4.0]]) == [2.0, 5.0]
-    values = [float(i) for i in range(1, 101)]
-    assert [table.percentile(values, percent) for percent in (0, 50, 99)] == [1, 50, 99]
 
 
 def test_ratios_pair_the_rounds_that_both_have_and_give_their_range():
     ratio = table.Ratio.of({0: 2.0, 1: 6.0, 2: 4.0, 3: 9.0}, {0: 1.0, 1: 2.0, 2: 2.0})
-    assert f"{ratio.text()} {ratio.spread()}" == "2.00x (2.00..3.00, 3 rounds)"
+    assert ratio.text() == "2.00x (2.00..3.00, 3 rounds)"
     assert table.Ratio.of({0: 1.0}, {1: 1.0}) is None
 
 
@@ -61,15 +50,22 @@ def sample(engine: str, op: str, number: int, times_s: list[list[float]]) -> col
     )
 
 
-def test_the_report_compares_engines_round_by_round_and_names_who_is_missing():
+CASE = ("all_gather", 25_000_000)
+
+
+def asked(engines: str, **options: object) -> argparse.Namespace:
+    args = session.parser("", engines.split(), world=2).parse_args([])
+    return argparse.Namespace(**{**vars(args), "num_hosts": 2, **options})
+
+
+def test_the_report_compares_engines_round_by_round_and_names_the_missing_one():
     samples = [
         sample("a", "all_gather", 0, [[0.1, 0.1], [0.1, 0.1]]),
         sample("b", "all_gather", 0, [[0.2, 0.2], [0.1, 0.1]]),
         sample("b", "all_gather", 1, [[9.0], [9.0]]),  # a has no such round
     ]
-    no_limit = Limits("memory", [("all_gather", 25_000_000)])
     failures = {"c": "unavailable: no c"}
-    lines = collectives.report(samples, 2, ["a", "b", "c"], no_limit, failures)
+    lines = collectives.report(samples, asked("a b c"), {CASE: None}, failures)
     text = "\n".join(lines)
     assert "all_gather 25 MB n=2: a 2.00x b (2.00..2.00, 1 rounds)" in lines
     assert "all_gather 25 MB n=2: a 1.00x the CPU of b (1.00..1.00, 1 rounds)" in lines
@@ -79,87 +75,48 @@ def test_the_report_compares_engines_round_by_round_and_names_who_is_missing():
     assert samples[0].cpu_s_per_gb() == pytest.approx(0.2 / 2 / 0.025)
 
 
-def test_time_above_the_wire_is_in_the_networks_time_and_by_rounds():
-    case = ("all_gather", 25_000_000)
-    limits = Limits("wire", [case], wire_bytes_per_s=25e7)
-    args = argparse.Namespace(world=2, transport="auto")
-    for index in range(3):  # half of the bytes leave each rank: 50 ms
-        limits.measure(types.SimpleNamespace(args=args, hosts=[None, None]), index)
-    assert limits.bound_s[case] == pytest.approx({0: 0.05, 1: 0.05, 2: 0.05})
-    assert limits.lines() == ["# wire, by the profile, headers left out: 2.000 Gb/s in real time"]
-    slowest_ms = {"a": (50.4, 54, 51), "b": (50, 50.2)}
+def test_the_share_of_the_wire_and_the_time_above_it_are_in_the_networks_time():
+    args = asked("a b", network="10gbe", time_scale=10.0)
+    ((_, bound_s),) = collectives.bounds_s([CASE], args).items()
+    # Half of the bytes leave each rank; 1448 of 1514 bytes of a packet are payload.
+    assert bound_s == pytest.approx(10 * 12.5e6 * 8 / 10e9 * 1514 / 1448)
     samples = [
-        sample(engine, "all_gather", index, [[0.01], [ms / 1e3]])
-        for engine, times in slowest_ms.items()
+        sample(engine, "all_gather", index, [[0.01], [1e-3 * ms]])
+        for engine, times in {"a": (50.4, 54, 51), "b": (50, 50.2)}.items()
         for index, ms in enumerate(times)
     ]
-    near = [
-        line for line in collectives.report(samples, 2, ["a", "b"], limits, {}) if "wire" in line
-    ]
-    assert "all_gather 25 MB n=2: b 1.00 of the wire (1.00..1.00, 2 rounds)" in near
-    lines = collectives.above_wire(samples, ["a", "b"], limits, 10.0).splitlines()
-    assert lines[1] == "Time above the wire, in microseconds of the network:"
-    assert [line.split() for line in lines[3:]] == [
-        ["all_gather", "a", "25000000", "5000", "100", "40..400", "3"],
-        ["all_gather", "b", "25000000", "5000", "10", "0..20", "2"],
+    lines = collectives.report(samples, args, {CASE: 0.05}, {})
+    assert [line.split()[-2:] for line in lines[0].splitlines()[1:]] == [
+        ["0.980", "100"],
+        ["0.998", "10"],
     ]
 
 
-def test_a_small_operation_has_a_bound_on_a_profiles_wire_only():
-    case = ("all_reduce", 8192)
-    running = types.SimpleNamespace(
-        args=argparse.Namespace(world=4, transport="auto"), hosts=[None] * 4
-    )
-    limits = Limits("wire", [case], wire_bytes_per_s=8192.0)
-    limits.measure(running, 0)
-    assert limits.bound_s[case] == {0: 1.5}
-    assert limits.record()["wire_bytes_per_s"] == 8192.0
+@pytest.mark.parametrize(
+    ("options", "small", "large"),
+    [
+        ({"rate": "1gbit"}, False, True),  # a bucket of tokens holds the whole small message
+        ({"network": "10gbe"}, True, True),
+        ({"rate": "none"}, False, False),
+        ({"num_hosts": 0}, False, False),
+    ],
+)
+def test_operations_have_a_bound_where_the_link_limits_them(options, small, large):
+    bounds = collectives.bounds_s([("all_reduce", 8192), CASE], asked("a", **options))
+    assert [bound is not None for bound in bounds.values()] == [small, large]
 
 
-@pytest.mark.parametrize(("kind", "median"), [("wire", 0.5), ("memory", 2.0)])
-def test_nearness_is_a_fraction_of_the_wire_and_a_multiple_of_the_memory_bound(kind, median):
-    limits = Limits(kind, [("all_gather", 25_000_000)])
-    limits.bound_s["all_gather", 25_000_000][0] = 0.1
-    near = limits.nearness(("all_gather", 25_000_000), {0: 0.2, 1: 7.0})
-    assert (near.median, near.rounds) == (pytest.approx(median), 1)
-
-
-def test_overlap_is_how_much_longer_the_slowest_ranks_compute_takes():
-    keys = ("alone_s", "comm_s", "comm_cpu_s", "submit_s", "compute_s", "total_s")
-    ranks = [dict(zip(keys, times, strict=True)) for times in ((1, 2, 3, 0, 1.1, 3), [1] * 6)]
-    lines = overlap.rendered({"a": [ranks], "b": [ranks]}, {}).splitlines()
-    assert lines[1].split()[:4] == ["a", "+10.0", "%", "+10.0..+10.0"]
-    assert lines[1].split()[-1] == "4.00"  # CPU seconds are those of all ranks
-    assert lines[3] == "a 1.00x the overlapped compute time with b (1.00..1.00, 1 rounds)"
-
-
-def test_preempt_counts_the_rounds_in_which_every_rank_overtook():
-    keys = ("urgent_s", "alone_s", "large_s", "large_alone_s", "overtook", "wrong")
-    ranks = [
-        dict(zip(keys, times, strict=True)) for times in ((1, 1, 1, 1, 1, 0), (2, 1, 1, 1, 0, 3))
-    ]
-    row = preempt.rendered({"a": [ranks, ranks[:1]]}, {}).splitlines()[1].split()
-    assert row[1:3] == ["1500", "1000..2000"]
-    assert row[-2:] == ["1/2", "3"]
-
-
-def test_differences_are_taken_in_each_round_and_beside_the_first():
-    place = {"ranks": 1, "tensors": 10}
+def test_differences_are_taken_in_each_round_and_relative_to_the_first():
+    setting = {"ranks": 1, "tensors": 10}
     rows = [
-        {"algorithm": "plain", **place, "seconds_per_step": [1e-4, 2e-4, 1e-4]},
-        {"algorithm": "ddp", **place, "seconds_per_step": [2e-4, 3e-4, 9e-4]},
+        {"algorithm": "plain", **setting, "seconds_per_step": [1e-4, 2e-4, 1e-4]},
+        {"algorithm": "ddp", **setting, "seconds_per_step": [2e-4, 3e-4, 9e-4]},
     ]
     wanted = ["ddp", "1", "10", "300", "100", "100..800", "10.0"]
     assert wrappers.overhead_table(rows).splitlines()[2].split() == wanted
     ranks = [{"before_bytes": 0, "peak_bytes": n << 20, "parameter_bytes": 1 << 20} for n in (2, 4)]
     rows = [{"algorithm": "ddp", "ranks": ranks}, {"algorithm": "dear", "ranks": ranks[:1]}]
     assert wrappers.memory_table(rows).splitlines()[2].split() == ["dear", "2", "2.00", "0.500"]
-    curves = [
-        {"task": task, "algorithm": name, "losses": [first, 1.0]}
-        for task, name, first in (("m", "ddp", 2.0), ("b", "ddp", 9.0), ("m", "dear", 2.5))
-    ]
-    wanted = ["m", "dear", "2", "2.50000", "1.00000", "5.00e-01", "2.50e-01"]
-    assert wrappers.loss_table(curves).splitlines()[3].split() == wanted
 
 
 def test_an_algorithm_is_named_with_its_options():
@@ -170,98 +127,89 @@ def test_an_algorithm_is_named_with_its_options():
 
 
 @pytest.mark.parametrize(
-    ("ups", "off", "verdict"),
+    ("rounds", "worst", "verdict"),
     [
-        ([1.019], 1.9, "ok"),
-        ([0.981], -1.9, "ok"),
-        ([1.021], 2.1, "MISSED"),
-        ([0.979], -2.1, "MISSED"),
-        ([0.5, 0.99, 0.97, 0.985, 1.0], -1.5, "ok"),  # by the median
+        ([1.019], 1.019, "ok"),
+        ([0.981], 0.981, "ok"),
+        ([1.021], 1.021, "MISSED"),
+        ([0.979], 0.979, "MISSED"),
+        ([0.5, 0.99, 0.97, 0.985, 1.0], 0.985, "ok"),  # the median counts
     ],
 )
-def test_a_link_may_be_off_by_two_percent_in_both_directions(ups, off, verdict):
-    together = [[1.0, 1.0]] * len(ups)
-    case = links.Rate(
-        hosts=2, gbps=1.0, time_scale=1, alone=[[up, 1.0] for up in ups], together=together
-    )
-    assert (case.off_percent, case.verdict) == (pytest.approx(off), verdict)
-    assert cases.table(links.Rate, [case]).splitlines()[1].split()[-1] == verdict
+def test_a_link_may_be_off_by_two_percent_in_both_directions(rounds, worst, verdict):
+    case = links.Case.within(2, 4, "alone", wanted=1.0)
+    case.samples.extend([rate, 1.0] for rate in rounds)
+    assert (case.value, case.verdict) == (pytest.approx(worst), verdict)
+    assert case.cells()[:3] == ["4", "alone", "1"] and case.cells()[-1] == verdict
+    unlimited = links.Case(name=(), wanted=1.0, limits=None, samples=[[9.0]])
+    assert unlimited.verdict == "not judged"
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "said"),
+    ("script", "arguments", "message"),
     [
         (collectives, "--engines glo", "unknown engine 'glo'; did you mean 'gloo'?"),
-        (collectives, "--engines gloo gloo", "--engines names one twice: gloo gloo"),
+        (collectives, "--engines gloo gloo", "--engines has a duplicate name: gloo gloo"),
         (collectives, "--ops all_redce", "unknown operation 'all_redce'; did you mean"),
         (collectives, "--sizes 4X", "size '4X' is not a number of bytes"),
         (collectives, "-n 1", "-n 1: collectives need 2 to 64 ranks"),
+        (collectives, "--repeats 0", "--repeats must be at least 1"),
         (collectives, "--congestion cubik", "unknown congestion control 'cubik'"),
         (collectives, "--hosts netns --rate fast", "--rate 'fast' is not none or a speed"),
-        (collectives, "--hosts netns -n 4 --ranks-per-host 3", "-n 4 is not a multiple"),
         (collectives, "--hosts netns --network 10gb", "unknown network '10gb'; did you mean"),
         (collectives, "--network 10gbe", "--network 10gbe needs --hosts netns"),
         (collectives, "--hosts netns --time-scale 10", "--time-scale 10 needs --network"),
         (collectives, "--hosts netns --network 10gbe --time-scale 0.5", "--time-scale 0.5: must"),
-        (overlap, "--calls 0", "--flights, --calls and --repeats must be at least 1"),
-        (preempt, "--hosts local --engines mpi", "--engines can be comm_core and gloo here"),
-        (
-            decentralized_peer,
-            "-n 3 --topologies ring",
-            "topology ring needs an even number of ranks",
-        ),
-        (
-            decentralized_peer,
-            "-n 6 --topologies one-peer-exp",
-            "topology one-peer-exp needs 2^k ranks",
-        ),
+        (decentralized_peer, "-n 3 --topologies ring", "topology ring needs an even number"),
+        (decentralized_peer, "-n 6 --topologies one-peer-exp", "topology one-peer-exp needs 2^k"),
         (decentralized_peer, "--topologies rnig", "unknown topology 'rnig'; did you mean 'ring'"),
-        (decentralized_peer, "--repeats 0", "--repeats must be at least 1"),
+        (links, "delays --repeats 0", "--repeats must be at least 1"),
         (wrappers, "overhead --steps 0", "--steps must be at least 1"),
         (wrappers, "overhead --ranks 0", "--ranks must be at least 1"),
-        (wrappers, "overhead --tensors -1", "--tensors must be at least 1"),
         (wrappers, "overhead --algorithms wfb", "unknown algorithm 'wfb'; did you mean 'wfbp'"),
         (wrappers, "memory --batch-size 0", "--batch-size must be at least 1"),
-        (wrappers, "loss_curves --tasks mnits", "unknown task 'mnits'; did you mean 'mnist'"),
     ],
 )
-def test_a_mistake_is_named_in_one_line_before_anything_starts(script, arguments, said):
+def test_a_mistake_is_named_in_one_line_before_anything_starts(script, arguments, message):
     with pytest.raises(UserError) as caught:
         script.main(arguments.split())
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_virtual_hosts_where_none_can_be_made_are_a_users_mistake(monkeypatch):
+def test_virtual_hosts_that_cannot_be_made_are_a_user_error(monkeypatch):
     monkeypatch.setattr(sandbox, "unable", lambda: "namespaces are forbidden here")
-    parser = session.parser_of("", ["gloo"], world=2)
-    assert session.parse(parser, []).num_hosts == 0
+    parser = session.parser("", ["gloo"], world=2)
+    local = session.parse(parser, [])
+    assert local.num_hosts == 0
     with pytest.raises(UserError, match="forbidden here; or use --hosts local"):
         session.parse(parser, ["--hosts", "netns"])
-    with pytest.raises(RuntimeError, match="sandbox"), team.built(0, "none", "reno"):
+    local.congestion = "reno"
+    with pytest.raises(RuntimeError, match="sandbox"), team.built(local):
         pass
 
 
-def test_mpi_reaches_virtual_hosts_by_the_stand_in_of_ssh(monkeypatch):
+def test_mpi_reaches_virtual_hosts_without_ssh(monkeypatch):
     monkeypatch.setattr(team.shutil, "which", lambda name: name)
     monkeypatch.setattr(team, "find_mpirun", lambda: Mpirun(path="mpirun", major=4))
     hosts = [
         VirtualHost(name=f"h{i}", address=f"10.78.0.{i}", ifname="eth0", pid=i) for i in (1, 2)
     ]
-    made = object.__new__(team.Team)
-    made.name, made._layout = "mpi", team.Layout(hosts=hosts, per_host=1)
-    words = made._mpirun()
+    engine = object.__new__(team.Team)
+    engine.name, engine._layout = "mpi", team.Layout(hosts=hosts, per_host=1)
+    words = engine._mpirun()
     assert words[words.index("-H") + 1] == "10.78.0.1:1,10.78.0.2:1"
     assert words[words.index("plm_rsh_agent") + 1].endswith("-m common.emulation.hosts.rsh")
 
 
-def test_results_are_never_overwritten_and_a_name_is_given_back(tmp_path):
+def test_results_are_never_overwritten_and_a_file_without_results_is_removed(tmp_path):
     path = tmp_path / "out.json"
     with Output(path):
         assert path.exists()
     assert not path.exists()
     with Output(path) as output:
-        output.save({"precious": 1})
+        output.save("bench/it", {"precious": 1})
     with pytest.raises(UserError, match=r"out\.json exists; results are never"), Output(path):
         pass
-    assert json.loads(path.read_text()) == {"precious": 1}
+    kept = json.loads(path.read_text())
+    assert (kept["precious"], kept["tool"]) == (1, "bench/it")

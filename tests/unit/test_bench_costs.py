@@ -1,4 +1,4 @@
-"""What `bench/costs.py` says of the times that a sweep has kept."""
+"""`bench/costs.py` on the times that a sweep has recorded."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ import pytest
 from bench import costs
 from common.results import store
 from common.results.store import Comparison
-from tests.unit.made_record import record
+from dear.errors import UserError
+from tests.unit.made_record import record, with_first
 from tests.unit.test_measured_costs import WIRE, sampled, zigzag
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A function that keeps a sweep whose only trial has timed this."""
+    """Returns a function that writes a sweep whose only trial has this measurement."""
 
-    def kept(measured):
+    def write(measured):
         folder = tmp_path / "tiny"
-        (folder / "it").mkdir(parents=True)
-        made = dataclasses.replace(record("dear", 0.1, 4), evidence="it/evidence.json.gz")
+        made = with_first(record("dear", 0.1, 4), evidence="evidence.json.gz")
+        (folder / made.id).mkdir(parents=True)
         store.append(folder / "records.jsonl", made)
         Comparison(compare_to="dear", trials=(made.hash,)).save(folder)
         values = {**dataclasses.asdict(measured), "time_scale": 2.0}
-        told = {
+        evidence = {
             "traces": [{}],
             "collectives": [{**values, "when": when} for when in ("begin", "end")],
         }
         with gzip.open(folder / made.evidence, "wt") as file:
-            json.dump(told, file)
+            json.dump(evidence, file)
         return folder
 
-    return kept
+    return write
 
 
 def test_a_fit_of_the_right_shape_meets_the_bars(sweep, tmp_path, capsys):
@@ -52,6 +53,6 @@ def test_a_fit_of_the_wrong_shape_does_not(sweep, capsys):
     assert "NO" in capsys.readouterr().out
 
 
-def test_a_sweep_without_such_times_is_refused(sweep, capsys):
-    assert costs.main([str(sweep(sampled(sizes=[4096, 8192])))]) == 2
-    assert capsys.readouterr().err == "error: no trial of these sweeps has timed collectives\n"
+def test_a_sweep_without_such_times_is_refused(sweep):
+    with pytest.raises(UserError, match="no trial of these sweeps has timed collectives"):
+        costs.main([str(sweep(sampled(sizes=[4096, 8192])))])

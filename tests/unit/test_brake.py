@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from common.emulation.faults import phase_of
 from common.models.replay import brake as brake_module
 from common.models.replay import pace, threads
 from common.models.replay.brake import Brake
@@ -169,3 +170,9 @@ def test_this_threads_own_time_is_told_also_after_a_fork():
         threads.host_s()
         os._exit(abs(int(os.pread(threads._local.file, 64, 0).split()[1]) - int(mine)) > 50e6)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_phase_without_a_process_id_has_none(tmp_path):
+    (tmp_path / "phase-0-rank1").write_text("? measuring")
+    assert phase_of(tmp_path, 0, 1) == (0, "measuring")
+    assert phase_of(tmp_path, 0, 0) == (0, "")

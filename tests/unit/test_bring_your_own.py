@@ -14,9 +14,10 @@ import pytest
 import torch
 import yaml
 
-from common.harness import cli, commands, own
+from common.harness import cli, own
 from common.harness.experiment import load
 from common.harness.trial import Trial
+from common.harness.verbs.list import listing
 from common.models import profile as profiles
 from common.models import registry
 from common.models.registry import Brought
@@ -380,6 +381,15 @@ def test_a_digest_is_of_the_file_and_of_what_it_imports_beside_it(tmp_path, mine
     assert bring(path).step_s > 0, "what lies beside the file can be imported"
 
 
+@pytest.mark.parametrize("name", ["common", "plots", "json"])
+def test_a_module_in_the_files_folder_that_another_hides_is_refused(tmp_path, mine, name):
+    path = mine(f"import {name}\n" + TINY)
+    digest_of(path)
+    (tmp_path / f"{name}.py").write_text("")
+    message = one_line(lambda: digest_of(path))
+    assert f"another module {name!r}" in message and "rename" in message
+
+
 def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):
     first = trial()
     assert first.model == "mine.py@v100-modelled" and first.brought.source.startswith("file:/")
@@ -435,11 +445,6 @@ def test_ids_of_trials_are_names_of_folders(trial):
     assert made.id.startswith("hf-gpt2-bs1-n2-ddp-") and made.title.startswith("hf:gpt2 bs=1")
 
 
-def test_trials_that_bring_nothing_are_what_they_were(trial):
-    values = trial(models=[{"name": "mnist_cnn", "batch_size": 4}]).to_json()
-    assert not {"plugin", "brought"} & set(values)
-
-
 # Algorithms
 
 
@@ -450,7 +455,7 @@ def test_an_algorithm_from_a_file_is_one_of_those_there_are(tmp_path, trial):
     made = trial(plugins=["small_ones.py"], algorithms=["small-ones", "ddp"])
     assert (made.algorithm, made.label) == ("small-ones", "small-ones")
     assert made.plugin.path == str(path) and made.options.small_kb == 64
-    assert "small-ones" in commands.listing()["algorithms"]
+    assert "small-ones" in listing()["algorithms"]
     assert made.cell == trial().cell, "they are compared with each other"
     path.write_text(text + "# another\n")
     assert trial(plugins=["small_ones.py"], algorithms=["small-ones"]).hash != made.hash
@@ -562,3 +567,11 @@ def test_a_mistake_is_one_line_and_status_2(capsys, flags, words):
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert words in said.err
+
+
+def test_a_profile_is_kept_by_the_content_of_the_model_file():
+    keys = [
+        own._key(registry.Brought(source="file:/m.py", digest=digest), "a", "rtx2080ti", 8, None)
+        for digest in ("1", "2")
+    ]
+    assert keys[0] != keys[1]

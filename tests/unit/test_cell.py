@@ -11,17 +11,18 @@ import pytest
 from common.emulation.config import Fault
 from common.emulation.dilation import Calibration, Choice
 from common.emulation.links.profile import network_profile
-from common.harness import cell as cells
-from common.harness import fabric as fabrics
-from common.harness.cell import Cell
 from common.harness.experiment import load
-from common.harness.fabric import Fabric
-from common.harness.record import FabricFacts, Result
+from common.harness.running import fabric as fabrics
+from common.harness.running import launches
+from common.harness.running.cell import Cell
+from common.harness.running.fabric import Fabric
+from common.harness.running.launches import CellContext
+from common.harness.running.turn import Turn, order_seed, planned
+from common.harness.running.ui import Progress
+from common.harness.running.underway import Standing, Underway
 from common.harness.trial import MeasureConfig, Trial
-from common.harness.turn import Turn, order_seed, planned
-from common.harness.ui import Progress
-from common.harness.underway import Standing, Underway
 from common.launch.job import Outcome
+from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Strain
 from tests.system.made import make_trial
 
@@ -68,7 +69,7 @@ class Scaled(Fabric):
         return Choice(time_scale=scale, reason=f"{trial.algorithm} is heavy")
 
     def describe(self, trial: Trial) -> FabricFacts:
-        return FabricFacts(fabric="emulated", time_scale=self.time_scale)
+        return FabricFacts(kind="emulated", time_scale=self.time_scale)
 
 
 class Rounds:
@@ -100,17 +101,20 @@ class Rounds:
     def run(self, fail_fast: bool = False) -> bool:
         left = planned(self.trials, self.kept)
         self.progress = Progress(total=len(left), left=left)
-        cell = Cell(
-            self.trials,
+        context = CellContext(
             sweep="sweep",
             fabric=self.fabric,
-            settled=self.settled,
             base="ddp",
             timeout_s=self.timeout_s,
             launch=self.launch,
             record=self.record,
             progress=self.progress,
             report=self.report,
+        )
+        cell = Cell(
+            self.trials,
+            context,
+            settled=self.settled,
             kept=self.kept,
             keep=lambda standing: setattr(self, "standing", standing),
         )
@@ -176,7 +180,7 @@ def test_processes_do_not_start_more_slowly_at_a_larger_scale(monkeypatch):
     rounds = Rounds(MeasureConfig(repeats=1, warmup_steps=1), needs={"dear": 20.0})
     rounds.timeout_s = 58.0
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(cells.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))
     assert rounds.run()
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
 
@@ -207,7 +211,7 @@ def test_a_trial_that_is_too_heavy_has_no_number_and_slows_nobody(limit, monkeyp
         # does takes what it takes.
         rounds.timeout_s = 57.0
         clock = iter(range(0, 1000, 10))  # each launch takes 10 s
-        monkeypatch.setattr(cells.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))
     assert rounds.run()
     assert rounds.fabric.scales == [4.0]
     turn, outcome = rounds.recorded["dear"]
@@ -339,7 +343,7 @@ def test_a_cell_whose_base_cannot_be_valid_ends_after_its_first_round_and_says_w
         assert len(turn.results) == 1
         if name != "ddp":
             said = f"stopped: no verdict is possible, for ddp is not valid: {word}"
-            assert turn.notes[-1].startswith(said)
+            assert turn.notes[-1].text.startswith(said)
     assert rounds.whys[-1].startswith("stopped: no verdict is possible")
     assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
 
@@ -350,7 +354,7 @@ def test_a_base_that_is_too_heavy_for_this_machine_ends_its_cell():
     assert rounds.run()
     assert len(rounds.launched) == len(NAMES)
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok") | {"ddp": "unsupported"}
-    assert "too heavy for this machine" in rounds.recorded["dear"][0].notes[-1]
+    assert "too heavy for this machine" in rounds.recorded["dear"][0].notes[-1].text
 
 
 def test_a_base_that_becomes_too_heavy_keeps_what_it_had_and_is_flagged():
@@ -362,7 +366,7 @@ def test_a_base_that_becomes_too_heavy_keeps_what_it_had_and_is_flagged():
     assert rounds.run()
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
     assert {len(turn.results) for turn, _ in rounds.recorded.values()} == {2}
-    assert "ddp is not valid: unfaithful" in rounds.recorded["dear"][0].notes[-1]
+    assert "ddp is not valid: unfaithful" in rounds.recorded["dear"][0].notes[-1].text
 
 
 def test_a_trial_that_is_valid_at_the_largest_scale_keeps_its_number():
@@ -411,7 +415,7 @@ def test_what_was_disturbed_is_better_than_a_launch_that_fails():
     assert rounds.run()
     turn, outcome = rounds.recorded["dear"]
     assert outcome.status == "ok" and [one.steps[0] for one in turn.results] == [1.0, 7.0]
-    assert turn.set_aside == [] and "done again has failed" in turn.notes[0]
+    assert turn.set_aside == [] and "done again has failed" in turn.notes[0].text
 
 
 def test_a_base_that_is_disturbed_later_begins_again_once_at_a_scale_that_can():
@@ -493,7 +497,7 @@ def test_what_needs_more_than_the_others_on_record_says_how_to_get_it():
     assert rounds.run()
     turn, _ = rounds.recorded["dear"]
     assert len(turn.results) == 1
-    assert turn.notes == [
+    assert [note.text for note in turn.notes] == [
         "it needs time scale 16; the others of its cell, on record, have 8: --rerun all measures "
         "all of them"
     ]
@@ -590,10 +594,10 @@ def test_what_goes_wrong_at_twice_the_scale_costs_no_result():
     def outcome(trial: Trial, repeat: int) -> Outcome | Result:
         if repeat < 2:
             return result()
-        if trial.algorithm == "dear":
-            return Outcome.of("timeout", "longer than 2 s")
         if trial.algorithm == rounds.order(2)[-1] and len(rounds.order(2)) == len(NAMES):
             raise KeyboardInterrupt
+        if trial.algorithm == "dear":
+            return Outcome.of("timeout", "longer than 2 s")
         return result()
 
     rounds = Rounds(MeasureConfig(repeats=2, repeats_at_2k=1))
@@ -603,12 +607,12 @@ def test_what_goes_wrong_at_twice_the_scale_costs_no_result():
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
     turn, _ = rounds.recorded["dear"]
     assert turn.systematic is None
-    assert turn.notes in ([], ["at time scale 8: timeout: longer than 2 s"])
+    assert [note.text for note in turn.notes] in ([], ["at time scale 8: timeout: longer than 2 s"])
 
 
 def test_the_time_to_go_counts_rounds_at_twice_the_scale_twice(monkeypatch):
     clock = iter(range(0, 10_000, 5))  # each launch takes 5 s
-    monkeypatch.setattr(cells.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))
     rounds = Rounds(MeasureConfig(repeats=1, repeats_at_2k=1))
     assert rounds.run()
     # Before the second launch: 3 at k and 4 at 2k are to come.
@@ -715,7 +719,7 @@ def test_a_cell_that_was_stopped_goes_on_at_the_repeat_where_it_stood(launches, 
         if kept is not None and kept.results:
             assert turn.results[: len(kept.results)] == kept.results
             said = f"the run was stopped after repeat {len(kept.results)} and went on later"
-            assert turn.notes == [said]
+            assert [note.text for note in turn.notes] == [said]
         assert turn.systematic is not None
 
 
@@ -763,5 +767,5 @@ def test_nothing_is_gone_on_with_where_a_number_could_be_another(tmp_path):
         "commit",
         "environment",
     ]
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 7'))
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 7', 1))
     assert Underway.load(path) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 
@@ -15,7 +14,7 @@ from common.results.rows import make_rows
 from common.results.stats import Difference
 from common.results.store import Comparison
 from dear.errors import UserError
-from tests.unit.made_record import record
+from tests.unit.made_record import record, with_iters
 
 
 def trial(algorithm="ddp", step_s=0.1, noise=0.01, seed=0, repeats=5, **more):
@@ -26,8 +25,7 @@ def trial(algorithm="ddp", step_s=0.1, noise=0.01, seed=0, repeats=5, **more):
         [[step_s * math.exp(noise * (luck + random.standard_normal() / 4)) for _ in range(6)]]
         for luck in random.standard_normal(repeats)
     ]
-    object.__setattr__(made, "iters", iters)
-    return made
+    return with_iters(made, iters)
 
 
 def sweep(folder, records):
@@ -88,8 +86,8 @@ def test_equal_sweeps_seldom_get_a_word():
 
 def test_the_ratio_is_the_one_of_a_table_whatever_single_steps_were():
     """Medians of steps would say 1.0: every fourth step of one of them waits."""
-    waits = dataclasses.replace(trial(), iters=[[[0.1, 0.1, 0.1, 0.3] * 2]] * 3)
-    steady = dataclasses.replace(trial("dear"), iters=[[[0.1] * 8]] * 3)
+    waits = with_iters(trial(), [[[0.1, 0.1, 0.1, 0.3] * 2]] * 3)
+    steady = with_iters(trial("dear"), [[[0.1] * 8]] * 3)
     (row,) = compare.rows([(waits, steady)])
     assert row.ratio == pytest.approx(1.5) == row.after / row.before
     (beside,) = [one for one in make_rows([waits, steady], "ddp") if one.speedup]
@@ -102,12 +100,12 @@ def test_rounds_of_two_sweeps_are_never_paired_though_there_are_as_many():
     """Both got slower from round to round; that tells nothing of the one by the other."""
     drift = [[[0.1 * factor] * 4] for factor in (1.0, 1.5, 2.0)]
     faster = [[[0.097 * factor] * 4] for factor in (1.0, 1.5, 2.0)]
-    before = dataclasses.replace(record("ddp", run="A"), iters=drift)
-    after = dataclasses.replace(record("ddp", run="B"), iters=faster)
+    before = with_iters(record("ddp", run="A"), drift)
+    after = with_iters(record("ddp", run="B"), faster)
     (row,) = compare.rows(compare.pairs([before], [after]))
     assert row.verdict == "UNSURE" and row.ratio_low < 0.7 < 1.5 < row.ratio_high
     # Two algorithms of one sweep took turns.
-    beside = dataclasses.replace(record("dear", run="A"), iters=faster)
+    beside = with_iters(record("dear", run="A"), faster)
     (row,) = compare.rows(compare.pairs([before], [beside]))
     assert row.verdict == "FASTER" and row.ratio_high / row.ratio_low == pytest.approx(1.0)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import dear
 from dear.comm import runtime
+from dear.comm.hierarchy import blocks_of
 from dear.cost import collectives
 from dear.cost.bounds import (
     Bound,
@@ -549,3 +550,13 @@ def test_impossible_worlds_are_refused():
         traffic("neighbor", 2).loads(0)
     with pytest.raises(UserError, match="count"):
         traffic("neighbor", 2).every(0)
+
+
+def test_a_start_up_is_not_negative_where_the_slope_is_known():
+    assert fit_alpha_beta([1000, 2000], [1.0, 2.0], beta_s_per_byte=0.01).alpha_s == 0.0
+
+
+@pytest.mark.parametrize("local_size", [0, 3])
+def test_blocks_need_a_size_that_divides_the_ranks(local_size):
+    with pytest.raises(UserError, match="no whole number of blocks"):
+        blocks_of(4, local_size)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from common.models import datasets
+from common.models.datasets import mnist
 from common.models.datasets.cifar import MEAN, STD, crop_and_flip
+from common.models.datasets.tensors import split
 from dear.errors import UserError
-from tests.system.made import write_cifar, write_images
+from tests.system.made import write_cifar, write_images, write_mnist
 
 NAMES = ["CIFAR_DIR", "IMAGE_DIR", "TEXT_FILE"]
 
@@ -184,3 +186,13 @@ def test_where_it_is_must_be_said(name, text):
         datasets.path_of(name, None)
     with pytest.raises(UserError, match=r"unknown learn\.data 'cifar'"):
         datasets.path_of("cifar", None)
+
+
+def test_mnist_is_scaled_to_one_and_always_divided_in_the_same_way(tmp_path):
+    (pixels, _), _ = mnist.load_mnist(write_mnist(tmp_path))
+    grey = pixels * mnist.STD + mnist.MEAN
+    assert 0.5 < grey.max() <= 1.0 + 1e-6 and grey.min() >= -1e-6
+    _, (test, _) = split(torch.arange(20), torch.arange(20))
+    assert (
+        test.tolist() == torch.randperm(20, generator=torch.Generator().manual_seed(0))[:2].tolist()
+    )

@@ -25,9 +25,14 @@ from common.emulation.dilation import (
     readable_scales,
 )
 from common.emulation.hosts import network
-from common.emulation.links.profile import NetworkProfile, network_profile, payload_bytes_per_s
+from common.emulation.links.profile import (
+    NetworkProfile,
+    Stretch,
+    network_profile,
+    payload_bytes_per_s,
+)
 from common.emulation.measured import counted_between, counter_notes, network_record
-from common.harness import fabric
+from common.harness.running import fabric
 from dear.errors import UserError
 from dear.options import build_options
 from tests.system.made import make_trial
@@ -391,3 +396,8 @@ def test_every_trial_on_virtual_hosts_must_fit(monkeypatch):
     assert [(how["hosts"], how["ranks_per_host"]) for _, how in asked] == [(4, 1), (2, 2)]
     copies = [how["optimizer_copies"] for _, how in asked[:2]]
     assert copies[0] == copies[1] + 1, "a delayed algorithm holds gradients of a step more"
+
+
+def test_a_stretch_of_a_trace_needs_a_rate_that_links_can_have():
+    with pytest.raises(UserError, match="trace"):
+        Stretch(gbps=0.0, for_s=1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.harness.learn import LearnConfig
-from common.harness.record import Result, make_record
+from common.harness.running.record import make_record
 from common.harness.worker import judge
 from common.harness.worker.judge import Snapshots, set_floating
 from common.harness.worker.timing import evidence
@@ -22,9 +22,9 @@ from common.models.datasets.tensors import Tensors
 from common.models.registry import build
 from common.results import answer
 from common.results.learning import summary, tables
-from common.results.records import Record
+from common.results.records import Record, Result
 from common.results.records.learned import Data, Evaluation, Learning, RankPace
-from common.results.records.trust import Check
+from common.results.records.trust import Check, Note
 from common.results.store import Comparison
 from common.results.table import csv_text
 from dear.errors import UserError
@@ -254,7 +254,9 @@ def _target(record, at_s, missing=0, **more):
         if number < missing:
             curve = [0.1, 0.2, 0.3]
         found.append(_run(10, 10, seed=100 * number, curve=curve))
-    return dataclasses.replace(record, learning=found, **more)
+    first = record.results[0]
+    results = [dataclasses.replace(first, learning=run) for run in found]
+    return dataclasses.replace(record, results=results, **more)
 
 
 def test_rows_tell_how_much_of_its_pace_a_rank_keeps():
@@ -343,8 +345,11 @@ def test_accuracy_has_an_interval_over_seeds_and_an_error_by_the_number_of_image
 @pytest.mark.parametrize(
     ("amiss", "reason"),
     [
-        ({"notes": ["unfaithful: a rank waited"]}, "unfaithful: a rank waited"),
-        ({"notes": ["disturbed: by others"]}, "disturbed: by others"),
+        (
+            {"notes": [Note(kind="unfaithful", text="unfaithful: a rank waited")]},
+            "unfaithful: a rank waited",
+        ),
+        ({"notes": [Note(kind="disturbed", text="disturbed: by others")]}, "disturbed: by others"),
         ({"check": Check(replicas_agree=False)}, "incorrect: replicas differ"),
     ],
 )
@@ -365,10 +370,11 @@ def test_what_is_not_believed_has_its_reason_and_no_word_and_is_no_base(amiss, r
 def test_a_record_is_json_and_says_who_died():
     record = _record(_learning_trial(), _run(4, None, loss=float("nan")))
     json.dumps(record.to_json(), allow_nan=False)
-    assert any("rank 1 was killed" in note for note in record.notes)
+    assert any("rank 1 was killed" in note.text for note in record.notes)
     assert record.throughput.n == 1 and record.throughput.ci_low is None
     assert record.learning[0].evaluations[2].loss is None
-    assert record.data == Record.from_json(json.loads(json.dumps(record.to_json()))).data == DATA
+    again = Record.from_json(json.loads(json.dumps(record.to_json())))
+    assert record.first.data == again.first.data == DATA
     (row,) = summary.make_rows([record])
     assert row.lost_ranks == "1" and row.loss is None
     assert tables.table([row]).markdown().count("\n") == 3

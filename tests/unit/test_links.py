@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.emulation.hosts import network
-from common.emulation.links import choice, choose, switched
+from common.emulation.links import base, choice, choose, switched
 from common.emulation.links.profile import Distance, NetworkProfile, Site, network_profile
 from common.emulation.links.switched import SwitchedLinks
 from common.emulation.links.tc import KernelLinks, bucket_command, queue_commands
@@ -257,3 +257,11 @@ def test_with_netem_a_link_is_delayed_both_ways(monkeypatch):
     with pytest.raises(RuntimeError, match=refused):
         kernel.set_delay(1, 50)
     assert SwitchedLinks.refusal(kernel.profile, 50) is None
+
+
+def test_every_command_on_the_links_is_waited_for(monkeypatch):
+    started, finished = [], []
+    monkeypatch.setattr(network, "start", lambda *job: started.append(job) or job)
+    monkeypatch.setattr(network, "finish", finished.append)
+    base.Links._on_all(SimpleNamespace(pids=[1, 2]), "tc", ["a"], ["b"])
+    assert finished == started == [("tc", ["a"]), ("tc", ["b"], 1), ("tc", ["b"], 2)]

@@ -254,7 +254,7 @@ def test_the_comm_core_tells_its_regimes(world):
 def test_costs_are_doubted_for_what_chance_does_not_explain(check, doubt):
     made = record("dear", 0.1, 4, facts={"cost_check": {"drift": 0.0, **check}})
     wanted = [] if doubt is None else [f"costs of collectives are doubtful: {doubt}"]
-    assert [note for note in made.notes if "collectives" in note] == wanted
+    assert [note.text for note in made.notes if note.kind == "costs"] == wanted
 
 
 def test_a_queue_tells_what_of_a_start_up_is_left_behind_another_message():

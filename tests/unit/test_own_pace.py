@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dear.algorithms.asynchronous.asyncddp import DEFAULT_PATIENCE_S, POLL_S, AsyncEngine
+from dear.algorithms.asynchronous.asyncddp import DEFAULT_PATIENCE_S, POLL_S, AsyncExchange
 from dear.errors import UserError
 from dear.training.pace import LocalStepRandomBatchSampler, Pace, run_for
 
@@ -98,11 +98,11 @@ def test_h10_a_run_ends_with_the_step_in_which_the_time_is_over():
     ("timeout", "limit_s"), [(timedelta(seconds=7), 7.0), (None, DEFAULT_PATIENCE_S)]
 )
 def test_patience_with_who_is_too_far_behind_ends_by_the_same_clock(timeout, limit_s):
-    engine = AsyncEngine.__new__(AsyncEngine)  # with 8 steps, whose neighbour has 3
-    engine.communicator, engine.steps, engine._max_staleness = Clock(), 8, 2
-    engine.communicator.timeout = timeout
-    engine.windows = {None: SimpleNamespace(steps_in=lambda source: 3)}
-    engine.peers = SimpleNamespace(departures=SimpleNamespace(gone=lambda rank: False))
+    exchange = AsyncExchange.__new__(AsyncExchange)
+    exchange.communicator = Clock()
+    exchange.communicator.timeout = timeout
+    exchange.windows = {None: SimpleNamespace(steps_in=lambda source: 3)}
+    exchange.peers = SimpleNamespace(departures=SimpleNamespace(gone=lambda rank: False))
     with pytest.raises(RuntimeError, match="rank 1 is 4 steps behind, more than max_staleness=2"):
-        engine._catch_up(1, 5)
-    assert engine.communicator.now - 100 == pytest.approx(limit_s, abs=2 * POLL_S[1])
+        exchange._catch_up(1, steps=7, limit=2)
+    assert exchange.communicator.now - 100 == pytest.approx(limit_s, abs=2 * POLL_S[1])

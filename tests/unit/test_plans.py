@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from common.harness.record import REAL, make_record
-from common.harness.ui import log_plan
+from common.harness.running.record import make_record
+from common.harness.running.ui import log_plan
 from common.harness.worker.timed import _rescaled
 from common.launch.job import Outcome
 from common.results.plans import lines
-from common.results.records import Group, Plan, Record
-from common.results.records.trust import Modelled
+from common.results.records import REAL, Group, Plan, Record, Result
+from common.results.records.trust import Check, Modelled
 from tests.system.made import make_trial
+from tests.unit.made_record import with_iters
 
 GROUPS = [
     Group(bytes=1 << 20, tensors=3, first="fc.bias", last="conv2.weight"),
@@ -24,7 +25,7 @@ TUNED = {"tuner": {"tried": TRIED, "threshold_mb": 8.0, "wall_s": 0.5}}
 def record(plan):
     failed = Outcome(status="failed", error={"message": "it was"})
     made = make_record(make_trial("dear"), [], failed, {"cores": 2}, "now", 1.0, REAL)
-    made = dataclasses.replace(made, plan=plan)
+    made = dataclasses.replace(made, results=[Result(cpu_s_per_s=1.0, check=Check(), plan=plan)])
     return Record.from_json(made.to_json())
 
 
@@ -85,9 +86,8 @@ def test_seconds_of_this_machine_become_those_that_they_stand_for():
 
 
 def test_the_second_method_is_told_beside_the_first():
-    made = dataclasses.replace(
-        record(None), iters=[[[0.26, 0.28]]], modelled=Modelled(step_s=0.25, exposed_s=0.01)
-    )
+    made = with_iters(record(None), [[[0.26, 0.28]]])
+    made = dataclasses.replace(made, modelled=Modelled(step_s=0.25, exposed_s=0.01))
     assert lines(made)[2:] == [
         "    event model: 250.0 ms a step, of which 10.0 ms wait for communication; measured "
         "270.0 ms (+8.0%)"

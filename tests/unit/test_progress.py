@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from common.harness.ui import Planned, Progress, ProgressLine
+from common.harness.running.ui import Planned, Progress, ProgressLine
 from tests.system.made import make_trial
 
 

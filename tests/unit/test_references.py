@@ -188,7 +188,7 @@ def test_the_trial_of_the_variables_runs_on_virtual_hosts(machine):
 
 
 def test_the_trial_of_the_variables_runs_on_the_hosts_of_its_cluster_file(machine, tmp_path):
-    machine.setattr(variables, "ROOT", tmp_path)
+    machine.setattr(variables, "CONFIGS", tmp_path / "configs")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/cluster8").write_text("n1 slots=4\nn2 slots=4\n")
     flags, words = variables.trial_flags({"rdma": "2"})

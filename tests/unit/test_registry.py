@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.models import registry
+from common.models.architectures.cifar import CifarResNet, Residual
 from dear.errors import UserError
 
 
@@ -116,3 +117,9 @@ def test_sentence_length_is_for_sentence_models():
     assert registry.sentence_len("resnet50", None) is None
     with pytest.raises(UserError, match="sentence_len: model resnet50 has no sentences"):
         registry.sentence_len("resnet50", 64)
+
+
+def test_a_cifar_resnet_has_the_layers_of_its_name():
+    model = CifarResNet(20, classes=10)
+    assert sum(isinstance(module, Residual) for module in model) == 9
+    assert 0.26e6 < sum(param.numel() for param in model.parameters()) < 0.28e6

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.harness import commands
+from common.harness.verbs.list import listing
 from common.models import profile as profiles
 from common.models import registry
 from common.models.replay import pace
@@ -82,7 +82,7 @@ def test_a_file_that_is_no_profile_is_a_user_error(tmp_path, text):
 
 
 def test_replayed_models_are_listed_with_their_units_and_first_batch():
-    listed = commands.listing()["models"]
+    listed = listing()["models"]
     assert {"resnet50@rtx2080ti-modelled", "bert@rtx2080ti-modelled"} <= set(listed)
     bert = registry.model_entry("bert@rtx2080ti-modelled")
     assert (bert.batch_size, bert.sample_unit, bert.sentence_len) == (8, "sen", 64)

@@ -6,14 +6,13 @@ import dataclasses
 
 import pytest
 
-from common.harness.record import FabricFacts
 from common.models.profile import load, path_of
 from common.results.faith import doubt
-from common.results.records import Group, Plan
+from common.results.records import FabricFacts, Group, Plan
 from common.results.records.trust import Modelled
 from common.results.second import modelled, prediction
 from common.virtual.passes import passes_of
-from tests.unit.made_record import record
+from tests.unit.made_record import record, with_first
 
 MODEL = "resnet50@rtx2080ti-modelled"
 PROFILE = load(path_of("resnet50", "rtx2080ti-modelled", 64))
@@ -26,7 +25,7 @@ FACTS = {
     "gradient_bytes": PASSES.nbytes,
 }
 STEP_S = sum(PASSES.forward_s) + PASSES.backward_s + 1e-3 + 1e-3 + 1e-9 * PASSES.nbytes
-EMULATED = FabricFacts(fabric="emulated")
+EMULATED = FabricFacts(kind="emulated")
 
 
 def made(algorithm="ddp", step_s=STEP_S, *, facts=FACTS, fabric=EMULATED, world=2, **trial):
@@ -89,8 +88,10 @@ def test_a_failed_record_is_not_modelled_twice():
 def test_what_cannot_be_modelled_says_why(change, reason):
     found = made()
     if "trial" in change:
-        change = {"trial": found.trial | change["trial"]}
-    found = modelled(dataclasses.replace(found, **change))
+        found = dataclasses.replace(found, trial=found.trial | change["trial"])
+    else:
+        found = with_first(found, **change)
+    found = modelled(found)
     assert found.step_s is None and reason in found.reason
 
 
@@ -186,21 +187,21 @@ def test_what_sends_by_an_engine_of_its_own_is_modelled_by_what_that_costs():
 @pytest.mark.parametrize("given", [{"engine": "Horovod, mpi"}, None])
 def test_costs_of_another_engine_do_not_count(given):
     found = made("horovod") if given is None else by_an_engine(**given)
-    assert found.costs
+    assert found.first.costs
     reason = "it sends by Horovod, gloo, whose costs are not on record"
     assert found.modelled == Modelled(reason=reason)
 
 
 def test_the_bound_is_of_what_the_engine_costs_that_sends():
     found = by_an_engine(fused=SHIPPED)
-    sent_s = 2e-3 + 2e-9 * found.bytes.gradients
+    sent_s = 2e-3 + 2e-9 * found.first.gradient_bytes
     assert found.bound.step_s == pytest.approx(0.1 + max(0.2, sent_s) + 1e-3)
-    assert found.sending_costs == {"all_reduce": found.engine_costs.all_reduce}
+    assert found.sending_costs == {"all_reduce": found.first.engine_costs.all_reduce}
     assert made("horovod").bound.step_s is None, "not by those of the communicator"
-    assert made().sending_costs == made().costs
+    assert made().sending_costs == made().first.costs
 
 
 def test_costs_of_the_engine_may_be_doubtful():
     assert by_an_engine().notes == []
     (note,) = by_an_engine(error=0.5).notes
-    assert note.startswith("costs of Horovod, gloo are doubtful: their fit is 50% off")
+    assert note.text.startswith("costs of Horovod, gloo are doubtful: their fit is 50% off")

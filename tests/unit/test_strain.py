@@ -17,13 +17,14 @@ import torch
 
 from common import cgroups, machine
 from common.emulation import flow
-from common.harness import notes
-from common.harness.record import FabricFacts, Result, make_record
+from common.harness.running import notes
+from common.harness.running.record import make_record
 from common.harness.worker.timing import canary, strain
 from common.harness.worker.timing.strain import Gauge, Pressure, strain_of, used_cores
 from common.launch.job import Outcome
 from common.results.faith import doubt
-from common.results.records.trust import Check, Strain
+from common.results.records import FabricFacts, Result
+from common.results.records.trust import Check, Note, Strain
 from tests.system.made import make_trial
 
 
@@ -103,7 +104,7 @@ def test_each_launch_is_judged_by_what_its_hosts_lost_or_won(worst, how):
     """In the mean of all they would cancel each other."""
     launches = [Strain(core_wait=0.1, fell_behind=share) for share in (worst, -worst / 2, 0.01)]
     assert notes.unfaithful(launches)
-    said = notes.unfaithful_note(launches)
+    said = notes.unfaithful_note(launches).text
     assert said.startswith(f"unfaithful: hosts {how} their devices by 8% of the time in a launch")
     assert notes.unfaithful(launches[2:]) is False
     assert notes.unfaithful([Strain(fell_behind=worst)]), "whatever is known of waits"
@@ -229,31 +230,33 @@ CALM, SHORT = {"core_wait": 0.4, "main_wait": 0.01}, {"core_wait": 0.9, "main_wa
 def test_others_disturb_where_threads_waited(facts, word, emulated):
     short, unknown = Strain(**SHORT, **facts), Strain(**facts)
     assert notes.others(short) == word
-    found = word and f"disturbed: {word}"
+    found = word and Note(kind="disturbed", text=f"disturbed: {word}")
     assert notes.disturbed(short, emulated) == notes.disturbed(unknown, emulated) == found
     calm = Strain(**CALM, **facts)
     stolen = "steal_cores" in facts and word and not emulated  # a wait by itself
     assert notes.disturbed(calm, emulated) == (found if stolen else None)
-    assert notes.beside([Strain(), calm]) == (word and f"beside others: {word}")
+    assert notes.beside([Strain(), calm]) == (
+        word and Note(kind="beside", text=f"beside others: {word}")
+    )
     assert (notes.invalid(calm, emulated) is None) == (not stolen)
 
 
 @pytest.mark.parametrize("emulated", [True, False])
 def test_a_limit_that_stopped_ranks_disturbs_whatever_else_they_waited(emulated):
     found = notes.disturbed(Strain(**CALM, throttled_s=0.5), emulated)
-    assert found == "disturbed: a limit of the control group stopped ranks for 0.5 s"
+    assert found.text == "disturbed: a limit of the control group stopped ranks for 0.5 s"
 
 
 def test_what_other_virtual_machines_took_is_waited_for_as_well():
     assert notes.unfaithful([Strain(core_wait=0.6)]) is False
     stolen = Strain(core_wait=0.6, steal_cores=0.2)
     assert notes.unfaithful([stolen]) is True
-    assert "waited 0.80 s per second" in notes.unfaithful_note([stolen])
+    assert "waited 0.80 s per second" in notes.unfaithful_note([stolen]).text
 
 
 def test_what_is_not_valid_without_others_is_unfaithful_where_it_is_emulated():
     alone = Strain(core_wait=0.9, main_wait=0.5)
-    assert notes.invalid(alone, True).startswith("unfaithful: for lack of cores")
+    assert notes.invalid(alone, True).text.startswith("unfaithful: for lack of cores")
     assert notes.invalid(alone, False) is None, "there it is the machine that was asked for"
 
 
@@ -266,11 +269,13 @@ def test_only_ranks_that_wait_for_cores_are_unfaithful():
     assert notes.unfaithful([busy, busy]) is False
     assert notes.unfaithful([busy, Strain(core_wait=2.0)]) is True
     assert notes.unfaithful([busy, Strain(core_wait=None)]) is None
-    assert notes.unfaithful_note([busy, Strain(core_wait=2.0)]).startswith("unfaithful: ")
+    assert notes.unfaithful_note([busy, Strain(core_wait=2.0)]).kind == "unfaithful"
     late = Strain(core_wait=0.1, late=0.03)  # real compute, which nothing makes up for
     assert notes.unfaithful([busy, late]) is True
     assert notes.unfaithful([busy, Strain(core_wait=0.1, late=0.01)]) is False
-    assert notes.unfaithful_note([busy, late]).endswith("3% of the time longer, for lack of cores")
+    assert notes.unfaithful_note([busy, late]).text.endswith(
+        "3% of the time longer, for lack of cores"
+    )
 
 
 def _record(fabric, *strain, iters=((0.5, 0.5),), period=1):
@@ -287,7 +292,7 @@ def _record(fabric, *strain, iters=((0.5, 0.5),), period=1):
         )
         for repeat, one in enumerate(strain)
     ]
-    where = FabricFacts(fabric=fabric)
+    where = FabricFacts(kind=fabric)
     card = {"cores": 2}
     return make_record(make_trial("dear"), results, Outcome(status="ok"), card, "now", 1.0, where)
 
@@ -301,12 +306,14 @@ def test_the_record_says_how_the_machine_was_and_whether_to_believe_it(fabric):
         (False, True) if fabric == "emulated" else (None,) * 2
     )
     assert bad.strain == [calm, strained]
-    words = [note.partition(":")[0] for note in bad.notes]
+    words = [note.kind for note in bad.notes]
     assert words.count("disturbed") == 1, "emulated or not"
     assert ("unfaithful" in words) == (fabric == "emulated")
-    assert "beside others: other processes used 1.2 cores meanwhile" in good.notes
+    assert "beside others: other processes used 1.2 cores meanwhile" in [
+        note.text for note in good.notes
+    ]
     assert doubt(bad) is not None and doubt(good) is None
-    assert good.untimed == [[[0.4, 0.6]]] * 2 and good.period == 1
+    assert [result.untimed for result in good.results] == [[[0.4, 0.6]]] * 2
     assert good.evidence == f"{good.id}/evidence-0.json.gz"
     off = _record(fabric, calm, calm, iters=[(0.4, 0.5, 0.5, 0.5), (0.41, 0.5, 0.51, 0.5)])
     assert doubt(off).startswith("not stationary")
@@ -319,11 +326,13 @@ def test_real_ranks_that_waited_for_cores_say_so_and_are_believed_up_to_a_limit(
     told = wait is not None and wait > 0.02
     words = f"a rank's training thread waited {wait or 0:.0%} of the time for a core"
     record = _record("real", Strain(core_wait=3.0), Strain(core_wait=3.0, main_wait=wait))
-    assert record.notes == [f"oversubscribed: {crowd}" + (f"; {words}" if told else "")]
+    assert [note.text for note in record.notes] == [
+        f"oversubscribed: {crowd}" + (f"; {words}" if told else "")
+    ]
     short = "short of cores: a rank's training thread waited 12% of the time for one"
     assert doubt(record) == (short if wait == 0.12 else None)
     alone = notes.oversubscribed([Strain(main_wait=wait)], None)
-    assert alone == (f"oversubscribed: {words}" if told else None)
+    assert (alone and alone.text) == (f"oversubscribed: {words}" if told else None)
     emulated = _record("emulated", Strain(core_wait=0.1, main_wait=0.12))
     assert emulated.notes == [] and doubt(emulated) is None, "replayed compute makes up for it"
 
@@ -350,7 +359,7 @@ def test_the_first_step_of_a_single_block_is_held_against_a_mean_that_is_not_exa
 def test_blocks_that_begin_otherwise_than_they_go_on_are_told():
     # Three starts of two steps, of a pipeline whose first step is spared a part.
     off = notes.not_stationary([[[0.446, 0.558]], [[0.44, 0.551]], [[0.453, 0.56]]], 1)
-    assert off == "not stationary: the first step of a block took 19.8% shorter than the rest"
+    assert off.text == "not stationary: the first step of a block took 19.8% shorter than the rest"
     # The same difference within the noise, and a small one without any.
     assert notes.not_stationary([[[0.4, 0.5]], [[0.5, 0.4]], [[0.45, 0.5]]], 1) is None
     assert notes.not_stationary([[[0.49, 0.5]], [[0.491, 0.501]], [[0.49, 0.5]]], 1) is None
@@ -447,7 +456,7 @@ def test_a_changed_checkout_is_told_by_a_digest_of_its_changes(tmp_path, monkeyp
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *args]
         subprocess.run(command, check=True, capture_output=True)
 
-    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
     git("init")
     (tmp_path / "file").write_text("1")
     git("add", "file")

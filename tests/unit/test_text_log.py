@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from common.harness.ui import log_header, rate_lines
-from common.harness.ui import log_results as results
+from common.harness.running.ui import log_header, rate_lines
+from common.harness.running.ui import log_results as results
 from tests.system.made import make_trial
 
 

@@ -10,7 +10,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from dear import topology
+from dear import bluefog, topology
 from dear.errors import UserError
 from dear.topology import (
     check_connected,
@@ -308,7 +308,7 @@ ALL = [Edge([0, 1, 2, 3], 0.25)]
         ([[Edge([0, 1, 2, 3], 1.5)]], "weight 1.5"),
         ([[Edge([0, 1, 2, 3], float("nan"))]], "weight nan"),
         ([ALL, [Edge([0, 1, 2], 0.3), Edge([3], 0.5)]], "rank 3 is alone"),
-        ([[Edge([0, 1], 0.5), Edge([2, 3], 0.5)]], "between rank 0 and rank 2"),
+        ([[Edge([0, 1], 0.5), Edge([2, 3], 0.5)]], "connects rank 0 and rank 2"),
         ([[Edge([0, 1, 2, 3], 1.0)]], "train apart"),
         ([[Edge([], 0.5), *ALL]], "without ranks"),
         ([], "no steps"),
@@ -358,3 +358,8 @@ def test_one_peer_of_a_power_of_two_reaches_the_mean_after_log2_n_rounds(size):
         assert all(len(one) == 1 for one in sources)
         values = np.array([(values[r] + values[sources[r][0]]) / 2 for r in range(size)])
     assert values == pytest.approx(np.full((size, size), 1 / size))
+
+
+def test_machines_meet_at_distances_of_powers_of_two():
+    peers = bluefog.GetExp2DynamicSendRecvMachineRanks(8, 2, self_rank=2, local_rank=0)
+    assert [next(peers) for _ in range(3)] == [([2], [0]), ([3], [3]), ([2], [0])]

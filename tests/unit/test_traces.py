@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from common.harness import cli
-from common.harness.record import REAL, make_record
+from common.harness.running.record import make_record
 from common.launch.job import Outcome
 from common.results import store, traces
+from common.results.records import REAL, Result
+from common.results.records.trust import Check
 from common.results.store import Comparison
 from common.results.traces.spans import aligned
 from dear.errors import UserError
@@ -172,7 +174,9 @@ def sweep(tmp_path):
         make_trial("dear"), [], Outcome(status="failed", error={"message": "-"}), {"cores": 2},
         "now", 1.0, REAL,
     )  # fmt: skip
-    made = dataclasses.replace(made, evidence=f"{made.id}/evidence.json.gz")
+    made = dataclasses.replace(
+        made, results=[Result(cpu_s_per_s=1.0, check=Check(), evidence="evidence.json.gz")]
+    )
     (folder / made.id).mkdir(parents=True)
     store.append(folder / "records.jsonl", made)
     Comparison(compare_to="dear", trials=(made.hash,)).save(folder)

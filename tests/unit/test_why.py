@@ -8,10 +8,10 @@ import pytest
 
 from common.results import rows, why
 from common.results.overview import overview
-from common.results.records import Bound, Breakdown, Bytes, Group, Plan
+from common.results.records import Bound, Breakdown, Group, Plan
 from dear.cost.bounds import StepTimes
 from dear.cost.fit import AlphaBeta
-from tests.unit.made_record import record
+from tests.unit.made_record import record, with_first
 
 COMPUTE = StepTimes(forward_s=0.1, backward_s=0.2, update_s=0.0)
 # A start-up of 1 ms; 10 ms per MB of an all-reduce, 5 ms of each of its halves.
@@ -28,14 +28,19 @@ def made(step_s, messages, kind="wfbp", *, label="ddp", exposed_s=None, sent=Non
     trial = record(label, step_s, 4)
     parts = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.0, "step_s": step_s}
     facts = {
+        "bound": Bound(kind=kind, step_s=None, compute_limit_s=0.3, wire_limit_s=None),
+        "breakdown": Breakdown(**parts, exposed_comm_s=exposed_s),
+    }
+    first = {
         "compute": COMPUTE,
         "costs": COSTS,
         "plan": Plan(groups=[Group(bytes=nbytes) for nbytes in messages]),
-        "bound": Bound(kind=kind, step_s=None, compute_limit_s=0.3, wire_limit_s=None),
-        "bytes": Bytes(gradients=sum(messages), sent_per_step=sent),
-        "breakdown": Breakdown(**parts, exposed_comm_s=exposed_s),
+        "gradient_bytes": sum(messages),
+        "bytes_per_step": sent,
     }
-    return dataclasses.replace(trial, **facts | changes)
+    of_first = {key: value for key, value in changes.items() if key not in facts}
+    others = {key: value for key, value in changes.items() if key in facts}
+    return with_first(dataclasses.replace(trial, **facts | others), **first | of_first)
 
 
 def reason(*arguments, **more):
@@ -145,8 +150,8 @@ def test_what_is_hidden_is_told_of_the_fastest_alone():
         {"compute": None},
         {"costs": None},
         {"bound": None},
-        {"bytes": Bytes()},
-        {"bytes": Bytes(gradients=20 * MB)},  # the plan is not of all gradients
+        {"gradient_bytes": None},
+        {"gradient_bytes": 20 * MB},  # the plan is not of all gradients
         {"sent": 7 * MB},  # compressed
         {"kind": "sharded"},
         {"kind": "decentralized"},

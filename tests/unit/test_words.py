@@ -1,4 +1,4 @@
-"""The bench of words on pairs of equal trials, and the figure that shows what is believed."""
+"""`bench/words.py`: verdicts on pairs of equal trials, and on simulated tables."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import itertools
 from subprocess import CompletedProcess
 
 import pytest
-from matplotlib.colors import to_hex
 
 from bench import words
+from bench.rig import coverage, tables
 from common.harness.experiment import load
 from common.results.store import Comparison, append
-from plots import style, throughput
-from tests.unit.made_record import record
+from tests.unit.made_record import record, with_iters, with_notes
 
 MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"}
 
@@ -21,40 +20,41 @@ MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"
 def varied(algorithm, factors, step_s=0.1, **more):
     made = record(algorithm, step_s, **more)
     iters = [[[step_s * factor] * 2] for factor in factors]
-    return dataclasses.replace(made, iters=iters, machine=MACHINE)
+    return dataclasses.replace(with_iters(made, iters), machine=MACHINE)
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """`sweep(records)` is the folder of a sweep that holds them."""
+    """Returns a function that writes records to the folder of a sweep, and returns the folder."""
 
-    def sweep(records, compare_to="ddp"):
-        for one in records:
-            append(tmp_path / "records.jsonl", one)
-        trials = tuple(one.hash for one in records)
-        Comparison(compare_to=compare_to, trials=trials).save(tmp_path)
+    def write(records):
+        for each in records:
+            append(tmp_path / "records.jsonl", each)
+        trials = tuple(each.hash for each in records)
+        Comparison(compare_to="ddp", trials=trials).save(tmp_path)
         return tmp_path
 
-    return sweep
+    return write
 
 
 def twin(made, factor=1.0):
     trial = made.trial | {"label": f"{made.label} again", "twin": 1}
     iters = [[[step * factor for step in made.iters[i - 1][0]]] for i, _ in enumerate(made.iters)]
-    return dataclasses.replace(made, hash=f"{made.hash}-again", trial=trial, iters=iters)
+    made = with_iters(made, iters)
+    return dataclasses.replace(made, hash=f"{made.hash}-again", trial=trial)
 
 
-def test_words_of_twins_are_judged_among_the_pairs_of_a_cell(sweep, capsys):
+def test_verdicts_of_twins_are_corrected_for_the_pairs_of_a_cell(sweep, capsys):
     ddp, dear = varied("ddp", (1, 1.01, 0.99)), varied("dear", (1, 1.002, 0.998))
-    doubted = dataclasses.replace(varied("wfbp", (1, 1, 1)), notes=["disturbed: very"])
-    folder = sweep([ddp, twin(ddp), dear, twin(dear), doubted, twin(doubted)])
+    flagged = with_notes(varied("wfbp", (1, 1, 1)), "disturbed: very")
+    folder = sweep([ddp, twin(ddp), dear, twin(dear), flagged, twin(flagged)])
     assert words.main(["read", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "0 of 2 rows (0.0%) have a false word; SAME 2, UNSURE 0; 1 are not believed" in out
+    assert "0 of 2 rows (0.0%) have a false verdict; SAME 2, UNSURE 0; 1 are flagged" in out
     assert "disturbed: very" in out
     folder = sweep([ddp, twin(ddp), dear, twin(dear, 1.1)])
     assert words.main(["read", str(folder)]) == 3
-    assert "1 of 2 rows (50.0%) have a false word" in capsys.readouterr().out
+    assert "1 of 2 rows (50.0%) have a false verdict" in capsys.readouterr().out
     assert words.main(["read", str(sweep([ddp, dear]))]) == 1
 
 
@@ -70,8 +70,8 @@ def test_sweeps_of_twins_have_every_algorithm_twice_and_go_on(monkeypatch, tmp_p
         again = twin(ddp, 1.2 if len(ran) == 2 else 1.0)
         if len(ran) == 3:  # stopped before its end
             again = dataclasses.replace(again, status="interrupted")
-        for one in (ddp, again):
-            append(folder / "records.jsonl", one)
+        for each in (ddp, again):
+            append(folder / "records.jsonl", each)
         Comparison(compare_to="ddp", trials=(ddp.hash, again.hash)).save(folder)
         return CompletedProcess(command, 2 if len(ran) == 3 else 1)
 
@@ -79,9 +79,9 @@ def test_sweeps_of_twins_have_every_algorithm_twice_and_go_on(monkeypatch, tmp_p
     monkeypatch.setattr(words, "machine_card", lambda: MACHINE)
     asked = ["twins", "3", str(words.DEFAULT), "--logs", str(tmp_path)]
     assert words.main(asked) == 2, "the sweep was stopped"
-    said = capsys.readouterr().err
-    assert "sweep 2 of 3: 1 of 1 rows (100.0%) have a false word" in said
-    assert "so far: 1 of 2 rows (50.0%) have a false word" in said
+    progress = capsys.readouterr().err
+    assert "sweep 2 of 3: 1 of 1 rows (100.0%) have a false verdict" in progress
+    assert "so far: 1 of 2 rows (50.0%) have a false verdict" in progress
     assert words.main(asked) == 3 and len(ran) == 4, "two are complete, the third begins again"
     assert "1 of 3 rows (33.3%)" in capsys.readouterr().out
     given = load(words.DEFAULT)
@@ -91,8 +91,8 @@ def test_sweeps_of_twins_have_every_algorithm_twice_and_go_on(monkeypatch, tmp_p
         assert changed.name.startswith(f"{given.name}-twins-")
         assert changed.name.endswith(f"-{index}") and changed.measure == given.measure
         labels = [trial.label for trial in changed.trials()]
-        titles = [one.title for one in given.algorithms]
-        twice = [label for one in titles for label in (one, f"{one} again")]
+        titles = [choice.title for choice in given.algorithms]
+        twice = [label for title in titles for label in (title, f"{title} again")]
         assert labels == twice * len(given.models)
         assert changed.base == given.base
 
@@ -105,39 +105,17 @@ def test_simulated_tables_are_judged(monkeypatch, capsys):
     rough = dataclasses.replace(words.EMULATED, step=0.08)
     monkeypatch.setattr(words, "EMULATED", rough)
     monkeypatch.setattr(words, "NOISES", (rough,))
-    monkeypatch.setattr(words.stats, "holm", list)
+    monkeypatch.setattr(tables.stats, "holm", list)
     assert words.main(["simulated", "--tables", "40"]) == 3
-    said = capsys.readouterr().out
-    missed = [line for line in said.splitlines() if line.startswith("MISSED: emulated")]
-    found = [line.split(": ")[2].split()[0] for line in missed]
-    # So few tables tell too little of the coverage.
-    assert [word for word in found if word != "coverage"] == ["false", "false", "5%"]
+    out = capsys.readouterr().out
+    missed = [line for line in out.splitlines() if line.startswith("MISSED: emulated")]
+    bars = [line.split(": ")[2].split()[0] for line in missed]
+    # So few tables say little about the coverage.
+    assert [bar for bar in bars if bar != "coverage"] == ["false", "false", "5%"]
 
 
-def test_the_figure_is_grey_where_a_number_is_not_believed(sweep, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(style, "save", lambda figure, stem: drawn.append(figure) or [])
-    reason = "unfaithful: ranks waited for a core for 9 % of a step"
-    folder = sweep(
-        [
-            varied("none", (1, 1, 1), world=1),
-            varied("ddp", (1, 1.01, 0.99)),
-            dataclasses.replace(varied("horovod", (1, 1.1, 0.9), 0.01), notes=[reason]),
-            varied("dear", (1,), 0.05, label="a label, " * 8),
-            varied("wfbp", (1, 2), 0.05),
-        ]
-    )
-    throughput.draw(folder, tmp_path)
-    (axis,) = drawn[0].axes
-    names = [text.get_text() for text in axis.get_yticklabels()]
-    bars = dict(zip(names, axis.patches, strict=True))
-    assert to_hex(bars["horovod"].get_facecolor()) == "#e4e4e4"
-    assert to_hex(bars["ddp"].get_facecolor()) == "#0072b2"
-    texts = [text.get_text() for text in axis.texts]
-    assert f"(1600) {reason}" in texts and {"160", "320"} <= set(texts)
-    # Two whiskers: one repeat has none, and what is not believed shows none.
-    assert len(axis.containers) - len(bars) == 2
-    # Neither what is not believed nor an interval of two repeats makes the others small.
-    assert axis.get_xlim()[1] < 700
-    about = drawn[0].get_supxlabel().replace("\n", " ")
-    assert "95 % t interval" in about and "grey: not believed" in about
+def test_an_interval_that_misses_its_run_is_reported(capsys, monkeypatch):
+    wild = coverage.Machine(name="wild", rare=0.28, longer=0.3, step=0.001)
+    assert coverage.cover(wild, (12, 12), None, runs=500).missed
+    monkeypatch.setattr(coverage, "MACHINES", (wild,))
+    assert [bar for bar in words.covered(300) if bar.startswith("wild, n = 12")]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.harness.record import Result, make_record
+from common.harness.running.record import make_record
 from common.harness.trial import BASELINE, MeasureConfig
 from common.harness.worker import timed, training
 from common.harness.worker.checking import correctness, plain
@@ -22,7 +22,7 @@ from common.harness.worker.timing.stopwatch import DeviceStopwatch
 from common.harness.worker.training import of_slowest_rank, step_parts, typical, untimed_steps
 from common.launch.job import Outcome
 from common.models.workload import Workload
-from common.results.records import Breakdown
+from common.results.records import Breakdown, Result
 from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes

@@ -9,15 +9,15 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from common.paths import CONFIGS
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 
-_FOLDER = Path(__file__).parents[3] / "configs/networks"
+_FOLDER = CONFIGS / "networks"
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
 _GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0}
 _MIN_GBPS, _MAX_GBPS = 1e-3, 1000.0

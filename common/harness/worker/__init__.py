@@ -25,8 +25,7 @@ import torch
 
 import comm_core
 import dear
-from common.harness import ui
-from common.harness.record import Result
+from common.harness.running import ui
 from common.harness.trial import Briefing, Trial
 from common.harness.worker.checking.inquiry import inquire
 from common.harness.worker.learning import learn, load_data
@@ -34,6 +33,7 @@ from common.harness.worker.timed import gradient_bytes, say, time_steps
 from common.models.registry import build, precision
 from common.models.replay.pace import set_pace
 from common.models.workload import Workload
+from common.results.records import Result
 from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.comm.environment import rank_facts

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from common.harness.record import Result
 from common.harness.trial import Trial
 from common.harness.worker.checking.correctness import CONSENSUS_LIMIT
 from common.harness.worker.timing.strain import Pressure, strain_of, used_cores
 from common.models.datasets import Parts, Samples
 from common.models.registry import build, precision
 from common.models.workload import Workload
-from common.results.records import typed
+from common.results.records import Result, typed
 from common.results.records.learned import Data, Evaluation, Learning, RankPace
 from common.results.records.trust import Check
 from dear.errors import UserError

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import dear
-from common.harness.record import Result
 from common.harness.trial import Briefing, Trial
 from common.harness.worker import judge
 from common.harness.worker.checking import correctness
@@ -24,6 +23,7 @@ from common.models import datasets, registry
 from common.models.datasets import Parts
 from common.models.datasets.batches import Batches
 from common.models.workload import Workload
+from common.results.records import Result
 from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.errors import UserError

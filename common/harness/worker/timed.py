@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 import dear
-from common.harness import ui
-from common.harness.record import Result
+from common.harness.running import ui
 from common.harness.trial import BASELINE, Briefing, Trial
 from common.harness.worker.checking import correctness
 from common.harness.worker.checking.inquiry import Inquiry, draw
@@ -39,7 +38,7 @@ from common.harness.worker.timing.strain import strain_of, used_cores
 from common.harness.worker.training import Training, of_slowest_rank, typical, untimed_steps
 from common.models.registry import is_replay, precision
 from common.models.workload import Workload
-from common.results.records import Breakdown, Group, Plan
+from common.results.records import Breakdown, Group, Plan, Result
 from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes

@@ -1,18 +1,17 @@
-"""Who is sooner at the target, or steps faster: trials that learn compared run by run.
+"""Comparison of trials that learn, run by run: time to the target accuracy, or time of a step.
 
-Runs of the same seed have the same first weights and the same order of the data, so they are
-compared in pairs. A run that has not got to the target would have needed longer than it had: it
-counts with the time that it had, so that the difference is understated, and only the word in its
-disfavour is said. Where runs of both sides have not got there, nothing can be.
+Runs of the same seed have the same initial weights and the same order of the data, so they are
+compared in pairs. A run that misses the target counts with the time that it had. This understates
+its time, so only the verdict against it is given. If runs of both sides miss the target, there is
+no verdict.
 
-A run is at the target when its curve crosses it. The first evaluation at the target would be a
-multiple of the time between evaluations, and earlier the more of them there are, since each is one
-more chance to be lucky. So the curve is smoothed first. Accuracy should rise with training: the
-smoothing is the rising curve with the least squared distance to the evaluations (isotonic
-regression, by pooling adjacent violators), which has no width to choose. Its steps are joined by
-straight lines through their centres (Oron and Flournoy 2017, "Centered Isotonic Regression"), so
-that the crossing lies between evaluations. A curve that rises anyway is left as it is, and
-interpolated linearly.
+A run reaches the target where its smoothed curve crosses it. The first evaluation above the target
+would be a multiple of the time between evaluations, and it would come earlier with more
+evaluations, because each is one more chance of a lucky value. Accuracy should rise with training.
+So the smoothed curve is the rising curve with the least squared distance to the evaluations
+(isotonic regression by pooling adjacent violators), which has no width to choose. Straight lines
+join the centres of its steps (Oron and Flournoy 2017, "Centered Isotonic Regression"), so that the
+crossing lies between evaluations. A curve that rises already stays as it is.
 """
 
 from __future__ import annotations
@@ -32,36 +31,38 @@ from common.results.stats import Difference, Estimate
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """Of one run."""
+    """End of one run."""
 
     seconds: float
-    """Until the target, or of a step where there is none; all of its time if it is not there."""
+    """Time to the target, or of a step without a target; the whole time if the target is missed."""
     steps: float | None = None
-    """Of one rank, the mean of all."""
+    """Steps of a rank to the target, as the mean of all ranks."""
     there: bool = True
-    seed: int | None = None
+    """Whether the run reached the target."""
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """How many times sooner a trial is than another one."""
+    """Comparison of two trials by the times of their runs."""
 
     difference: Difference
     there: bool
-    """Whether all of its runs have got there; else the ratio is at most this."""
+    """Whether all runs reached the target; if not, the ratio is an upper limit."""
     base_there: bool
-    """Whether all of the other one's have; else it is at least this."""
+    """Whether all runs of the baseline did; if not, the ratio is a lower limit."""
 
 
 def finishes(record: Record) -> list[Finish]:
-    """By run: when its mean model was as good as wanted; without a target how long a step took, of
-    the slowest rank that no fault has slowed.
+    """Returns the end of each run: the time of its mean model to the target accuracy.
+
+    Without a target it is the step time of the slowest rank that no fault slowed.
     """
     target = record.trial["learn"]["target_accuracy"]
     if target is not None:
-        return [_finish(run, target) for run in record.learning or ()]
+        return [_finish(run, target) for run in record.learning]
     slowed = slowed_ranks(record.trial)
-    found = ((_rate(run, slowed), run.seed) for run in record.learning or ())
+    found = ((_rate(run, slowed), run.seed) for run in record.learning)
     return [Finish(seconds=1 / rate, seed=seed) for rate, seed in found if rate]
 
 
@@ -76,8 +77,8 @@ def _finish(run: Learning, target: float) -> Finish:
 
 
 def rates(record: Record, leave_out: Sequence[int]) -> list[float]:
-    """By run: steps per second of the slowest rank that lives and is not left out."""
-    found = (_rate(run, leave_out) for run in record.learning or ())
+    """Returns steps per second by run, of the slowest rank that lives and is not left out."""
+    found = (_rate(run, leave_out) for run in record.learning)
     return [rate for rate in found if rate is not None]
 
 
@@ -87,7 +88,7 @@ def _rate(run: Learning, leave_out: Sequence[int]) -> float | None:
 
 
 def slowed_ranks(trial: dict[str, Any]) -> list[int]:
-    """The ranks on the host that a fault slows."""
+    """Returns the ranks on the host that a fault slows."""
     fault = trial.get("fault") or {}
     if fault.get("kind") != "slow_host":
         return []
@@ -97,11 +98,12 @@ def slowed_ranks(trial: dict[str, Any]) -> list[int]:
 
 
 def typical(values: Sequence[float], missing: int = 0) -> Estimate | None:
-    """Over runs: the geometric mean with its interval.
+    """Returns the geometric mean over runs with its interval.
 
     Args:
-        missing: runs of which only is known that theirs is larger. If there are any it is the
-            median of all, without an interval, as long as that is not one of them.
+        missing: number of runs whose value is only known to be larger than all others. If there are
+            any, the result is the median of all runs, without an interval; None if that is one of
+            them.
     """
     if missing or min(values, default=0.0) <= 0:
         every = [*values, *[math.inf] * missing]
@@ -114,34 +116,36 @@ def typical(values: Sequence[float], missing: int = 0) -> Estimate | None:
 
 
 def race(ours: Sequence[Finish], others: Sequence[Finish]) -> Race | None:
-    """A trial against another one; None if runs of both have not got there, or there are none."""
-    there, base_there = (all(one.there for one in side) for side in (ours, others))
+    """Compares two trials; None if runs of both missed the target, or one has no runs."""
+    there, base_there = (all(finish.there for finish in side) for side in (ours, others))
     if not (ours and others) or not (there or base_there):
         return None
     return Race(difference=_difference(ours, others), there=there, base_there=base_there)
 
 
-def words(races: Sequence[Race | None]) -> list[str]:
-    """A word for each, corrected for their number (`stats.verdicts`)."""
-    found = iter(stats.verdicts([one.difference for one in races if one is not None]))
-    return ["UNSURE" if one is None else _allowed(next(found), one) for one in races]
+def verdicts(races: Sequence[Race | None]) -> list[str]:
+    """Returns a verdict for each, corrected for their number (`stats.verdicts`)."""
+    differences = [race.difference for race in races if race is not None]
+    found = iter(stats.verdicts(differences))
+    return ["UNSURE" if race is None else _allowed(next(found), race) for race in races]
 
 
-def _allowed(word: str, of: Race) -> str:
-    if of.there and of.base_there:
-        return word
-    return word if word == ("FASTER" if of.there else "SLOWER") else "UNSURE"
+def _allowed(verdict: str, race: Race) -> str:
+    if race.there and race.base_there:
+        return verdict
+    return verdict if verdict == ("FASTER" if race.there else "SLOWER") else "UNSURE"
 
 
 def leaders(rivals: Sequence[Sequence[Finish]]) -> list[int]:
-    """The first and those that cannot be told from it, by index; none if not all of its runs have
-    got there.
+    """Returns the index of the fastest trial, and of those not distinguishable from it.
+
+    Returns none if a run of the fastest trial missed the target.
     """
     if not rivals or not all(rivals):
         return []
     seconds = list(map(_seconds, rivals))
     first, *others = stats.leaders(seconds, lambda i, j: _paired(rivals[i], rivals[j]))
-    return [first, *others] if all(one.there for one in rivals[first]) else []
+    return [first, *others] if all(finish.there for finish in rivals[first]) else []
 
 
 def _difference(ours: Sequence[Finish], others: Sequence[Finish]) -> Difference:
@@ -149,30 +153,26 @@ def _difference(ours: Sequence[Finish], others: Sequence[Finish]) -> Difference:
 
 
 def _seconds(runs: Sequence[Finish]) -> list[list[float]]:
-    """In the order of seeds, whichever order the runs were made in."""
-    by_seed = sorted(runs, key=lambda one: (one.seed is None, one.seed or 0))
-    return [[_positive(one.seconds)] for one in by_seed]
+    """Returns the times in the order of seeds."""
+    by_seed = sorted(runs, key=lambda finish: finish.seed)
+    # A target that is reached at once has no logarithm.
+    return [[max(finish.seconds, 1e-9)] for finish in by_seed]
 
 
 def _paired(ours: Sequence[Finish], others: Sequence[Finish]) -> bool:
-    """Whether each run has one of its own seed on the other side, and that is known."""
-    seeds = {one.seed for one in ours}
-    same = seeds == {one.seed for one in others} and None not in seeds
+    """Returns whether each run has a run of the same seed on the other side."""
+    seeds = {finish.seed for finish in ours}
+    same = seeds == {finish.seed for finish in others}
     return same and len(seeds) == len(ours) == len(others)
 
 
-def _positive(seconds: float) -> float:
-    """A target that is met from the start has no logarithm."""
-    return max(seconds, 1e-9)
-
-
 def smoothed(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """The corners of the rising curve nearest to `values` at `times`, which ascend.
+    """Returns the corners of the rising curve nearest to `values` at `times`, which ascend.
 
-    Between corners it is straight. It begins and ends with the first and the last corner: centres
-    of what was pooled, which may be later than the first time and earlier than the last.
+    The curve is straight between corners. A corner is the centre of pooled values, so the first
+    corner may come after the first time, and the last corner before the last time.
     """
-    blocks: list[tuple[float, float, int]] = []  # sums of times and of values, and how many
+    blocks: list[tuple[float, float, int]] = []  # sums of times and of values, and their number
     for time, value in zip(times, values, strict=True):
         block = time, value, 1
         while blocks and block[1] / block[2] <= blocks[-1][1] / blocks[-1][2]:
@@ -183,11 +183,11 @@ def smoothed(times: Sequence[float], values: Sequence[float]) -> list[tuple[floa
 
 
 def crossing(times: Sequence[float], values: Sequence[float], target: float) -> float | None:
-    """When the smoothed curve reaches `target`; None if it does not.
+    """Returns the time at which the smoothed curve reaches `target`; None if it does not.
 
     Args:
-        times: of the evaluations, ascending (or any measure of progress, as steps).
-        values: what was found at these times.
+        times: times of the evaluations, ascending, or another measure of progress such as steps.
+        values: values at these times.
     """
     corners = smoothed(times, values)
     if corners and corners[0][1] >= target:

@@ -17,6 +17,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 from common.results import faith, stats
+from common.results.fields import Compared, Identity, Validity
 from common.results.learning import race
 from common.results.records import Record
 from common.results.rows import asked_precision, base_of
@@ -25,95 +26,79 @@ from common.results.table import identity
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnRow:
-    """One trial, and a line of its CSV file; over its runs.
+class Quality:
+    """Results of the last evaluation, over the runs."""
 
-    None where there is nothing to say; every trial with a result has `samples_per_s`, `unit` and
-    `runs`. Ends of 95 % intervals are called `_low` and `_high`.
-    """
-
-    model: str
-    batch: str
-    """Samples per step and rank; of each rank where they differ."""
-    world_size: int
-    network: str | None = None
-    fault: str | None = None
-    algorithm: str
-    status: str
-    budget_s: float | None = None
-    """None of training for epochs."""
-    epochs: int | None = None
-    target: float | None = None
-    """The accuracy that was to be reached."""
-    runs: int | None = None
-    """Each with a seed of its own, where something is learned."""
-    reached: int | None = None
-    """In how many of them the target was."""
-    to_target_s: float | None = None
-    """The geometric mean if all runs have reached it. If only more than half have, the median of
-    all, which needs no more; then there is no interval."""
-    to_target_low_s: float | None = None
-    to_target_high_s: float | None = None
-    steps_to_target: float | None = None
-    """Of one rank, the mean of all; over the runs as above."""
-    steps_to_target_low: float | None = None
-    steps_to_target_high: float | None = None
-    speedup: float | None = None
-    """Time to the target of the algorithm compared to, over this one's; without a target, of a
-    step. The geometric mean over the seeds. Where seeds of one side have not got there it is only
-    known to be beyond `speedup_low` or `speedup_high`, and None."""
-    speedup_low: float | None = None
-    speedup_high: float | None = None
-    verdict: str | None = None
-    compared_to: str | None = None
-    """What it is compared with; itself is not."""
-    detectable: float | None = None
-    """The true difference to that which had got its word with a probability of 80 %; 0.1 is
-    10 %."""
-    precision: float | None = None
-    """As of `rows.Row`; so is the next one."""
-    more_repeats: int | None = None
-    leads: bool | None = None
-    """Whether it is the first of its place, or cannot be told from it."""
     accuracy: float | None = None
-    """Of the mean model at the end; the mean over the runs."""
+    """Accuracy of the mean model of all ranks; mean over the runs."""
     accuracy_low: float | None = None
     accuracy_high: float | None = None
     accuracy_error: float | None = None
-    """Standard error by the number of test images alone, the same ones for all: how far off the
-    accuracy is for all images that might have been drawn."""
+    """Standard error from the number of test samples alone, which all runs share."""
     accuracy_min: float | None = None
-    """Of the rank whose own model is worst; the median over the runs, as the next six."""
+    """Accuracy of the rank with the worst model; median over the runs, as the next six."""
     accuracy_max: float | None = None
     accuracy_top5: float | None = None
     loss: float | None = None
     train_loss: float | None = None
-    """Of the steps since the evaluation before the last one."""
+    """Training loss since the second-last evaluation."""
     perplexity: float | None = None
-    """Of texts: e to the power of `loss`."""
+    """e to the power of `loss`, for texts."""
     consensus_distance: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Speed of the training, and the effect of faults on it."""
+
     samples_per_s: float | None = None
     unit: str | None = None
     steps_per_s: float | None = None
-    """Of the slowest rank that no fault has slowed; the geometric mean over the runs."""
+    """Rate of the slowest rank that no fault slowed; geometric mean over the runs."""
     steps_per_s_low: float | None = None
     steps_per_s_high: float | None = None
     slowed_steps_per_s: float | None = None
-    """Of the slowest rank on the host that a fault has slowed."""
+    """Rate of the slowest rank on the host that a fault slowed."""
     kept: float | None = None
     """`steps_per_s` over that of the same trial without the fault."""
     kept_low: float | None = None
     kept_high: float | None = None
     staleness_mean: float | None = None
-    """Steps that what a neighbour had sent was behind, on average; of the stalest neighbour of any
-    rank, since those that are ahead count below 0."""
+    """Mean number of steps by which a neighbour's values are late, for the stalest neighbour of any
+    rank. Values of faster neighbours count below 0."""
     staleness_max: float | None = None
     lost_ranks: str | None = None
     """Ranks that were killed while the others went on."""
-    doubt: str | None = None
-    """Why the numbers may not be believed: then there is no verdict."""
-    reason: str | None = None
-    """Why there is no number, or what else to know of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnRow(Validity, Rate, Quality, Compared, Identity):
+    """Trial that trains for a time or for epochs, and a line of its CSV file, over its runs.
+
+    A trial with a result has `samples_per_s`, `unit` and `runs`. `_low` and `_high` are the ends of
+    95 % intervals.
+    """
+
+    batch: str
+    """Samples per step and rank; of each rank if they differ."""
+    budget_s: float | None = None
+    """None if the training counts epochs."""
+    epochs: int | None = None
+    target: float | None = None
+    """Target accuracy."""
+    runs: int | None = None
+    """Number of runs; each has its own seed if it has data."""
+    reached: int | None = None
+    """Number of runs that reached the target."""
+    to_target_s: float | None = None
+    """Geometric mean if all runs reached the target; the median of all runs, without an interval,
+    if more than half of them did."""
+    to_target_low_s: float | None = None
+    to_target_high_s: float | None = None
+    steps_to_target: float | None = None
+    """Steps of a rank, as the mean of all ranks; over the runs like `to_target_s`."""
+    steps_to_target_low: float | None = None
+    steps_to_target_high: float | None = None
 
     @property
     def limit(self) -> str:
@@ -154,7 +139,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         "epochs": learn.get("epochs"),
         "target": learn["target_accuracy"],
     }
-    if record.throughput is None or record.learning is None:
+    if record.throughput is None or not record.learning:
         return LearnRow(**known, reason=record.error and record.error.message)
     runs = record.learning
     last = [run.evaluations[-1] for run in runs]
@@ -202,7 +187,8 @@ def limit(learn: Mapping[str, Any]) -> str:
 
 def _notes(record: Record) -> list[str]:
     """Why to doubt the numbers first."""
-    return list(dict.fromkeys(filter(None, [faith.doubt(record), *record.notes])))
+    texts = [faith.doubt(record), *(note.text for note in record.notes)]
+    return list(dict.fromkeys(filter(None, texts)))
 
 
 def _at_target(record: Record) -> dict[str, Any]:
@@ -219,7 +205,7 @@ def _at_target(record: Record) -> dict[str, Any]:
 
 def _accuracy(record: Record) -> dict[str, Any]:
     """The mean over the runs, its t interval, and what the number of test images leaves open."""
-    found = [run.evaluations[-1].accuracy for run in record.learning or ()]
+    found = [run.evaluations[-1].accuracy for run in record.learning]
     if None in found:
         return {}
     low = high = error = None
@@ -228,8 +214,9 @@ def _accuracy(record: Record) -> dict[str, Any]:
         quantile = float(-stdtrit(len(found) - 1, stats.ALPHA / 2))
         half = quantile * statistics.stdev(found) / len(found) ** 0.5
         low, high = max(0.0, mean - half), min(1.0, mean + half)
-    if record.data is not None:
-        error = (mean * (1 - mean) / record.data.test) ** 0.5
+    data = record.first and record.first.data
+    if data is not None:
+        error = (mean * (1 - mean) / data.test) ** 0.5
     known = {"accuracy": mean, "accuracy_low": low, "accuracy_high": high}
     return {**known, "accuracy_error": error}
 
@@ -255,7 +242,7 @@ def _compared(peers: Sequence[Record], compare_to: str | None) -> dict[str, dict
     known: dict[str, dict[str, Any]] = {one.hash: {"compared_to": base.label} for one in rivals}
     believed = [one for one in rivals if faith.doubt(one) is None and faith.doubt(base) is None]
     races = [race.race(race.finishes(one), race.finishes(base)) for one in believed]
-    for one, found, word in zip(believed, races, race.words(races), strict=True):
+    for one, found, word in zip(believed, races, race.verdicts(races), strict=True):
         known[one.hash] |= {"verdict": word, **_speedup(found, len(races), asked_precision(one))}
     return known
 
@@ -297,23 +284,18 @@ _ENDS = (("", "value"), ("_low", "low"), ("_high", "high"))
 
 
 def staleness(record: Record) -> Iterator[tuple[float, float]]:
-    """Mean and most, per rank and neighbour, as far as the algorithm counts them.
-
-    Records of earlier versions have a number for algorithms with windows: in how many exchanges
-    nothing had come, which is no mean.
-    """
-    for rank in record.statistics or ():
+    """Yields mean and maximum per rank and neighbour, where the algorithm counts them."""
+    statistics = record.first and record.first.statistics
+    for rank in statistics or ():
         for age in ((rank or {}).get("staleness") or {}).values():
-            if isinstance(age, dict) and age["mean"] is not None:
+            if age["mean"] is not None:
                 yield age["mean"], age["max"]
 
 
 def _as_one(trial: dict[str, Any]) -> dict[str, Any]:
-    """Of a trial with and without a fault, the same; keys that older records lack are left out, and
-    where its files lie."""
-    learn = {key: value for key, value in trial["learn"].items() if value is not None}
-    known = {key: value for key, value in trial.items() if key not in ("plugin", "brought")}
-    return {**known, "fault": None, "learn": learn}
+    """Returns the settings that a trial with a fault and the same without one have in common."""
+    settings = {key: value for key, value in trial.items() if key not in ("plugin", "brought")}
+    return {**settings, "fault": None}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

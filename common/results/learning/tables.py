@@ -151,11 +151,12 @@ def remarks(records: Iterable[Record]) -> list[str]:
     """What the table's numbers are of: data, runs, intervals."""
     found = []
     for record in records:
-        if record.data is None or not record.learning:
+        data = record.first and record.first.data
+        if data is None or not record.learning:
             continue
         seeds = {run.seed for run in record.learning}
         found.append(
-            f"{record.data.name}: trained on {record.data.title}; {len(seeds)} "
+            f"{data.name}: trained on {data.title}; {len(seeds)} "
             f"{'seed' if len(seeds) == 1 else 'seeds'}; accuracy ±: standard error by the number "
             "of test images, the same ones for all"
         )

@@ -1,4 +1,4 @@
-"""What a trial that trains for a time has learned, by run."""
+"""Results of a trial that trains for a time or for epochs, by repeat."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What had been learned at a mark; without data, only how many steps were made."""
+    """State of the training at a mark. Without data, only the number of steps is known."""
 
     at_s: float
-    """The mark; of training for epochs the same as `seconds`."""
+    """Time of the mark in seconds; equal to `seconds` if the training counts epochs."""
     epoch: float | None = None
-    """After which epoch; None of training for a time."""
+    """Number of finished epochs; None if the training is for a time."""
     seconds: float
-    """When the last rank had its copy."""
+    """Time at which the last rank had copied its model."""
     steps: list[int | None]
-    """By rank; None of one that has died."""
+    """Steps by rank; None for a rank that died."""
     staleness: float | None = None
-    """Since the evaluation before, of the stalest neighbour; None where it is not counted."""
+    """Mean staleness of the stalest neighbour since the last evaluation; None: not counted."""
     accuracy: float | None = None
-    """Of the mean of all ranks' models, as `loss`; the other ones are of single ranks, which only
-    the last evaluation judges."""
+    """Accuracy of the mean of all ranks' models. Only the last evaluation judges single ranks
+    (`_min` and `_max`)."""
     accuracy_min: float | None = None
     accuracy_max: float | None = None
     accuracy_top5: float | None = None
-    """How often the right answer is among the best five; None where there are no more."""
+    """Share of samples whose class is among the best five; None for five classes or fewer."""
     train_loss: float | None = None
-    """The mean of all ranks' steps since the evaluation before; None at the first, and in older
-    records."""
+    """Mean over all ranks' steps since the last evaluation; None at the first evaluation."""
     loss: float | None = None
+    """Test loss of the mean of all ranks' models."""
     loss_min: float | None = None
     loss_max: float | None = None
     consensus_distance: float | None = None
 
     @property
     def mean_steps(self) -> float:
-        """Of the ranks that live."""
+        """Mean number of steps of the ranks that live."""
         counts = [count for count in self.steps if count is not None]
         return sum(counts) / len(counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPace:
-    """What a rank has trained."""
+    """Steps of a rank, and the time that they took."""
 
     steps: int
     samples: int
@@ -60,31 +60,30 @@ class Learning:
 
     evaluations: list[Evaluation]
     ranks: list[RankPace | None]
-    """None of one that has died."""
-    seed: int | None = None
-    """Of the data's order, the first weights and dropout. Older records do not tell; they have the
-    trial's, in every repeat."""
+    """Pace by rank; None for a rank that died."""
+    seed: int
+    """Seed of the data's order, the initial weights and dropout."""
 
     @property
     def lost(self) -> list[int]:
-        """Ranks that have died while the others went on."""
+        """Ranks that died while the others went on."""
         return [rank for rank, pace in enumerate(self.ranks) if pace is None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a trial has learned from, and what it was judged by."""
+    """Training and test data of a trial."""
 
     name: str
     train: int
-    """Number of images."""
+    """Number of training samples."""
     test: int
     split: str | None
-    """Of what both are parts; None where the data's own training and test images are used."""
+    """Data set that both are parts of; None: the data's own training and test samples."""
 
     @property
     def title(self) -> str:
-        """In a sentence's words."""
+        """Description for a sentence."""
         if self.split is None:
             return f"{self.train:,} training images of {self.name}, judged by {self.test:,} others"
         return f"{self.train:,} of {self.split}, judged by the other {self.test:,}"

@@ -1,5 +1,4 @@
-"""Whether a trial's numbers may be believed: was it the right training, on the right links, on a
-machine that was not too busy?"""
+"""Evidence for the validity of a trial: its training, its links, its costs, and its machine."""
 
 from __future__ import annotations
 
@@ -13,66 +12,94 @@ from dear.cost.fit import CollectiveCost
 
 
 def elapsed_per_step_s(steps: Sequence[float]) -> float:
-    """Of a repeat, from the times of its steps; all in seconds."""
+    """Returns the mean step time of a repeat, in seconds."""
     return math.fsum(steps) / len(steps)
 
 
 def mean_step_s(iters: Iterable[Iterable[Sequence[float]]]) -> float:
-    """Elapsed time per step in seconds: of each repeat, then their mean.
+    """Returns the elapsed time per step in seconds: the mean over repeats of each repeat's mean.
 
     Args:
-        iters: step times by repeat and block.
+        iters: step times in seconds, by repeat and block.
     """
     repeats = [[step for block in repeat for step in block] for repeat in iters]
     return statistics.fmean(map(elapsed_per_step_s, repeats))
 
 
+NoteKind = Literal[
+    "beside",
+    "costs",
+    "disturbed",
+    "diverged",
+    "interrupted",
+    "killed",
+    "no comm core",
+    "not stationary",
+    "oversubscribed",
+    "relaunch",
+    "stopped",
+    "time scale",
+    "unfaithful",
+]
+"""Subject of a note."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """A remark on a record."""
+
+    kind: NoteKind
+    text: str
+    """For readers. Code asks for the kind."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Whether it was the right training. None: not compared."""
+    """Comparison of a trial with the training that it should be. None: not compared."""
 
     replicas_agree: bool | None = None
     matches_reference: bool | None = None
-    """What the trial was compared with is what it did, in the first steps and to the end."""
+    """Equal to the reference, in the first steps and at the end."""
     replica_spread: float | None = None
-    """Largest difference of any parameter element between ranks; None also if it is infinite."""
+    """Largest difference of a parameter element between ranks; None also if it is infinite."""
     reference_error: float | None = None
-    """Of the tensor that was farthest off after the first steps, relative to how far it should have
-    moved; None also if it is not finite, as the next but one."""
+    """Largest error of a tensor after the first steps, relative to how far the reference moved it;
+    None also if it is not finite."""
     consensus_distance: float | None = None
+    """Distance of the ranks from their mean; None also if it is not finite."""
     judged_by: Literal["reference", "invariants", "replicas"] | None = None
-    """What it was compared with: its serial reference, what holds for whatever order ranks came in,
-    or nothing but the other replicas. None in older records, whose comparison knew less."""
+    """What it was compared with: the serial reference, invariants that hold for any order of the
+    ranks, or only the other replicas."""
     worst_tensor: str | None = None
-    """The one that was farthest off, in the first steps or at the end, whichever is worse."""
+    """Name of the tensor with the largest error, in the first steps or at the end."""
     end_error: float | None = None
-    """The same as `reference_error` over all steps of the first repeat, timed ones included."""
+    """Like `reference_error`, over all steps of the first repeat, timed steps included."""
     finding: str | None = None
-    """What was wrong, or why nothing was compared; None where all was right."""
+    """What was wrong, or why nothing was compared; None if all was right."""
 
     @property
     def verdict(self) -> Literal["yes", "NO", "unchecked"]:
-        """Whether the training was right, as far as it was looked at."""
-        found = (self.replicas_agree, self.matches_reference)
-        if False in found:
+        """Returns whether the training was right, as far as it was compared."""
+        comparisons = (self.replicas_agree, self.matches_reference)
+        if False in comparisons:
             return "NO"
-        return "unchecked" if None in found else "yes"
+        return "unchecked" if None in comparisons else "yes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Systematic:
-    """The same trial at another time scale: what of its step does not scale."""
+    """The same trial at twice the time scale k: the part of its step that does not scale."""
 
     time_scale: float
-    """Twice the record's own, k."""
+    """2k."""
     iters: list[list[list[float]]]
-    """Step times there, in seconds of what is emulated, by repeat and block."""
+    """Step times at 2k, in seconds of the modelled cluster, by repeat and block."""
     step_s: float
-    """T(k): the mean step of the record itself, `Record.step_s`."""
+    """T(k), the mean step of the record itself (`Record.step_s`)."""
 
     @property
     def repeats(self) -> list[list[float]]:
-        """Step times there by repeat."""
+        """Step times at 2k, in seconds, by repeat."""
         return [[step for block in repeat for step in block] for repeat in self.iters]
 
     @property
@@ -83,106 +110,104 @@ class Systematic:
 
 @dataclass(frozen=True, kw_only=True)
 class Modelled:
-    """The step of a trial by a second method, which shares no code with its emulation
-    (`common.virtual`)."""
+    """Step by the event model (`common.virtual`), which shares no code with emulation."""
 
     step_s: float | None = None
-    """None: it could not be computed."""
+    """None: not computed."""
     exposed_s: float | None = None
-    """Of that, waits for communication."""
+    """Part of `step_s` that waits for communication."""
     reason: str | None = None
-    """Why it could not."""
+    """Why the step was not computed."""
 
     def off(self, step_s: float) -> float | None:
-        """By how much a measured step is longer, relative to the model's."""
+        """Returns how much longer a measured step is, relative to the model's step."""
         return None if self.step_s is None else step_s / self.step_s - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strain:
-    """How hard the machine was pressed while steps were timed; of several machines, the worst."""
+    """Load on the machine while steps were timed; the worst machine, if there are several."""
 
     core_wait: float | None = None
-    """Of the rank that waited longest: seconds that its threads, all together, waited for a core,
-    per second of timed steps; None where the kernel does not tell."""
+    """Seconds that all threads of a rank together waited for a core, per second of timed steps, for
+    the rank that waited longest; None if the kernel does not count waits."""
     late: float | None = None
-    """Where compute is real: seconds per second by which the rank that suffered most computed
-    longer because it had no core; what a time scale leaves room for makes nothing longer. None also
-    where compute is replayed, which makes up for them."""
+    """Extra compute time for lack of cores, in seconds per second, for the rank with the most. Time
+    that the time scale leaves free does not count. None if compute is replayed: it makes up for
+    waits."""
     main_wait: float | None = None
-    """As `core_wait`, of the threads that train alone: they issue all work and hold up the step."""
+    """Like `core_wait`, for training threads alone: they issue all work and delay the step."""
     fell_behind: float = 0.0
-    """Where compute is replayed: by how much more hosts were behind their devices in the end than
-    in the beginning, seconds per second, the mean of the ranks; below 0: less. What a host has made
-    up for by then is in the steps."""
+    """Change of the delay of hosts behind their replayed devices, from begin to end, in seconds per
+    second, as the mean over ranks. A delay that a host made up for is in the steps."""
     foreign_cores: float = 0.0
-    """Of the cores that the ranks may use, used by other processes in the mean over the timed
-    steps."""
+    """Cores that other processes used, of those that the ranks may use; mean over timed steps."""
     steal_cores: float = 0.0
-    """Taken by other virtual machines."""
+    """Cores that other virtual machines took."""
     throttled_s: float = 0.0
-    """Seconds of this machine for which a limit of its control group kept a rank from running."""
+    """Seconds of this machine for which a control group's limit stopped a rank."""
     canary_s: list[float] | None = None
-    """What a fixed piece of work took before and after."""
+    """Seconds that a fixed workload took before and after the timed steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The links, as asked for and as measured; None on a real network."""
+    """Links as requested and as measured; `requested` is None on a real network."""
 
     requested: dict[str, Any] | None = None
     measured: list[dict[str, Any]] | None = None
-    """Of each link by itself."""
+    """Rate of each link alone."""
     together: list[dict[str, Any]] = field(default_factory=list)
-    """What each host received from the one before it, all of them sending at once."""
+    """Rate that each host received from the host before it while all hosts sent."""
     delays: list[dict[str, Any]] = field(default_factory=list)
-    """One way, of each host to the next and between each two sites, all at once; emulated."""
+    """One-way delays from each host to the next and between sites, all measured at once."""
     links: str | None = None
-    """What shapes them: tc, or switch."""
+    """Shaper of the links: tc or switch."""
     congestion: str | None = None
     """TCP's congestion control."""
     switch: dict[str, Any] | None = None
-    """What the switch counted while all links were busy, and how late it was."""
+    """Counters and lateness of the switch while all links were busy."""
     launches: list[dict[str, Any]] = field(default_factory=list)
-    """The same of each launch of the trial, with its `repeat`; and `rate_changes` where the network
-    has a trace."""
+    """Counters of the switch for each launch of the trial, with its `repeat`, and `rate_changes` if
+    the network has a trace."""
     off_percent: float | None = None
+    """Difference of the worst link from its request, in per cent."""
     flagged: bool | None = None
+    """Whether a link is too far from its request."""
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostCheck:
-    """Whether the fits of collectives may be believed."""
+    """Quality of the fitted costs of collectives, as relative errors."""
 
     residual: float
-    """How far one half of the repeats is off the fit to the other half, as a share: the root of the
-    mean square over sizes, of the operation that fits worst. Of older records, whose `noise` is
-    None: the median over sizes of how far all are off the fit to themselves."""
-    noise: float | None = None
-    """How far the halves are off each other, of the same operation: no fit can be nearer."""
+    """Error of the fit to one half of the repeats, judged by the other half: root mean square over
+    sizes, for the operation that fits worst."""
+    noise: float
+    """Difference of the two halves of the same operation, which no fit can beat."""
     drift: float
-    """By how much longer the largest messages took at the trial's end than at its begin, as a
-    share: of the operation that changed most."""
+    """Change of the largest messages' times from the trial's begin to its end, for the operation
+    that changed most."""
 
     @property
     def misfit(self) -> float:
-        """What of the residual chance does not explain: the fit is of another shape."""
-        return math.sqrt(max(0.0, self.residual**2 - (self.noise or 0.0) ** 2))
+        """Part of the residual beyond sampling error: the fit has another shape than the costs."""
+        return math.sqrt(max(0.0, self.residual**2 - self.noise**2))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCosts:
-    """Costs of all-reduces of an engine that sends in place of the communicator, as Horovod's."""
+    """Costs of all-reduces by a library's own engine, such as Horovod's."""
 
     engine: str
-    """Its name (`dear.cost.foreign.Sender`)."""
+    """Name of the engine (`dear.cost.foreign.Sender`)."""
     all_reduce: CollectiveCost
-    """Of one tensor."""
+    """Cost of one tensor."""
     fused: CollectiveCost | None = None
-    """Of two tensors in one buffer, by their bytes together; None: it joins none."""
+    """Cost of two tensors in one buffer, by their total bytes; None: the engine fuses none."""
     pair: CollectiveCost | None = None
-    """Of two tensors that start together and are not joined, by their total bytes."""
+    """Cost of two tensors that start together in two buffers, by their total bytes."""
     error: float
     """Relative error of a fit to one half of the repeats, judged by the other half: the root mean
     square over sizes, of the worst of these costs."""
@@ -191,7 +216,7 @@ class EngineCosts:
 
 
 def sending_costs(
-    costs: dict[str, CollectiveCost] | None, own: EngineCosts | None
+    costs: dict[str, CollectiveCost] | None, engine: EngineCosts | None
 ) -> dict[str, CollectiveCost] | None:
-    """Costs by operation of what sent: an engine of its own, else the communicator."""
-    return costs if own is None else {"all_reduce": own.all_reduce}
+    """Returns the costs by operation of the sender: the library's engine, or the communicator."""
+    return costs if engine is None else {"all_reduce": engine.all_reduce}

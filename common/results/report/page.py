@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from common.paths import COMMAND
 from common.results import plans, rows, shipped, stats, store
 from common.results.learning.summary import LearnRow
 from common.results.overview import Overview, overview
@@ -43,9 +44,7 @@ class Commands:
     one, and a sentence on whether that asks for the same trials."""
 
 
-def build(
-    folder: Path, *, commands: Commands, figures: Figures | None = None
-) -> str:
+def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -> str:
     """The page of the sweep in a folder, as HTML.
 
     Args:
@@ -89,7 +88,7 @@ def build(
         troubles=trouble.troubles(folder, records),
         kept_in_mind=trouble.kept_in_mind(records),
         done_again=trouble.done_again(records),
-        plans=[plans.lines(one) for one in records if one.plan is not None],
+        plans=[plans.lines(one) for one in records if one.first and one.first.plan],
         machines=surroundings.machines(records),
         scales=surroundings.scales(records),
         links=surroundings.links(records),
@@ -99,6 +98,7 @@ def build(
         made_by=made_by,
         again=None if runs or made_by else commands.again(),
         sweep=commands.sweep,
+        harness=COMMAND,
         downloads=_downloads(folder, records, comparison),
         learned=told is not None and told.kind is LearnRow,
         script=Markup(script),

@@ -78,8 +78,8 @@ def scales(records: Sequence[Record]) -> Grid | None:
     """How many times slower than real what is emulated ran, and why; None: nothing is emulated."""
     found: dict[tuple[float, str], list[str]] = {}
     for one in records:
-        if one.fabric == "emulated":
-            key = (one.time_scale, one.time_scale_reason or _UNKNOWN)
+        if one.fabric.kind == "emulated":
+            key = (one.fabric.time_scale, one.fabric.time_scale_reason or _UNKNOWN)
             found.setdefault(key, []).append(title(one))
     if not found:
         return None
@@ -102,7 +102,7 @@ def links(records: Sequence[Record]) -> Links | None:
     """Of all networks of a sweep; None on real ones, of which nothing is asked."""
     found: dict[str, tuple[Record, int]] = {}
     for one in records:
-        net = one.network
+        net = one.fabric.network
         if net.requested is not None:
             key = json.dumps([net.requested, net.measured, net.together, net.delays])
             found[key] = (found.get(key, (one, 0))[0], found.get(key, (one, 0))[1] + 1)
@@ -120,7 +120,7 @@ _NETWORK += ["worst link", "shaped by"]
 
 
 def _network(record: Record, trials: int) -> list[Any]:
-    net = record.network
+    net = record.fabric.network
     asked = net.requested or {}
     alone = [one.get(end) for one in net.measured or () for end in ("up_gbps", "down_gbps")]
     sent = sum(one["sent"] for one in net.delays)
@@ -154,7 +154,7 @@ def _range(values: Iterable[float | None]) -> str:
 
 def _each(record: Record, number: int) -> list[Grid]:
     """Every link and every delay of a network."""
-    net, made = record.network, []
+    net, made = record.fabric.network, []
     name = (net.requested or {}).get("name")
     together = {one["host"]: one for one in net.together}
     if net.measured:

@@ -82,8 +82,8 @@ def kept_in_mind(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
     found: dict[str, list[str]] = {}
     for one in records:
         for note in one.notes:
-            if note != doubt(one):
-                found.setdefault(note, []).append(title(one))
+            if note.text != doubt(one):
+                found.setdefault(note.text, []).append(title(one))
     return list(found.items())
 
 

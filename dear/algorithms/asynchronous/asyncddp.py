@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from dear.buckets.flat import Bucket
-from dear.comm.neighbors import core_module
+from dear.comm.backends import missing_comm_core
+from dear.comm.communicator import Communicator
+from dear.comm.neighbors import Round, core_module
 from dear.cost.bounds import Bound
 from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import nx
 from dear.options import at_least, positive
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.one_sided import WindowEngine
-from dear.training.parameters import GraphAlgorithm, GraphOptions, UpdateIn
+from dear.training.parameters.options import GraphAlgorithm, GraphOptions
+from dear.training.parameters.overlapped import Overlapped, UpdateIn, overlapped
+from dear.training.parameters.windows import Policy, WindowExchange
 
 POLL_S = (0.0005, 0.02)
 """Shortest and longest pause between two checks of a neighbour that is too far behind, in seconds
@@ -24,66 +25,61 @@ on the communicator's clock."""
 DEFAULT_PATIENCE_S = 120.0
 
 
-class AsyncEngine(WindowEngine):
-    """Engine with the order `overlapped`. As soon as a bucket's last gradient arrives, the bucket
-
-    - is averaged with the values in its slots;
-    - is updated with this rank's own gradient;
-    - is put into the neighbours' slots.
+class AsyncExchange(WindowExchange):
+    """Exchange of `asyncddp`: waits for no rank, except for one that is too far behind.
 
     A neighbour that has died is left out, and the remaining weights are scaled to sum to 1.
+
+    Args:
+        part: this rank's part in averaging over the graph.
     """
 
-    order = "overlapped"
     apart = True
+    refills_at_first = False  # a refill would overwrite the values that neighbours have put already
 
-    def __init__(self, replica: Replica, graph: nx.DiGraph | None = None) -> None:
-        self._max_staleness = replica.options.max_staleness
+    def __init__(self, graph: nx.DiGraph, part: Round, options: AsyncDdp.Options) -> None:
+        self._max_staleness = options.max_staleness
+        self._finish_timeout_s = options.finish_timeout_s
+        super().__init__(graph, Policy(part, waits=options.max_staleness is not None))
+
+    def open(self, communicator: Communicator) -> None:
+        super().open(communicator)
         core_module()  # raises before the model is changed; the first step makes the windows
-        super().__init__(replica, graph)
-
-    def lay_out(self, members: Any) -> None:
-        super().lay_out(members)
-        self._refill = False  # a refill would overwrite what neighbours have put already
-
-    def waits(self) -> bool:
-        return self._max_staleness is not None
 
     def meet(self) -> None:
         """Does nothing: no rank waits for all ranks."""
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, steps: int) -> None:
+        super().begin(steps)
         if self._max_staleness is not None:
             for source in self.peers.sources:
-                self._catch_up(source, self.steps - 1 - self._max_staleness)
+                self._catch_up(source, steps, self._max_staleness)
 
-    def mix(self, bucket: Bucket) -> None:
-        # The values do not include the current step yet.
-        self_weight, sources = self.mix_weights()
-        self.windows[bucket].collect(bucket.values, self_weight, sources, steps=self.steps - 1)
-        bucket.touched()
+    def mix(self, bucket: Bucket, steps: int) -> None:
+        super().mix(bucket, steps - 1)  # the values do not include the current step yet
 
     def release(self) -> None:
         if self.windows:
-            self.peers.leave(self.options.finish_timeout_s)
+            self.peers.leave(self._finish_timeout_s)
         super().release()
 
-    def _catch_up(self, source: int, least: int) -> None:
-        """Waits until the last bucket from `source` contains at least `least` of its steps."""
+    def _catch_up(self, source: int, steps: int, limit: int) -> None:
+        """Waits until the last bucket from `source` is at most `limit` steps behind."""
         *_, last = self.windows.values()
         clock, pause = self.communicator.clock, POLL_S[0]
         began = clock()
-        limit = self.communicator.timeout
-        patience_s = DEFAULT_PATIENCE_S if limit is None else limit.total_seconds()
+        timeout = self.communicator.timeout
+        patience_s = DEFAULT_PATIENCE_S if timeout is None else timeout.total_seconds()
         while True:
-            steps = last.steps_in(source)
-            if steps is None or steps >= least or self.peers.departures.gone(source):
+            source_steps = last.steps_in(source)
+            if source_steps is None or steps - source_steps <= limit:
+                break
+            if self.peers.departures.gone(source):
                 break
             if clock() - began > patience_s:
                 raise RuntimeError(
-                    f"rank {source} is {self.steps - 1 - steps} steps behind, more than "
-                    f"max_staleness={self._max_staleness}, and has made no progress within "
+                    f"rank {source} is {steps - source_steps} steps behind, more than "
+                    f"max_staleness={limit}, and has made no progress within "
                     f"{patience_s:g} s"
                 )
             self.communicator.pause(pause)
@@ -146,11 +142,13 @@ class AsyncDdp(GraphAlgorithm):
     def unavailable(cls) -> str | None:
         if importlib.util.find_spec("networkx") is None:
             return "networkx is not installed; topologies need it"
-        core = importlib.util.find_spec("comm_core")
-        built = core is not None and Path(core.origin or "").with_name("_built_for.json").exists()
-        return None if built else "the comm core is not built: build it with scripts/build.sh"
+        return missing_comm_core()
 
-    engine = AsyncEngine
+    def engine(self, replica: Replica) -> Overlapped:
+        options, communicator = replica.options, replica.communicator
+        graph = options.graph(communicator)
+        part = Round.of(graph, communicator.rank)
+        return overlapped(replica, AsyncExchange(graph, part, options), options.update)
 
     def alone(self, options: Options) -> bool:
         return False

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dear.buckets.flat import Bucket
 from dear.comm.neighbors import timed
 from dear.cost.overlap import Overlap, Transfer
+from dear.lazy import torch
 from dear.training.algorithm import Capabilities
-from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
+from dear.training.parameters.windows import WindowAlgorithm, WindowExchange, WindowOptions
 
 
-class PullGetEngine(WindowEngine):
-    """Engine with the order `combine-then-adapt`, in which the receiver reads from the sender.
+class PullExchange(WindowExchange):
+    """Exchange in which the receiver reads from the sender.
 
-    - before a training forward: shows this rank's buckets and starts to read the neighbours' ones;
-    - `step()`: waits for these reads, averages, then updates.
+    `share` shows a bucket. When all are shown, the rank starts to read its neighbours' buckets.
     """
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._reading: dict[Bucket, list[Any]] = {}
-        super().__init__(*args, **settings)
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
+        super().lay_out(members, steps)
+        self._reading: dict[Bucket, list[tuple[int, torch.Tensor, Any]]] = {}
 
-    def refill(self) -> None:
+    def refill(self, steps: int) -> None:
         """Does nothing: no rank puts values into slots."""
 
-    def share(self, bucket: Bucket) -> None:
-        self.windows[bucket].show(bucket.values, steps=self.steps)
+    def share(self, bucket: Bucket, steps: int) -> None:
+        self.windows[bucket].show(bucket.values, steps=steps)
 
     def shared(self) -> None:
         self.meet()
         for bucket, window in self.windows.items():
-            self._reading[bucket] = window.fetch(self.part.sources)
+            self._reading[bucket] = window.fetch(self.policy.part.sources)
 
-    def mix(self, bucket: Bucket) -> None:
+    def mix(self, bucket: Bucket, steps: int) -> None:
         reading = self._reading.pop(bucket)
 
         def wait() -> None:
@@ -43,7 +44,8 @@ class PullGetEngine(WindowEngine):
 
         timed(self.communicator, wait)()
         rows = {source: row for source, row, _ in reading}
-        self.windows[bucket].collect(bucket.values, *self.mix_weights(), rows, steps=self.steps)
+        weights = self.policy.mix_weights()
+        self.windows[bucket].collect(bucket.values, *weights, rows, steps=steps)
         bucket.touched()
 
 
@@ -62,7 +64,7 @@ class PullGet(WindowAlgorithm):
     for the parameters being read.
     """
 
-    engine = PullGetEngine
+    exchange = PullExchange
 
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):

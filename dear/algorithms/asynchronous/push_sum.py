@@ -2,86 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dear.buckets.flat import Bucket
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
-from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
+from dear.training.parameters.adapt_then_combine import AdaptAndCombine
+from dear.training.parameters.windows import WindowAlgorithm, WindowExchange, WindowOptions
 
 LEAST_P = 1 / 16
 """Smallest weight p with which a rank that runs without barrier still sends shares."""
 
 
-class PushSumEngine(WindowEngine):
-    """Engine with the order `adapt-then-combine`, over numerators u and weights p.
+class PushSumExchange(WindowExchange):
+    """Exchange of numerators u and weights p.
 
-    - `step()`: updates, turns the parameters into numerators, adds an equal share to the slot of
-      each target that has taken the last message, collects what has arrived, and sets the
-      parameters to u / p.
+    After an update it turns the parameters into numerators, and adds an equal share to the slot of
+    each target that has taken the last message. Then it collects the values that have arrived, and
+    sets the parameters to u / p.
 
     Without a barrier, a rank that is faster than its sources gives p away and gets none back. The
     published step would then divide its updates by a p near 0. Therefore the update is weighted by
     p, `u <- C (u + p update)`, and a rank whose p is below `LEAST_P` sends nothing.
     """
 
-    order = "adapt-then-combine"
     weighted = True
+    refills_at_first = False  # slots start as zeros; a refill would lose the values that arrived
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._numerators: dict[Bucket, torch.Tensor] = {}
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
+        super().lay_out(members, steps)
+        self._numerators = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
         self._kept: dict[Bucket, float] = {}
         """Share of each bucket that this rank keeps in the current round."""
-        super().__init__(*args, **settings)
-        self._refill = False  # slots start as zeros; a refill would lose what has arrived
-        self.hooks.remove()  # `step()` averages everything, so no forward pass has to wait
 
-    def lay_out(self, members: Any) -> None:
-        super().lay_out(members)
-        self._numerators = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
-
-    def refill(self) -> None:
+    def refill(self, steps: int) -> None:
         """Empties the slots after a state was loaded; waits for all ranks with `barrier`."""
         for window in self.windows.values():
             window.clear()
         self.meet()
 
     def adapt(self, update: Callable[[], Any]) -> Any:
-        """Updates the parameters; in steps that average, also computes the numerators."""
-        if not self.due():
-            return super().adapt(update)
+        """Updates the parameters, and computes the numerators."""
         with torch.no_grad():
-            if not self.waits():
-                result = super().adapt(update)
+            if not self.policy.waits():
+                result = update()
                 for bucket, numerator in self._numerators.items():
                     torch.mul(bucket.values, self.windows[bucket].p, out=numerator)
                 return result
             # u = x * p + (x after - x before), without a copy of x.
             for bucket, numerator in self._numerators.items():
                 torch.mul(bucket.values, self.windows[bucket].p - 1, out=numerator)
-            result = super().adapt(update)
+            result = update()
             for bucket, numerator in self._numerators.items():
                 numerator.add_(bucket.values)
         return result
 
-    def share(self, bucket: Bucket) -> None:
-        window = self.windows[bucket]
-        targets = window.idle(wait=self.waits())
-        if window.p < LEAST_P and not self.waits():
+    def share(self, bucket: Bucket, steps: int) -> None:
+        window, waits = self.windows[bucket], self.policy.waits()
+        targets = window.idle(wait=waits)
+        if window.p < LEAST_P and not waits:
             targets = []
         share = self._kept[bucket] = 1.0 / (len(targets) + 1)
         weights = dict.fromkeys(targets, share)
-        window.put(self._numerators[bucket], weights, add=True, steps=self.steps + 1)
+        window.put(self._numerators[bucket], weights, add=True, steps=steps + 1)
 
-    def shared(self) -> None:
-        self.combine()
-
-    def mix(self, bucket: Bucket) -> None:
+    def mix(self, bucket: Bucket, steps: int) -> None:
         window, numerator = self.windows[bucket], self._numerators[bucket]
-        weights = dict.fromkeys(self.part.sources, 1.0)
-        window.collect(numerator, self._kept[bucket], weights, reset=True, steps=self.steps + 1)
+        weights = dict.fromkeys(self.policy.part.sources, 1.0)
+        window.collect(numerator, self._kept[bucket], weights, reset=True, steps=steps + 1)
         torch.div(numerator, window.p, out=bucket.values)
         bucket.touched()
 
@@ -96,7 +86,7 @@ class PushSumEngine(WindowEngine):
         }
 
     def saved(self) -> dict[str, Any]:
-        return super().saved() | {"p": [window.p for window in self.windows.values()]}
+        return {"p": [window.p for window in self.windows.values()]}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         super().restore(saved)
@@ -109,7 +99,7 @@ class PushSum(WindowAlgorithm):
 
     Ranks send shares of their parameters together with a weight p. The model holds the quotient,
     which corrects for uneven graphs and late messages. With `barrier` this is the published method;
-    without it, updates are also weighted by p (see PushSumEngine).
+    without it, updates are also weighted by p (see PushSumExchange).
 
         u <- C (u + update), p <- C p, x = u / p
 
@@ -120,7 +110,8 @@ class PushSum(WindowAlgorithm):
     Cost per step and rank: the parameters at most once to each neighbour; one more copy in memory.
     """
 
-    engine = PushSumEngine
+    order = AdaptAndCombine
+    exchange = PushSumExchange
 
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):

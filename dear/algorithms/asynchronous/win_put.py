@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dear.training.algorithm import Capabilities
-from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
-
-
-class WinPutEngine(WindowEngine):
-    """Engine with the order `combine-then-adapt` and the methods of `WindowEngine`.
-
-    - before a training forward: puts each bucket into this rank's slot at its neighbours;
-    - `step()`: averages with the values that are in the slots by then, then updates.
-    """
+from dear.training.parameters.windows import WindowAlgorithm, WindowOptions
 
 
 class WinPut(WindowAlgorithm):
@@ -24,6 +16,8 @@ class WinPut(WindowAlgorithm):
 
         x <- w x + sum of w_j (what j has put last) - update(gradient at x)
 
+    The engine is `CombineThenAdapt`: it puts each bucket into this rank's slots at the neighbours
+    before a training forward, and averages with the values in its own slots in `step()`.
     Invariant: if parameters are equal on all ranks and updates are zero, nothing changes. Until a
     neighbour has put values, its slot holds this rank's own start values. With `barrier` it is
     decentralized SGD (`neighbor`, combine=awc).
@@ -32,8 +26,6 @@ class WinPut(WindowAlgorithm):
     Cost per step and rank: the parameters at most once to each neighbour; memory for one copy of
     them under way, and for one slot per neighbour.
     """
-
-    engine = WinPutEngine
 
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):

@@ -9,7 +9,7 @@ from typing import Any
 
 from dear.buckets.flat import Bucket, value_bucket
 from dear.comm import runtime
-from dear.comm.communicator import sub_communicators
+from dear.comm.communicator import Communicator, sub_communicators
 from dear.cost.bounds import Traffic
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
@@ -18,7 +18,9 @@ from dear.options import at_least
 from dear.topology.schedules import Edge, Topology, TopologyReg
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters import LocalOptions, ParameterEngine, UpdateIn
+from dear.training.parameters.exchange import BucketExchange
+from dear.training.parameters.options import LocalOptions
+from dear.training.parameters.overlapped import Overlapped, UpdateIn, overlapped
 
 CHANNEL = 1
 """Channel of the averages, so that the script's own communication does not queue behind models."""
@@ -33,7 +35,8 @@ class Decentralized(Algorithm):
     Bytes move: each bucket of parameters from its update until its update in the next step.
     Cost per step and rank: one exchange of the model with one peer (`ring`, `one-peer-exp`), or an
     all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: 1 or 2 nodes).
-    Overridden methods: `share` sends to the group of this step, `mix` of the next step averages.
+    Overridden methods: `share` of the exchange sends to the group of this step, and `mix` of the
+    next step averages.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -79,13 +82,13 @@ class Decentralized(Algorithm):
         topology = _topology(options, world_size, 0, options.ranks_per_node or local_size)
         return Traffic.in_groups(topology, world_size)
 
-    def engine(self, replica: Replica) -> GroupEngine:
+    def engine(self, replica: Replica) -> Overlapped:
         options, communicator = replica.options, replica.communicator
         node = options.ranks_per_node or _ranks_per_node()
         topology = _topology(options, communicator.size, communicator.rank, node)
-        engine = GroupEngine(replica, topology)
-        engine.set_factor(options.adaptive_factor)
-        return engine
+        exchange = GroupExchange(topology)
+        exchange.set_factor(options.adaptive_factor)
+        return overlapped(replica, exchange, options.update)
 
 
 def _topology(options: Decentralized.Options, world_size: int, rank: int, node: int) -> Topology:
@@ -94,7 +97,7 @@ def _topology(options: Decentralized.Options, world_size: int, rank: int, node: 
     )
 
 
-class GroupEngine(ParameterEngine):
+class GroupExchange(BucketExchange):
     """Averages in the groups of a schedule, one step behind.
 
     A group all-reduces its values. If the result is the mean itself, parameters become views of it.
@@ -108,15 +111,17 @@ class GroupEngine(ParameterEngine):
         views: True makes parameters views of their buckets.
     """
 
-    order = "overlapped"
-
-    def __init__(self, replica: Replica, topology: Topology, *, views: bool = True) -> None:
-        super().__init__(replica)
-        communicator = self.communicator
+    def __init__(self, topology: Topology, *, views: bool = True) -> None:
+        super().__init__()
         self.topology = topology
         self.factor = 1.0
         """Weight of the average, 0 .. 1: `(1 - factor) * own + factor * average`."""
         self._views = views
+        self._resumed = False
+        """True if a state was loaded, whose values no rank has sent again yet."""
+
+    def open(self, communicator: Communicator) -> None:
+        super().open(communicator)
         communicator.ensure_channels(CHANNEL + 1)
         if "nccl" in communicator.backend:
             # NCCL's first call on a group must involve all its ranks; an exchange does not.
@@ -124,8 +129,8 @@ class GroupEngine(ParameterEngine):
 
         larger = [
             edge.ranks
-            for step in range(topology.period)
-            for edge in topology.edges_at(step)
+            for step in range(self.topology.period)
+            for edge in self.topology.edges_at(step)
             if 1 < len(edge.ranks) < communicator.size and not self._swaps(edge)
         ]
         self._groups = sub_communicators(communicator, larger)
@@ -136,7 +141,7 @@ class GroupEngine(ParameterEngine):
         at_least("1 - adaptive factor", 1 - factor, 0)
         self.factor = factor
 
-    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
         edges = self.topology.get_all_edges()
         self.buckets = [
             value_bucket(
@@ -149,18 +154,18 @@ class GroupEngine(ParameterEngine):
             for params in members
         ]
 
-    def begin(self) -> None:
-        if self._resumed:
-            # All ranks send again what was under way when the state was saved.
-            self._resumed = False
-            self.drop()
-            with torch.no_grad():
-                for bucket in self.buckets:
-                    self.share(bucket)
-        super().begin()
+    def begin(self, steps: int) -> None:
+        if not self._resumed:
+            return
+        # All ranks send again the values that were under way when the state was saved.
+        self._resumed = False
+        self.drop()
+        with torch.no_grad():
+            for bucket in self.buckets:
+                self.share(bucket, steps)
 
-    def share(self, bucket: Bucket) -> None:
-        edge = self.topology.get_edge(self.steps)
+    def share(self, bucket: Bucket, steps: int) -> None:
+        edge = self.topology.get_edge(steps)
         if len(edge.ranks) == 1:
             return
         bucket.pull()
@@ -176,14 +181,14 @@ class GroupEngine(ParameterEngine):
             else:
                 group = self._groups[tuple(edge.ranks)]
                 work = group.all_reduce(bucket.spare, op="sum")
-        self.pending[bucket] = work
+        self.pending[bucket] = [work]
 
-    def mix(self, bucket: Bucket) -> None:
-        work = self.pending.pop(bucket, None)
-        if work is None:
+    def mix(self, bucket: Bucket, steps: int) -> None:
+        works = self.pending.pop(bucket, None)
+        if works is None:
             return
-        work.wait()
-        edge = self.topology.get_edge(self.steps - 1)
+        works[0].wait()
+        edge = self.topology.get_edge(steps - 1)
         if self._swaps(edge):
             bucket.values.lerp_(bucket.spare, self.factor * (1 - edge.weight))
             bucket.push()
@@ -197,21 +202,19 @@ class GroupEngine(ParameterEngine):
         bucket.push()
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        super().restore(saved)
         self.drop()
-        self._resumed = self.steps > 0
+        self._resumed = saved is not None and saved["steps"] > 0
 
     def release(self) -> None:
         for group in self._groups.values():
             group.close()
         self._groups = {}
 
-    def upcoming(self, bucket: Bucket) -> Edge | None:
-        """Returns the group whose average the next `mix` of a bucket takes in; None if no average
-        is under way."""
+    def upcoming(self, bucket: Bucket, steps: int) -> Edge | None:
+        """Returns the group whose average `mix` would take in; None if no average is under way."""
         if bucket not in self.pending:
             return None
-        edge = self.topology.get_edge(self.steps - 1)
+        edge = self.topology.get_edge(steps - 1)
         if len(edge.ranks) == self.communicator.size:
             return Edge(edge.ranks, edge.weight, self.communicator.groups[CHANNEL])
         group = self._groups.get(tuple(edge.ranks))

@@ -14,13 +14,9 @@ from dear.options import option_of
 from dear.topology import from_matrix, matrix
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters import (
-    GraphAlgorithm,
-    GraphOptions,
-    ParameterEngine,
-    adapt_then_combine,
-    always,
-)
+from dear.training.parameters.adapt_then_combine import AdaptThenCombine
+from dear.training.parameters.exchange import GraphExchange, always
+from dear.training.parameters.options import GraphAlgorithm, GraphOptions, adapt_then_combine
 
 _DIRECTED = ("ring-left", "ring-right", "exp2")
 
@@ -33,7 +29,7 @@ class ExactDiffusion(GraphAlgorithm):
     Invariant: with a constant step size ranks reach the exact minimum of the sum of their losses.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour; one more copy in memory.
-    Overridden methods: `adapt` corrects the updated parameters.
+    Overridden methods: `adapt` of the exchange corrects the updated parameters.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -55,21 +51,20 @@ class ExactDiffusion(GraphAlgorithm):
     bound = "after_update"
     overlap = Overlap(transfers=(adapt_then_combine("parameters"),))
 
-    def engine(self, replica: Replica) -> ExactDiffusionEngine:
+    def engine(self, replica: Replica) -> AdaptThenCombine:
         weights = matrix(replica.options.graph(replica.communicator, symmetric=True))
         halved = (weights + np.eye(len(weights))) / 2
         part = Round.of(from_matrix(halved), replica.communicator.rank)
-        return ExactDiffusionEngine(replica, always(part))
+        return AdaptThenCombine(replica, ExactDiffusionExchange(always(part)))
 
 
-class ExactDiffusionEngine(ParameterEngine):
-    """Engine that keeps psi, the parameters after the last update and before their averaging."""
+class ExactDiffusionExchange(GraphExchange):
+    """Exchange that keeps psi, the parameters after the last update and before their averaging."""
 
-    order = "adapt-then-combine"
     takes_scaler = False
 
-    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        super().lay_out(members)
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
+        super().lay_out(members, steps)
         self._psi = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
         self._started = False
 
@@ -88,10 +83,9 @@ class ExactDiffusionEngine(ParameterEngine):
 
     def saved(self) -> dict[str, Any]:
         copies = [psi.clone() for psi in self._psi.values()]
-        return super().saved() | {"psi": copies if self._started else None}
+        return {"psi": copies if self._started else None}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        super().restore(saved)
         copies = None if saved is None else saved["psi"]
         self._started = copies is not None
         for index, psi in enumerate(self._psi.values()):

@@ -12,13 +12,9 @@ from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters import (
-    GraphAlgorithm,
-    GraphOptions,
-    ParameterEngine,
-    always,
-    combine_then_adapt,
-)
+from dear.training.parameters.combine_then_adapt import CombineThenAdapt
+from dear.training.parameters.exchange import GraphExchange, always
+from dear.training.parameters.options import GraphAlgorithm, GraphOptions, combine_then_adapt
 
 
 class GradientTracking(GraphAlgorithm):
@@ -32,7 +28,7 @@ class GradientTracking(GraphAlgorithm):
     ranks reach the exact minimum of the sum of their losses; linearly, if it is strongly convex.
     Bytes move: beside both passes.
     Cost per step and rank: twice the parameters to each neighbour; two more copies in memory.
-    Overridden methods: `share` and `mix` also carry the estimates; `adapt` updates with them.
+    Overridden methods: `carried` of the exchange adds the estimates; `adapt` updates with them.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -45,10 +41,10 @@ class GradientTracking(GraphAlgorithm):
 
     copies = 2
 
-    def engine(self, replica: Replica) -> GradientTrackingEngine:
+    def engine(self, replica: Replica) -> CombineThenAdapt:
         graph = replica.options.graph(replica.communicator, doubly_stochastic=True)
         part = Round.of(graph, replica.communicator.rank)
-        return GradientTrackingEngine(replica, always(part))
+        return CombineThenAdapt(replica, GradientTrackingExchange(always(part)))
 
 
 class Trackers:
@@ -96,32 +92,25 @@ class Trackers:
                 buffer.zero_() if saved is None else buffer.copy_(saved[index][part])
 
 
-class GradientTrackingEngine(ParameterEngine):
-    """Engine that averages gradient estimates beside the parameters, and steps with them."""
+class GradientTrackingExchange(GraphExchange):
+    """Exchange that averages gradient estimates beside the parameters; updates use them."""
 
     takes_scaler = False
 
-    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        super().lay_out(members)
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
+        super().lay_out(members, steps)
         self._trackers = Trackers(
             {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
         )
 
-    def share(self, bucket: Bucket) -> None:
-        super().share(bucket)
-        estimate = self._trackers.estimates[bucket]
-        self.pending[bucket, "estimate"] = self.exchange.start(estimate, self.rounds(self.steps))
-
-    def mix(self, bucket: Bucket) -> None:
-        super().mix(bucket)
-        self.pending.pop((bucket, "estimate")).finish(self._trackers.estimates[bucket])
+    def carried(self, bucket: Bucket) -> Sequence[torch.Tensor]:
+        return [bucket.values, self._trackers.estimates[bucket]]
 
     def adapt(self, update: Callable[[], Any]) -> Any:
         return self._trackers.update(update)
 
     def saved(self) -> dict[str, Any]:
-        return super().saved() | {"trackers": self._trackers.saved()}
+        return {"trackers": self._trackers.saved()}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        super().restore(saved)
         self._trackers.restore(None if saved is None else saved["trackers"])

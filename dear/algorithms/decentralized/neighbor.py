@@ -17,14 +17,14 @@ from dear.topology import check_graph, graph
 from dear.topology.schedules import DynamicName, one_peer_machines, schedule
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters import (
+from dear.training.parameters.adapt_then_combine import AdaptThenCombine
+from dear.training.parameters.combine_then_adapt import CombineThenAdapt
+from dear.training.parameters.engine import ParameterEngine
+from dear.training.parameters.exchange import GraphExchange, Rounds, always
+from dear.training.parameters.options import (
     GraphAlgorithm,
     GraphOptions,
-    Order,
-    ParameterEngine,
-    Rounds,
     adapt_then_combine,
-    always,
     combine_then_adapt,
 )
 
@@ -65,6 +65,7 @@ class Neighbor(GraphAlgorithm):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            at_least(option_of(self, "every"), self.every, 1)
             at_least(option_of(self, "local_size"), self.local_size, 1)
             inner_outer = self.dynamic.startswith("inner-outer")
             if self.hierarchical and inner_outer:
@@ -105,8 +106,8 @@ class Neighbor(GraphAlgorithm):
             rounds = _machine_rounds(options, machines)
         else:
             rounds = _rounds(options, communicator)
-        order: Order = "adapt-then-combine" if options.combine == "atc" else "combine-then-adapt"
-        return ParameterEngine(replica, rounds, machines, order)
+        kind = AdaptThenCombine if options.combine == "atc" else CombineThenAdapt
+        return kind(replica, GraphExchange(rounds, machines), every=options.every)
 
 
 def _rounds(options: Neighbor.Options, communicator: Communicator) -> Rounds:
@@ -116,7 +117,7 @@ def _rounds(options: Neighbor.Options, communicator: Communicator) -> Rounds:
     if options.dynamic != "one-peer-exp":
         local_size = options.local_size or ranks_per_machine(communicator)
     peers = schedule(options.dynamic, communicator.size, communicator.rank, local_size)
-    return lambda turn: Round.uniform(*peers(turn))
+    return lambda steps: Round.uniform(*peers(steps // options.every))
 
 
 def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
@@ -124,7 +125,7 @@ def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
         return always(Round(self_weight=1.0))
     if options.dynamic == "one-peer-exp":
         peers = one_peer_machines(machines.count, machines.machine)
-        return lambda step: Round.uniform(*peers(step))
+        return lambda steps: Round.uniform(*peers(steps // options.every))
     between = graph(options.topology, machines.count)
     check_graph(between, machines.count)
     return always(Round.of(between, machines.machine))

@@ -13,13 +13,9 @@ from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters import (
-    GraphAlgorithm,
-    GraphOptions,
-    ParameterEngine,
-    adapt_then_combine,
-    always,
-)
+from dear.training.parameters.adapt_then_combine import AdaptThenCombine
+from dear.training.parameters.exchange import GraphExchange, always
+from dear.training.parameters.options import GraphAlgorithm, GraphOptions, adapt_then_combine
 
 
 class PushDiging(GraphAlgorithm):
@@ -32,8 +28,8 @@ class PushDiging(GraphAlgorithm):
     minimum of the sum of their losses, over any strongly connected directed graph.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: twice the parameters to each neighbour; three more copies in memory.
-    Overridden methods: `share` and `mix` carry a bucket's u, y and v in one message; `adapt`
-    computes u.
+    Overridden methods: `carried` of the exchange returns a bucket's u, y and v in one message;
+    `adapt` computes u; `mix` divides by v.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -46,20 +42,19 @@ class PushDiging(GraphAlgorithm):
 
     copies = 2
 
-    def engine(self, replica: Replica) -> PushDigingEngine:
+    def engine(self, replica: Replica) -> AdaptThenCombine:
         graph = replica.options.graph(replica.communicator)
         part = Round.splitting(graph, replica.communicator.rank)
-        return PushDigingEngine(replica, always(part))
+        return AdaptThenCombine(replica, PushDigingExchange(always(part)))
 
 
-class PushDigingEngine(ParameterEngine):
-    """Engine that sends numerators u, gradient estimates y and weights v; parameters are u / v."""
+class PushDigingExchange(GraphExchange):
+    """Exchange of numerators u, gradient estimates y and weights v; parameters are u / v."""
 
-    order = "adapt-then-combine"
     takes_scaler = False
 
-    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        super().lay_out(members)
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
+        super().lay_out(members, steps)
         self._messages: dict[Bucket, torch.Tensor] = {}
         """Message of each bucket: u, y and v, one after the other."""
         self._numerators: dict[Bucket, torch.Tensor] = {}
@@ -81,22 +76,18 @@ class PushDigingEngine(ParameterEngine):
                 numerator.add_(bucket.values)
         return result
 
-    def share(self, bucket: Bucket) -> None:
-        message = self._messages[bucket]
-        self.pending[bucket] = self.exchange.start(message, self.rounds(self.steps))
+    def carried(self, bucket: Bucket) -> Sequence[torch.Tensor]:
+        return [self._messages[bucket]]
 
-    def mix(self, bucket: Bucket) -> None:
-        message = self._messages[bucket]
-        self.pending.pop(bucket).finish(message)
-        torch.div(self._numerators[bucket], message[-1], out=bucket.values)
-        bucket.touched()
+    def mix(self, bucket: Bucket, steps: int) -> None:
+        super().mix(bucket, steps)
+        torch.div(self._numerators[bucket], self._messages[bucket][-1], out=bucket.values)
 
     def saved(self) -> dict[str, Any]:
         weights = [message[-1].item() for message in self._messages.values()]
-        return super().saved() | {"trackers": self._trackers.saved(), "weights": weights}
+        return {"trackers": self._trackers.saved(), "weights": weights}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        super().restore(saved)
         self._trackers.restore(None if saved is None else saved["trackers"])
         for index, message in enumerate(self._messages.values()):
             message[-1] = 1.0 if saved is None else saved["weights"][index]

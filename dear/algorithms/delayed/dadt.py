@@ -1,28 +1,26 @@
-"""Delayed all-reduce: an update applies older gradients, so it waits for no transfer of its step."""
+"""Delayed all-reduce: an update applies older gradients and waits for no transfer of its step."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dear.buckets.carriers import SparseSum, gather_entries
-from dear.buckets.flat import Bucket, packed_buckets, with_gradients
-from dear.buckets.grouping import MIB, RunOrder, agree, ready_groups
-from dear.comm.communicator import Communicator, Work
+from dear.algorithms.delayed._laps import Arrivals, DenseMessage, Lap, UpdateTimes
+from dear.buckets.carriers import gather_entries
+from dear.buckets.flat import Bucket, with_gradients
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Engine, GradScaling, Replica, refuse_lbfgs
+from dear.training.engine import GradScaling, Replica, refuse_lbfgs, step_after_closure
 from dear.training.gradients import GradientEngine
-from dear.training.trace import Timeline
 
 if TYPE_CHECKING:
-    Gradients = dict[torch.nn.Parameter, torch.Tensor | None]
+    from dear.algorithms.delayed._laps import Gradients, Groups
 
 PENDING = "delayed_gradients"
 """Key in an optimizer's state dict for the gradients that no update has applied yet."""
@@ -92,112 +90,6 @@ class Dadt(Algorithm):
         return DelayedEngine(replica)
 
 
-class _Dense(Bucket):
-    """One all-reduce of a group's gradients, and of a mark per parameter."""
-
-    work: Work | None = None
-    packed_s: tuple[float, float] | None = None
-    """Start and end of the copy, in seconds on the communicator's clock."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.gradients.nbytes
-
-    def pack(self, divisor: int = 1) -> None:
-        for param, view in zip(self.params, self.gradient_views, strict=True):
-            gradient = param.grad
-            if gradient is None:
-                continue
-            if gradient.dtype != view.dtype or gradient.device != view.device:
-                raise UserError(
-                    f"a parameter of shape {tuple(param.shape)} was {view.dtype} on "
-                    f"{view.device} in the first step and its gradient is {gradient.dtype} on "
-                    f"{gradient.device} now: close() the optimizer before moving the model, "
-                    "and wrap again"
-                )
-            if gradient.layout is not torch.strided:
-                raise UserError(_changed_kind(param, "sparse", "dense"))
-        super().pack(divisor)
-
-    def send(self, communicator: Communicator) -> None:
-        self.work = communicator.all_reduce(self.gradients, op="sum")
-
-
-class _Sparse:
-    """One all-gather of the entries of one sparse gradient."""
-
-    def __init__(self, param: torch.nn.Parameter) -> None:
-        self.params = [param]
-        self.work: Work | None = None
-        self.packed_s: tuple[float, float] | None = None
-        self.mine: torch.Tensor | None = None
-        self._sum: SparseSum | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.work.nbytes if self.work is not None else 0
-
-    def pack(self, divisor: int) -> None:
-        self._divisor = divisor
-        (param,) = self.params
-        gradient = param.grad
-        if gradient is not None and gradient.layout is not torch.sparse_coo:
-            raise UserError(_changed_kind(param, "dense", "sparse"))
-        self.mine = None if gradient is None else gradient.detach().coalesce()
-
-    def send(self, entries: tuple[list[int], int], communicator: Communicator) -> None:
-        """Sends the packed gradient; `entries` counts those of all ranks (`gather_entries`)."""
-        (param,) = self.params
-        self._sum = SparseSum(self.mine, param, entries, communicator, divisor=self._divisor)
-        self.work = self._sum.work
-
-    def means(self) -> Gradients:
-        return {self.params[0]: self._sum.result()}
-
-
-def _changed_kind(param: torch.nn.Parameter, now: str, before: str) -> str:
-    return (
-        f"the gradient of a parameter of shape {tuple(param.shape)} is {now} now, and was {before} "
-        "before (or on another rank): it must be of one kind in all steps and on all ranks"
-    )
-
-
-@dataclass(kw_only=True)
-class _Lap:
-    """Gradients of one step, from their copy to the update that applies them."""
-
-    dense: list[_Dense] = field(default_factory=list)
-    sparse: list[_Sparse] = field(default_factory=list)
-    loaded: Gradients = field(default_factory=dict)
-    """Gradients from a checkpoint; None for those that no rank has."""
-    step: int = 0
-    scale: torch.Tensor | None = None
-    """Loss scale of these gradients; None: 1."""
-
-    @property
-    def messages(self) -> list[_Dense | _Sparse]:
-        return [*self.dense, *self.sparse]
-
-    def wait(self) -> None:
-        """Waits until every transfer has ended."""
-        for message in self.messages:
-            if message.work is not None:
-                message.work.wait()
-
-    def gradients(self) -> Gradients:
-        """Waits for the transfers and returns the averages or sums."""
-        self.wait()
-        gradients = dict(self.loaded)
-        for message in self.messages:
-            gradients |= message.means()
-        return gradients
-
-    def due(self) -> Gradients:
-        """Returns the gradients for an update: None for parameters that were frozen meanwhile."""
-        gradients = self.gradients().items()
-        return {param: mean if param.requires_grad else None for param, mean in gradients}
-
-
 class DelayedEngine(GradientEngine):
     """Engine whose step t applies the averaged gradients of step t - delay, if there was one.
 
@@ -209,20 +101,17 @@ class DelayedEngine(GradientEngine):
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, [[param] for param in replica.params], sparse=True)
         self._scaling = GradScaling(self.optimizer)
-        self._timeline: Timeline | None = None
+        self._timeline: UpdateTimes | None = None
         if self.options.timeline is not None:
-            self._timeline = Timeline(self.options.timeline, self.communicator.rank)
-            self.communicator.record_times = True
+            self._timeline = UpdateTimes(self.options.timeline, self.communicator)
         self._step = 0
-        self._arrivals: dict[torch.nn.Parameter, float] = {}
-        self._groups: tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None = None
-        """Groups of dense parameters, and the sparse parameters; None until the first pass."""
-        self._filling: _Lap | None = None
-        self._held: deque[_Lap] = deque()
+        self._arrivals = Arrivals(replica)
+        self._groups: Groups | None = None
+        """None until the first pass."""
+        self._filling: Lap | None = None
+        self._held: deque[Lap] = deque()
         """Laps whose update is still to come, oldest first."""
-        self._free: list[_Lap] = []
-        # Times of works are read only at the end: on a GPU, reading them makes the host wait.
-        self._applied: list[tuple[dict[str, int], Any, Work | None, float | None]] = []
+        self._free: list[Lap] = []
         self._presented = False
         """True while `p.grad` holds the gradients that the next update applies."""
         self._watched = Bucket(self.params)
@@ -237,7 +126,7 @@ class DelayedEngine(GradientEngine):
         self._hold(None)
         return self._apply(update) if self._due else None
 
-    step_closure = Engine.step_after_closure
+    step_closure = step_after_closure
 
     def synchronize(self) -> None:
         super().synchronize()
@@ -274,27 +163,12 @@ class DelayedEngine(GradientEngine):
             pairs = zip(self.held, entry["gradients"], strict=True)
             loaded = {param: _copied(value, like=param) for param, value in pairs}
             managed = {param: loaded[param] for param in self.params}
-            self._held.append(_Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
+            self._held.append(Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
 
     def write_timeline(self) -> None:
-        """Writes the timeline of all updates so far, if wanted; waits for their transfers."""
-        if self._timeline is None:
-            return
-        if self.params[0].is_cuda:
-            torch.cuda.synchronize(self.params[0].device)
-        add = self._timeline.add
-        while self._applied:
-            facts, packed_s, work, applied_s = self._applied.pop()
-            name = f"step {facts['step']} group {facts['group']}"
-            if packed_s is not None:
-                add("pack", name, *packed_s, **facts)
-            if work is not None:
-                times = work.times()
-                add("in queue", name, times.enqueued_s, times.started_s, **facts)
-                add("transfer", name, times.started_s, times.finished_s, **facts)
-                if applied_s is not None:
-                    add("waits for update", name, times.finished_s, applied_s, **facts)
-        self._timeline.write()
+        """Writes the timeline of all updates so far, if the options name a file."""
+        if self._timeline is not None:
+            self._timeline.write(self.params[0].device)
 
     def close(self) -> None:
         self._wait()
@@ -312,8 +186,7 @@ class DelayedEngine(GradientEngine):
                 "step() or zero_grad() first"
             )
         if self._groups is None:
-            self._arrivals.pop(param, None)  # the last pass before the grouping counts
-            self._arrivals[param] = self.communicator.clock()
+            self._arrivals.note(param)
 
     def ready(self, unit: int) -> None:
         """Copies the gradients of a message, and sends it if it is dense.
@@ -323,19 +196,21 @@ class DelayedEngine(GradientEngine):
         if self._groups is None:
             return
         if self._filling is None:
-            self._filling = self._free.pop() if self._free else self._new_lap()
+            self._filling = (
+                self._free.pop() if self._free else Lap.of(self._groups, self.communicator)
+            )
         message, clock = self._filling.messages[unit], self.communicator.clock
         if message.work is not None:
             message.work.wait()
         began = clock()
         message.pack(1 if not self.options.average else self.communicator.size)
         message.packed_s = began, clock()
-        if isinstance(message, _Dense):
+        if isinstance(message, DenseMessage):
             message.send(self.communicator)
 
     def passed(self) -> None:
         if self._groups is None:
-            self._groups = self._learnt_groups()
+            self._groups = self._arrivals.groups()
             if self._groups is not None:
                 dense, sparse = self._groups
                 units = [*dense, *([param] for param in sparse)]
@@ -352,68 +227,6 @@ class DelayedEngine(GradientEngine):
                 message.send(entries, self.communicator)
         self._watched.note()
 
-    def _learnt_groups(
-        self,
-    ) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None:
-        """Returns groups for `_groups`, the same on all ranks; None if the pass was empty.
-
-        A collective call at the end of a pass.
-
-        Raises:
-            UserError: on all ranks, if a gradient is sparse on one rank and dense on another.
-        """
-        now = self.communicator.clock()
-        index_of = {param: i for i, param in enumerate(self.params)}
-        for param in self.params:
-            if param.grad is not None and param not in self._arrivals:
-                self._arrivals[param] = now  # the script has set this gradient
-        seen = [param for param in self._arrivals if param.grad is not None]
-        observed = RunOrder(
-            reads=[],
-            arrivals=[index_of[param] for param in seen],
-            waits_s=[now - self._arrivals[param] for param in seen],
-        )
-        order = agree(observed, self.communicator)
-        if not order.arrivals:
-            return None
-        sparse = self._agreed_sparse(
-            {index_of[param]: param.grad.layout is torch.sparse_coo for param in seen}
-        )
-        if sparse:
-            self.communicator.ensure_channels(2)
-        dense = [param for param in self.params if param not in set(sparse)]
-        cycle_ms = self.options.cycle_time_ms
-        groups = ready_groups(
-            self.params,
-            dense,
-            order,
-            buffer_bytes=self.options.buffer_mb * MIB,
-            cycle_s=None if cycle_ms is None else cycle_ms / 1e3,
-        )
-        return groups, sparse
-
-    def _agreed_sparse(self, kinds: dict[int, bool]) -> list[torch.nn.Parameter]:
-        sparse: dict[int, bool] = {}
-        for kinds_of_rank in self.communicator.gather_objects(kinds):
-            for index, kind in kinds_of_rank.items():
-                if sparse.setdefault(index, kind) != kind:
-                    raise UserError(
-                        f"the gradient of a parameter of shape {tuple(self.params[index].shape)} "
-                        "is sparse on some ranks and dense on others"
-                    )
-        # Weights of sparse embeddings count as sparse until a rank has used them.
-        declared = {
-            module._parameters.get("weight")
-            for module in self.model.modules()
-            if getattr(module, "sparse", None) is True
-        }
-        return [p for i, p in enumerate(self.params) if sparse.get(i, p in declared)]
-
-    def _new_lap(self) -> _Lap:
-        groups, sparse = self._groups
-        dense = packed_buckets(groups, self.communicator, kind=_Dense)
-        return _Lap(dense=dense, sparse=[_Sparse(param) for param in sparse])
-
     # Step.
 
     @property
@@ -427,7 +240,7 @@ class DelayedEngine(GradientEngine):
         self._step += 1
         lap, self._filling = self._filling, None
         if lap is None:  # no rank had a gradient
-            lap = _Lap(loaded=dict.fromkeys(self.params))
+            lap = Lap(loaded=dict.fromkeys(self.params))
         lap.step, lap.scale = self._step, scale
         self._held.append(lap)
 
@@ -484,19 +297,13 @@ class DelayedEngine(GradientEngine):
         finally:
             self._release(lap, began)
 
-    def _release(self, lap: _Lap, applied_s: float | None) -> None:
+    def _release(self, lap: Lap, applied_s: float | None) -> None:
         """Makes the buffers of a lap free for reuse, and records its times for the timeline."""
-        if self._timeline is not None and applied_s is not None:
-            ended = self.communicator.clock()
-            self._timeline.add("update", f"step {lap.step}", applied_s, ended)
-        if not lap.messages:
-            return
-        lap.wait()
         if self._timeline is not None:
-            for index, message in enumerate(lap.messages):
-                facts = {"step": lap.step, "group": index, "bytes": message.nbytes}
-                self._applied.append((facts, message.packed_s, message.work, applied_s))
-        self._free.append(lap)
+            self._timeline.note(lap, applied_s)
+        if lap.messages:
+            lap.wait()
+            self._free.append(lap)
 
     def _wait(self) -> None:
         for lap in self._held:

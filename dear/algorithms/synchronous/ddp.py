@@ -19,7 +19,7 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Engine, Replica
+from dear.training.engine import Engine, Replica, step_after_closure
 from dear.training.hooks import at_end_of_backward
 
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
@@ -168,7 +168,7 @@ class _DdpEngine(Engine):
     def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
         if self._zero is None:
             return update(closure)
-        return self.step_after_closure(update, closure)
+        return step_after_closure(self, update, closure)
 
     def whole_state(self) -> dict[torch.nn.Parameter, Any]:
         kept = self.optimizer.state

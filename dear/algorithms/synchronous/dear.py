@@ -30,6 +30,7 @@ from dear.buckets.halves import (
     Usage,
 )
 from dear.buckets.updates import Replicated, Sharded, element_wise, has_hooks
+from dear.comm.communicator import Communicator
 from dear.cost.collectives import start_up_bytes
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
@@ -49,7 +50,7 @@ from dear.training.tuning import (
 RAMPS = ("threshold", "tuned")
 """Rules of fusion by which groups grow inwards from both ends."""
 BUDGET_S = 1.0
-"""Of the first step, to measure what messages cost."""
+"""Seconds of the first step in which the cost of messages is measured."""
 
 
 class Dear(Algorithm):
@@ -58,61 +59,60 @@ class Dear(Algorithm):
     An all-reduce is a reduce-scatter and an all-gather. The first half of each group of layers runs
     in the backward pass, the second half in the next forward pass, until the layers need it.
     Update: `x <- x - lr * mean over ranks(gradient at x)`, element by element by its owner.
-    Invariant: whoever reads parameters by a forward or a state dict sees those after the last
-    `step()`; between `backward()` and `step()` `p.grad` is still this rank's own gradient.
+    Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
+    `backward()` and `step()`, `p.grad` is this rank's own gradient.
     Bytes move: reduce-scatter in the backward pass, all-gather from `step()` into the next forward.
     Cost per step and rank: one reduce-scatter and one all-gather per group, together 2 (P-1)/P of
-    the model's bytes, as many as an all-reduce (which groups of a few KB take instead). Which
-    parameters are used is told in the last group's message; beside a group that is larger than
-    `COPIED_BYTES` (`dear.buckets.halves`) and travels in its own type, or is reduced to one rank,
-    by an all-reduce of a byte per parameter.
+    the model's bytes, as many as an all-reduce. Groups of a few KB use an all-reduce instead. The
+    last group's message also carries a mark per parameter that is used. A separate all-reduce of a
+    byte per parameter carries the marks if that group is larger than `COPIED_BYTES`
+    (`dear.buckets.halves`) and travels in its own type, or is reduced to one rank.
 
-    Beyond the paper: groups follow the order in which gradients arrive and layers run, as the first
-    step shows; and between the halves each rank updates only what it owns, so that the second half
-    carries parameters (`update=sharded`). With `exclude_parts` the result is wrong on purpose, but
-    the same on all ranks: without `reducescatter` an owner takes its own gradient for the mean,
-    without `allgather` nothing is updated.
+    Two things differ from the paper. Groups follow the order in which gradients arrive and layers
+    run, as observed in the first step. Between the halves each rank updates only the part that it
+    owns, so the second half carries parameters (`update=sharded`). With `exclude_parts` the result
+    is wrong on purpose, but the same on all ranks: without `reducescatter` an owner takes its own
+    gradient for the mean, without `allgather` nothing is updated.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CompressedOptions):
-        """Which tensors travel together, how compressed, and who updates what.
+        """Groups of tensors, compression, and distribution of the updates.
 
-        With fp16 and bf16 gradients travel so; parameters always travel in their own type. With
-        the other compressions the first half gathers payloads, so every rank has everything: the
-        second half moves nothing, and updates are replicated.
+        fp16 and bf16 are wire types of gradients; parameters always travel in their own type. With
+        other compressions the first half gathers the payloads of all ranks. The second half then
+        moves nothing, and updates are replicated.
         """
 
         fusion: Literal["threshold", "none", "nearby_layers", "wait_time", "tuned"] = "threshold"
         """`threshold`: neighbouring layers up to `threshold_mb`; `none`: every tensor alone;
-        `nearby_layers`: so many layers together; `wait_time`: layers whose gradients arrive within
-        one `cycle_time_ms`, as measured in the first 5 steps; `tuned`: like `threshold`, which the
-        first 52 steps look for (Bayesian optimisation, 1 to 256 MB, 10 trials)."""
+        `nearby_layers`: that number of layers together; `wait_time`: layers whose gradients arrive
+        within one `cycle_time_ms`, as measured in the first 5 steps; `tuned`: like `threshold`,
+        with a threshold from the first 52 steps (Bayesian optimisation, 1 to 256 MB, 10 trials)."""
         threshold_mb: float = 25.0
-        """Size below which layers are joined, in MB of 2^20 bytes; where `tuned` starts."""
+        """Size below which layers are joined, in MB of 2^20 bytes; first value of `tuned`."""
         first_mb: float | None = None
-        """Groups at both ends of the model, whose transfers nothing hides, begin at this size and
-        grow inwards, in MB of 2^20 bytes; null: the size whose bytes take as long as the start-up
-        of a message, by costs that are measured before the first groups are made. From
-        `threshold_mb` on none is smaller than the others."""
+        """Size of the groups at both ends of the model, whose transfers nothing hides, in MB of
+        2^20 bytes; groups grow inwards. null: the size whose bytes take as long as the start-up of
+        a message, by measured costs. At `threshold_mb` and above, all groups have that size."""
         small_kb: float = 8.0
-        """Groups up to this size, in KB of 2^10 bytes, whose cost is that of a message whatever its
-        size, are all-reduced in the first half, and have no second; 0: every group has two halves,
-        as by default with reduce_broadcast and exclude_parts."""
+        """Largest group that is all-reduced in the first half and has no second, in KB of 2^10
+        bytes: its cost does not depend on its size. 0: every group has two halves, as by default
+        with reduce_broadcast and exclude_parts."""
         nearby_layers: int = 4
-        """Layers per group with fusion=nearby_layers; negative: all in one."""
+        """Layers per group with fusion=nearby_layers; negative: one group."""
         cycle_time_ms: float = 5.0
         """Length of a cycle with fusion=wait_time, in milliseconds."""
         update: Literal["auto", "sharded", "replicated"] = "auto"
-        """`sharded`: each rank updates the part that it owns and sends parameters on; it holds 1/P
-        of the optimizer's state. For optimizers that work element by element. `replicated`: every
-        rank updates everything. `auto`: sharded where it can be."""
+        """`sharded`: each rank updates the part that it owns and sends the parameters; it holds 1/P
+        of the optimizer's state. Only for optimizers that work element by element. `replicated`:
+        every rank updates everything. `auto`: `sharded` if the optimizer allows it."""
         decouple: Literal["reduce_scatter_all_gather", "reduce_broadcast"] = (
             "reduce_scatter_all_gather"
         )
-        """The two halves; groups take turns in who reduces and broadcasts."""
+        """Collectives of the two halves. With reduce_broadcast, the owners of the groups rotate."""
         exclude_parts: tuple[Literal["reducescatter", "allgather"], ...] = ()
-        """Leave these out, to see what they cost: training is then wrong."""
+        """Parts to omit, to measure their cost; training is then wrong."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -137,7 +137,7 @@ class Dear(Algorithm):
             return max(super().settling_steps(), regroups.get(self.fusion, 0))
 
         def slowed(self, factor: float) -> Dear.Options:
-            # Elsewhere the time says nothing, and may not be given when options change (tuned).
+            # Other rules do not use the time, and reject it when options change (tuned).
             return super().slowed(factor) if self.fusion == "wait_time" else self
 
         def _refuse_halves(self) -> None:
@@ -161,10 +161,10 @@ class Dear(Algorithm):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
-        """With most of torch's optimizers, and others that say they are `element_wise`.
+        """Returns the statement for optimizers that work element by element.
 
-        With those of torch that work on whole tensors `update=auto` does as stated for
-        `replicated`. With any other, second halves are awaited in `step()`, where all is updated.
+        With torch's other optimizers, `update=auto` has the order stated for `replicated`. With any
+        other optimizer, `step()` waits for the second halves, and updates everything.
         """
         at_once = Transfer(
             kind="average",
@@ -196,7 +196,7 @@ class Dear(Algorithm):
 
     @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
-        """With `tuned` as its search begins."""
+        """Returns the groups; with `tuned`, those at the start of the search."""
         return by_layers(arrived, with_first(options, lambda: cost))
 
     def refuse(self, replica: Replica) -> None:
@@ -210,26 +210,26 @@ class Dear(Algorithm):
         regrouping(replica.options, replica.communicator)
 
     def alone(self, options: Options) -> bool:
-        return bool(options.exclude_parts)  # what is left out on purpose a world of one misses too
+        return bool(options.exclude_parts)  # a world of one omits the same parts
 
     def engine(self, replica: Replica) -> DearEngine:
         return DearEngine(replica)
 
 
 def with_first(options: Dear.Options, cost: Callable[[], Cost]) -> Dear.Options:
-    """The options with a `first_mb`, by what messages cost, where it is wanted and not given."""
+    """Returns the options with a `first_mb` from the cost of messages, if none is given."""
     if options.first_mb is not None or options.fusion not in RAMPS:
         return options
     return dataclasses.replace(options, first_mb=start_up_bytes(cost()) / MIB)
 
 
 class DearEngine(DeferredEngine):
-    """The moments of DeAR. Buckets are numbered in the order in which forward passes need them.
+    """Engine of DeAR. Buckets are numbered in the order in which forward passes need them.
 
-    The first passes only watch; buckets are laid out before the first step, in the order seen. From
-    then on first halves start in backward passes (`ready`); `step()` ends them, updates (or leaves
-    that to the next forward pass) and starts second halves (`apply`); and a module that is about to
-    run waits for those of the parameters that it reads (`finish`).
+    The first passes only observe. The first step lays out buckets in the observed order. Afterwards
+    first halves start in backward passes (`ready`). `step()` waits for them, updates (or leaves the
+    updates to the next forward pass) and starts second halves (`apply`). A module that is about to
+    run waits for the second halves of the parameters that it reads (`finish`).
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -238,19 +238,19 @@ class DearEngine(DeferredEngine):
         self._sharded = (
             not options.gathers and options.update != "replicated" and element_wise(self.optimizer)
         )
-        """Each rank updates what it owns, and has the optimizer's state of that only."""
+        """True if each rank updates only its own part, and has the optimizer's state of it."""
         self._rule = regrouping(options, self.communicator)
-        """Which layers travel together."""
+        """Rule by which layers form groups."""
         self._plain = type(self.optimizer)
         self._usage = Usage(self.params, self.communicator)
         self._watching = True
-        """Arrival times of gradients are wanted."""
+        """True while arrival times of gradients are recorded."""
         self._arrivals: dict[torch.nn.Parameter, float] = {}
         self._order = RunOrder(reads=[], arrivals=[], waits_s=[])
         self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """The place of each gradient."""
+        """View of each gradient in its bucket."""
         self._parts: list[Decoupled] = []
-        """The two halves of each bucket; none before the first step."""
+        """Halves of each bucket; empty before the first step."""
         self._launched: list[int] = []
         """Buckets in the order in which backward passes complete them."""
         self._update: Sharded | Replicated | None = None
@@ -295,7 +295,7 @@ class DearEngine(DeferredEngine):
             )
 
     def apply(self, update: Callable[[], Any]) -> Any:
-        if self._sharded and has_hooks(self.optimizer):  # they expect to see all means
+        if self._sharded and has_hooks(self.optimizer):  # hooks expect all means in `p.grad`
             self.refuse_touched()
             self.arrive()
             return self.step_averaged(update)
@@ -317,7 +317,7 @@ class DearEngine(DeferredEngine):
     def _unused(
         self, params: Iterable[torch.nn.Parameter] | None = None
     ) -> set[torch.nn.Parameter]:
-        """As of `Usage`; payloads carry marks of their own, once their first halves have ended."""
+        """Returns parameters without a gradient on any rank, after their first halves ended."""
         if self.options.gathers:
             return {param for part in self._parts for param in part.unused()}
         return self._usage.unused(params)
@@ -348,7 +348,7 @@ class DearEngine(DeferredEngine):
     # --- forward pass -----------------------------------------------------------------------------
 
     def before_model(self, module: torch.nn.Module) -> None:
-        """A hook that runs before all others: the model may have been moved."""
+        """Lays buckets out again if the model was moved; a hook that runs before all others."""
         if not self._reclaimed():
             self._lay_out(learn=False)
 
@@ -358,25 +358,36 @@ class DearEngine(DeferredEngine):
     # --- memory -----------------------------------------------------------------------------------
 
     def _lay_out(self, learn: bool) -> None:
-        """Lays buckets out where parameters are now, and moves what is kept; a collective call.
+        """Lays buckets out at the parameters' present memory and moves the state; collective.
 
         Args:
-            learn: in the order that was seen since the last time; else in the order of then.
+            learn: use the order that was observed since the last layout; else that layout's order.
         """
+        options = self.options
         self.settle()
         for part in self._parts:
             part.finish_reduce()  # of a pass that no step followed
         if learn:
             self._learn()
-            self._rule.options = with_first(self._rule.options, self._cost)
+            self._rule.options = with_first(self._rule.options, lambda: _message_cost(self))
         members = group(self.model, self.params, self._order, self._rule.options)
         self._launched = launch_order(members, self.params, self._order)
         before = self._parts
         for bucket in self.buckets:
-            bucket.forget()  # what watches holds the gradients, which move
+            bucket.forget()  # the record refers to gradients, which move
         self.buckets = flatten(members, self.communicator, values=self._sharded)
-        self._parts = [self._halves(bucket, index) for index, bucket in enumerate(self.buckets)]
-        if self.options.gathers:
+        self._parts = [
+            _halves(
+                bucket,
+                self.communicator,
+                options,
+                owner=index % self.communicator.size,
+                # The last message of a pass also says which rank has which gradient.
+                marks=len(self.params) if index == self._launched[-1] else 0,
+            )
+            for index, bucket in enumerate(self.buckets)
+        ]
+        if options.gathers:
             kept = {param: rest for part in before for param, rest in part.kept().items()}
             for part in self._parts:
                 part.keep(kept)
@@ -387,7 +398,7 @@ class DearEngine(DeferredEngine):
             self._parts,
             self.communicator,
             unused=self._unused,
-            frozen="allgather" in self.options.exclude_parts,
+            frozen="allgather" in options.exclude_parts,
         )
         if isinstance(self._update, Sharded):
             self._update.take_state(former)
@@ -398,7 +409,7 @@ class DearEngine(DeferredEngine):
         }
         self.readers.set_groups(members)
         self.schedule.regroup(members, self._launched)
-        # Modules wait where a bucket has something to do after `step()`.
+        # Modules wait only if a bucket has work left after `step()`.
         at_once = self._sharded and all(isinstance(part, AllReduced) for part in self._parts)
         modules = [self.model] if at_once else self.readers.modules()
         new = [module for module in modules if module not in self._hooked]
@@ -407,25 +418,8 @@ class DearEngine(DeferredEngine):
         if not before:
             self.hooks.before_forward([self.model], self.before_model)
 
-    def _halves(self, bucket: Bucket, index: int) -> Decoupled:
-        options, communicator = self.options, self.communicator
-        if options.gathers:
-            return Gathered(bucket, communicator, options)
-        # The last message of a pass says who has which gradient, too.
-        marks = len(self.params) if index == self._launched[-1] else 0
-        how: dict[str, Any] = {
-            "wire": options.wire,
-            "skip": "reducescatter" in options.exclude_parts,
-        }
-        if options.decouple == "reduce_broadcast":
-            return ReduceBroadcast(bucket, communicator, owner=index % communicator.size, **how)
-        small = 0 < bucket.gradients.nbytes <= options.small_kb * KIB
-        if small and not options.exclude_parts:
-            return AllReduced(bucket, communicator, marks=marks, **how)
-        return ScatterGather(bucket, communicator, marks=marks, **how)
-
     def _learn(self) -> None:
-        """Makes the order that was seen that of all ranks."""
+        """Agrees with all ranks on the observed order."""
         place = {param: i for i, param in enumerate(self.params)}
         end = max(self._arrivals.values(), default=0.0)
         seen = RunOrder(
@@ -436,14 +430,8 @@ class DearEngine(DeferredEngine):
         self._order = agree(seen, self.communicator)
         self._watching = self._rule.watches
 
-    def _cost(self) -> Cost:
-        """Of a message by its gradients' bytes, the same on all ranks; measured once, by sizes for
-        which start-up and bytes weigh about the same."""
-        within = {"largest": MIB, "budget_s": BUDGET_S}
-        return cost_of_gradients(self.communicator, self.options, self.params[0], **within)
-
     def _reclaimed(self) -> bool:
-        """Takes parameters back that got other memory; False if buckets must be laid out anew."""
+        """Takes back parameters that got other memory; False if buckets need a new layout."""
         return all(bucket.reclaim() for bucket in self.buckets)
 
     # --- state ------------------------------------------------------------------------------------
@@ -465,7 +453,7 @@ class DearEngine(DeferredEngine):
     def whole_state(self) -> dict[torch.nn.Parameter, Any]:
         if not isinstance(self._update, Sharded):
             return super().whole_state()
-        # Beside it state that is not sharded: that of parameters that nobody trains.
+        # Parameters that are not trained may have state, which is not sharded.
         held, kept = set(self.held), self.optimizer.state
         others = {param: state for param, state in kept.items() if param in held}
         try:
@@ -476,3 +464,32 @@ class DearEngine(DeferredEngine):
                 "its state_dict() or close(), not only the one that saves; or use "
                 "update='replicated')"
             ) from error
+
+
+def _halves(
+    bucket: Bucket, communicator: Communicator, options: Dear.Options, *, owner: int, marks: int
+) -> Decoupled:
+    """Returns the two halves of a bucket's all-reduce.
+
+    Args:
+        owner: rank that reduces and broadcasts with `decouple=reduce_broadcast`.
+        marks: number of marks of used parameters that the first half carries.
+    """
+    if options.gathers:
+        return Gathered(bucket, communicator, options)
+    skip = "reducescatter" in options.exclude_parts
+    if options.decouple == "reduce_broadcast":
+        return ReduceBroadcast(bucket, communicator, owner=owner, wire=options.wire, skip=skip)
+    small = 0 < bucket.gradients.nbytes <= options.small_kb * KIB and not options.exclude_parts
+    kind = AllReduced if small else ScatterGather
+    return kind(bucket, communicator, marks=marks, wire=options.wire, skip=skip)
+
+
+def _message_cost(engine: DearEngine) -> Cost:
+    """Returns seconds of a message by its gradients' bytes, the same on all ranks; measured once.
+
+    The sizes are those at which start-up and bytes cost about the same.
+    """
+    return cost_of_gradients(
+        engine.communicator, engine.options, engine.params[0], largest=MIB, budget_s=BUDGET_S
+    )

@@ -16,7 +16,7 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Engine, Replica
+from dear.training.engine import Replica, step_after_closure
 
 _Place = tuple[Any, str, Any]
 """A module, and the name and the parameter that is registered there."""
@@ -107,7 +107,7 @@ class _FsdpEngine(AveragingEngine):
         self._sharded.reshard()  # an evaluation may have left whole parameters behind
         return super().step(update)
 
-    step_closure = Engine.step_after_closure
+    step_closure = step_after_closure
 
     def stepped(self) -> None:
         self._fresh = False

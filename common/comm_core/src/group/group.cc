@@ -293,8 +293,8 @@ uint64_t Group::dropped_connections() {
 void Group::check(const OpSpec& spec) const {
   const std::string what = comm_core::name(spec.kind);
   if (reduces(spec.kind) && !supports(spec.dtype, spec.op)) {
-    throw InvalidRequestError(what + ": unsupported reduction: " + comm_core::name(spec.op) + " of " +
-                              comm_core::name(spec.dtype));
+    throw InvalidRequestError(what + ": unsupported reduction: " + comm_core::name(spec.op) +
+                              " of " + comm_core::name(spec.dtype));
   }
   if (spec.root < 0 || spec.root >= size_) {
     throw InvalidRequestError(what + ": root " + std::to_string(spec.root) +

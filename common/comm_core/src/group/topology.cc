@@ -26,8 +26,8 @@ PeerInfo PeerInfo::parse(int rank, const std::string& text) {
     info.address = Address::parse(host, std::stoi(port));
     info.pid = std::stoi(pid);
   } catch (const std::exception&) {
-    throw MismatchError("rank " + std::to_string(rank) + " left a malformed address in the store: '" +
-                        text.substr(0, 100) + "'");
+    throw MismatchError("rank " + std::to_string(rank) +
+                        " left a malformed address in the store: '" + text.substr(0, 100) + "'");
   }
   info.label = "rank " + std::to_string(rank) + " (host " + info.host_name + ", " +
                info.address.text() + ")";

@@ -130,7 +130,8 @@ void Messenger::arrived(int peer, const MessageHeader& header, MessageReceiver& 
       held_bytes_ += header.bytes;
       if (held_bytes_ > kMostHeld) {
         throw MismatchError("more than " + std::to_string(kMostHeld) +
-                            " bytes of messages wait for a receive, the last from " + group_.peer(peer).label);
+                            " bytes of messages wait for a receive, the last from " +
+                            group_.peer(peer).label);
       }
       receiver.hold();
       return;

@@ -73,7 +73,7 @@ class Messenger {
   std::list<Arrived> arrived_;
   std::map<uint64_t, OpPtr> announced_;                 // large sends of this rank, by id
   std::map<std::pair<int, uint64_t>, OpPtr> expected_;  // large receives, by peer and id
-  std::list<OpPtr> live_;  // all that are not finished
+  std::list<OpPtr> live_;                               // all that are not finished
   uint64_t next_id_ = 1;
   size_t held_bytes_ = 0;  // of buffered messages
 };

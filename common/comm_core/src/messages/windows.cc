@@ -78,7 +78,8 @@ std::string Windows::problem(const MessageHeader& header) const {
   const Window& window = found->second;
   if (header.kind == MessageKind::lock || header.kind == MessageKind::unlock) return "";
   if (header.dtype != window.dtype) {
-    return std::string("its window has dtype ") + name(window.dtype) + ", not " + name(header.dtype);
+    return std::string("its window has dtype ") + name(window.dtype) + ", not " +
+           name(header.dtype);
   }
   if (header.slot >= window.slots) {
     return "its window has " + std::to_string(window.slots) + " slots, without number " +
@@ -117,7 +118,8 @@ void Windows::serve(int peer, const MessageHeader& header, const char* payload) 
     window.waiters.emplace_back(peer, header.id);
     grant_next(window);
   } else if (header.kind == MessageKind::unlock) {
-    if (window.holder != peer) return answer(peer, header.id, "the caller does not hold the lock", true);
+    if (window.holder != peer)
+      return answer(peer, header.id, "the caller does not hold the lock", true);
     window.holder = -1;
     answer(peer, header.id, "", false);
     grant_next(window);

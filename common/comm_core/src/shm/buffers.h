@@ -18,7 +18,7 @@ namespace comm_core {
 
 // Location of memory in a form that another process can use.
 struct BufferPlace {
-  Segment segment;  // pid 0: no location
+  Segment segment;      // pid 0: no location
   uint64_t offset = 0;  // bytes
 };
 

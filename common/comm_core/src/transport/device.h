@@ -44,8 +44,8 @@ class Arrival {
 // takes over each authenticated connection.
 struct Door {
   std::string secret;
-  int size = 0;  // ranks of the group
-  int rank = 0;  // this rank
+  int size = 0;                                                          // ranks of the group
+  int rank = 0;                                                          // this rank
   std::function<void(const LaneName&, std::unique_ptr<Arrival>)> enter;  // throws nothing
 };
 

@@ -1,0 +1,1 @@
+"""Check of a GPU machine, step by step (`make gpu-check`)."""

@@ -1,0 +1,88 @@
+"""Output of a sweep: its table on the terminal and in files, breakdowns, plans, and timelines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.harness.sweeps import short
+from common.paths import COMMAND, LOGS
+from common.results import rows
+from common.results.faith import doubt, incorrect
+from common.results.overview import overview
+from common.results.records import Record, fabric_words, is_learning
+from common.results.reference_reports import reports
+from common.results.table import csv_text
+from dear.errors import UserError
+
+
+def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
+    """Writes table.md, table.tex, table.csv and, for timed trials, reports.json into the folder."""
+    summary = overview(records, compare_to)
+    (folder / "table.md").write_text(summary.table.markdown())
+    (folder / "table.tex").write_text(summary.table.latex())
+    (folder / "table.csv").write_text(csv_text(summary.kind, summary.rows))
+    if summary.kind is rows.Row:
+        (folder / "reports.json").write_text(json.dumps(reports(records), indent=2))
+
+
+def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
+    """Prints the table, its answers, all failures with their logs, and where to find more."""
+    summary = overview(records, compare_to)
+    summary.table.print(_title(folder, records))
+    for line in summary.lines:
+        print(line)
+    for record in filter(incorrect, records):
+        print(f"not the right training: {record.id} ({doubt(record)})")
+    for record in records:
+        if record.error is not None and record.status != "unsupported":
+            logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
+            print(f"{record.status}: {record.id}: {record.error.message}")
+            print(f"    log: {short(str(logs[-1]))}" if logs else "    no log: it never started")
+    print(f"records, table.md, table.csv: {short(str(folder))}")
+    here = "" if folder.parent == LOGS else f" --logs {short(str(folder.parent))}"
+    print(f"all of it in one HTML file: {COMMAND} report {folder.name}{here}")
+    if any(record.bound for record in records):
+        print(f"where the time goes: {COMMAND} show {folder.name} --breakdown{here}")
+
+
+def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> None:
+    """Prints the phases of each trial's step; raises `UserError` for trials that learn."""
+    if is_learning(records):
+        raise UserError(f"--breakdown: {folder.name} has timed no single steps, but learned")
+    table = rows.breakdown(rows.make_rows(records, compare_to))
+    if not table.rows:
+        print(f"{folder.name}: no trial has a result")
+        return
+    table.print(_title(folder, records))
+    print(rows.LEGEND)
+
+
+def show_plans(folder: Path, records: Sequence[Record]) -> None:
+    """Prints the decisions of each trial's algorithm."""
+    from common.results import plans
+
+    print(_title(folder, records))
+    for record in records:
+        print("\n".join(plans.lines(record)))
+
+
+def write_traces(
+    folder: Path, records: Sequence[Record], into: Path, *, quiet: bool = False
+) -> None:
+    """Writes a timeline of each trial that has one."""
+    from common.results import traces
+
+    paths = traces.write(folder, records, into)
+    if not quiet:
+        here = short(str(into))
+        print(f"timelines of {len(paths)} trials in {here}: open merged.json in ui.perfetto.dev")
+
+
+def _title(folder: Path, records: Sequence[Record]) -> str:
+    machine = records[0].machine
+    return (
+        f"{folder.name}: {fabric_words(records)} on {machine['cores']} x {machine['cpu']}, "
+        f"torch {machine['packages']['torch']}, commit {machine['commit']}"
+    )

@@ -1,0 +1,207 @@
+"""Notes on a trial from the strain on its machine, its step times and its costs.
+
+`common.results.faith` decides by the kind of a note whether the number is valid.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from common.emulation.dilation import FELL_BEHIND, FOREIGN_CORES, UNFAITHFUL_WAIT
+from common.results.records.trust import CostCheck, Note, Strain
+from dear.comm.backends import missing_comm_core
+
+LATE = 0.02
+"""Share of the time that a rank may compute longer on an emulated cluster: of real compute, for
+nothing absorbs that."""
+SHORT_OF_CORES = 0.02
+"""The same as `LATE` for the training threads of ranks that emulate nothing."""
+STEAL_CORES = 0.05
+THROTTLED_S = 0.01
+"""Others took less than these, in cores and in seconds of this machine: nobody did."""
+TRANSIENT = 0.03
+"""The first period of blocks may differ so much from the others, relative."""
+TRANSIENT_ALPHA = 0.05 / 20
+"""Of a row, so that no more than one table of 20 rows in 20 has one by chance (Bonferroni)."""
+COST_MISFIT, COST_NOISE, COST_DRIFT = 0.05, 0.15, 0.1
+"""Costs of collectives above any of these are doubtful: the error of the fit beyond sampling error,
+the sampling error alone, and the change from the trial's begin to its end, all relative. Another
+program then used the network or the machine, or the engine sends in ways that the fit lacks."""
+
+
+def no_comm_core(backend: str) -> Note | None:
+    """Returns a note on a trial over Gloo if the comm core cannot be used here."""
+    reason = missing_comm_core() if backend == "gloo" else None
+    return reason and Note(kind="no comm core", text=f"over gloo: {reason}")
+
+
+def unfaithful(strain: Sequence[Strain]) -> bool | None:
+    """Whether an emulated trial's ranks waited in any launch for cores that a real cluster has.
+
+    None where the kernel does not tell.
+    """
+    if max(map(_late, strain), default=0.0) > LATE or max(map(_off, strain), default=0.0) > (
+        FELL_BEHIND
+    ):
+        return True
+    waits = [_wait(launch) for launch in strain]
+    if not waits or None in waits:
+        return None
+    return max(waits) > UNFAITHFUL_WAIT
+
+
+def _wait(strain: Strain) -> float | None:
+    """With what other virtual machines took, which this kernel counts as running."""
+    return None if strain.core_wait is None else strain.core_wait + strain.steal_cores
+
+
+def _late(strain: Strain) -> float:
+    return strain.late or 0.0
+
+
+def _off(strain: Strain) -> float:
+    return abs(strain.fell_behind)
+
+
+def unfaithful_note(strain: Sequence[Strain]) -> Note:
+    """Returns the note on an unfaithful trial, about the launch with the most strain."""
+    if (late := max(map(_late, strain))) > LATE:
+        return _unfaithful(f"a rank computed {late:.0%} of the time longer, for lack of cores")
+    worst = max(strain, key=_off)
+    if _off(worst) > FELL_BEHIND:
+        how = "fell behind" if worst.fell_behind > 0 else "caught up with"
+        return _unfaithful(
+            f"hosts {how} their devices by {_off(worst):.0%} of the time in a launch, "
+            "for lack of cores"
+        )
+    wait = max(wait for wait in map(_wait, strain) if wait is not None)
+    return _unfaithful(f"for lack of cores a rank's threads waited {wait:.2f} s per second in all")
+
+
+def _unfaithful(reason: str) -> Note:
+    return Note(kind="unfaithful", text=f"unfaithful: {reason}")
+
+
+def oversubscribed(strain: Sequence[Strain], crowded: str | None) -> Note | None:
+    """Returns a note if real ranks had fewer cores than threads that wanted one.
+
+    The number stays valid: it was asked for on this machine. Only training threads count. Many
+    other threads (NCCL's, a pool's that spins) may wait and delay nothing.
+
+    Args:
+        crowded: ranks and threads, if the trial asks for more threads than there are cores.
+    """
+    waits = [launch.main_wait for launch in strain if launch.main_wait is not None]
+    reasons = [crowded] if crowded else []
+    if max(waits, default=0.0) > SHORT_OF_CORES:
+        reasons.append(f"a rank's training thread waited {max(waits):.0%} of the time for a core")
+    if not reasons:
+        return None
+    return Note(kind="oversubscribed", text=f"oversubscribed: {'; '.join(reasons)}")
+
+
+def costs(check: CostCheck, what: str = "costs of collectives") -> Note | None:
+    """Returns a note if the costs are doubtful (`COST_MISFIT` and the next two)."""
+    noise = check.noise
+    if check.misfit > COST_MISFIT:
+        reason = f"their fit is {check.misfit:.0%} off, beside {noise:.0%} of noise"
+    elif noise > COST_NOISE:
+        reason = f"repeats of the same message differ by {noise:.0%}"
+    elif abs(check.drift) > COST_DRIFT:
+        reason = f"{check.drift:+.0%} from begin to end"
+    else:
+        return None
+    return Note(kind="costs", text=f"{what} are doubtful: {reason}")
+
+
+def others(strain: Strain) -> str | None:
+    """Who else had cores of the machine during a launch; None: nobody."""
+    if strain.throttled_s > THROTTLED_S:
+        return f"a limit of the control group stopped ranks for {strain.throttled_s:.2g} s"
+    if strain.foreign_cores > FOREIGN_CORES:
+        return f"other processes used {strain.foreign_cores:.1f} cores meanwhile"
+    if strain.steal_cores > STEAL_CORES:
+        return f"other virtual machines took {strain.steal_cores:.2f} cores meanwhile"
+    return None
+
+
+def disturbed(strain: Strain, emulated: bool) -> Note | None:
+    """What others took of a launch: cores for which its ranks' threads then waited.
+
+    None if they took none, or none that the ranks would have needed. Where the kernel does not tell
+    of waits, they are taken to have waited.
+    """
+    who = others(strain)
+    if who is None:
+        return None
+    if strain.throttled_s <= THROTTLED_S:
+        if emulated and unfaithful([strain]) is False:
+            return None
+        trained = strain.main_wait
+        if not emulated and trained is not None and trained + strain.steal_cores <= SHORT_OF_CORES:
+            return None
+    return Note(kind="disturbed", text=f"disturbed: {who}")
+
+
+def beside(strain: Sequence[Strain]) -> Note | None:
+    """Returns a note on other programs' load beside ranks that had all cores that they needed."""
+    who = next(filter(None, map(others, strain)), None)
+    return who and Note(kind="beside", text=f"beside others: {who}")
+
+
+def invalid(strain: Strain, emulated: bool) -> Note | None:
+    """Returns the note that makes a launch invalid; None for a valid launch.
+
+    The waits of the ranks' own threads decide.
+    """
+    if (reason := disturbed(strain, emulated)) is not None:
+        return reason
+    return unfaithful_note([strain]) if emulated and unfaithful([strain]) else None
+
+
+def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> Note | None:
+    """A note if blocks do not begin as they go on, by more than the noise between them explains.
+
+    The first period of each block is held against the rest of it. With fewer than three blocks the
+    spread of the periods in a block says how much one of them may be off.
+
+    Args:
+        iters: step times by repeat and block.
+        period: steps of the algorithm's schedule.
+    """
+    blocks = [_periods(block, period) for repeat in iters for block in repeat]
+    blocks = [block for block in blocks if len(block) > 1]
+    ratios = [math.log(block[0] / statistics.fmean(block[1:])) for block in blocks]
+    if len(blocks) > 2:
+        spread, freedom = statistics.stdev(ratios), len(ratios) - 1
+    else:
+        rests = [[math.log(value) for value in block[1:]] for block in blocks]
+        freedom = sum(len(rest) - 1 for rest in rests)
+        if freedom < 2:
+            return None
+        within = sum((len(rest) - 1) * statistics.variance(rest) for rest in rests if len(rest) > 1)
+        beside = statistics.fmean(1 + 1 / len(rest) for rest in rests)
+        spread = math.sqrt(within / freedom * beside)
+    off = statistics.fmean(ratios)
+    wide = _t(freedom) * spread / math.sqrt(len(ratios))
+    if abs(math.expm1(off)) <= TRANSIENT or abs(off) <= wide:
+        return None
+    first = "step" if period == 1 else f"{period} steps"
+    longer = "longer" if off > 0 else "shorter"
+    text = (
+        f"not stationary: the first {first} of a block took {abs(math.expm1(off)):.1%} {longer} "
+        "than the rest"
+    )
+    return Note(kind="not stationary", text=text)
+
+
+def _periods(steps: Sequence[float], period: int) -> list[float]:
+    return [sum(steps[at : at + period]) for at in range(0, len(steps) - period + 1, period)]
+
+
+def _t(freedom: int) -> float:
+    from scipy.special import stdtrit  # only here: a dry run must not pay for it
+
+    return float(stdtrit(freedom, 1 - TRANSIENT_ALPHA / 2))

@@ -1,0 +1,124 @@
+"""Selection of an experiment's trials by filters and shards, and the plan of a dry run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.harness.experiment import Experiment
+from common.harness.running import ui
+from common.harness.running.fabric import WORKER, launcher_for
+from common.harness.running.sweep import to_run
+from common.harness.sweeps import RECORDS, short
+from common.harness.trial import Trial
+from common.launch.job import Job
+from common.paths import DRIVER
+from common.results import store
+from dear.errors import UserError
+
+_ON_VIRTUAL_HOSTS = "(on virtual hosts: they live only while a sweep runs)"
+
+
+def select(
+    trials: Sequence[Trial], filters: Sequence[str], part: str | None, name: str
+) -> list[Trial]:
+    """Returns the trials that match all filters and are in the shard.
+
+    Args:
+        name: of the experiment, for messages.
+        filters: texts of titles, or `key=value`; `A|B` is either.
+        part: `i/n`; None: all.
+
+    Raises:
+        UserError: no trial matches, or there is no such shard.
+    """
+    kept = [trial for trial in trials if all(_matches(trial, text) for text in filters)]
+    if not kept:
+        raise UserError(f"--filter {' '.join(filters)}: no trial of {name} matches")
+    return kept if part is None else shard(kept, part)
+
+
+def _matches(trial: Trial, text: str) -> bool:
+    values = trial.to_json()
+    key, equals, wanted = text.partition("=")
+    if equals and key in values:
+        return str(values[key]) in wanted.split("|")
+    return any(part in trial.title for part in text.split("|"))
+
+
+def shard(trials: Sequence[Trial], text: str) -> list[Trial]:
+    """Returns part i of n of the trials, for `i/n`; a cell is never divided.
+
+    Raises:
+        UserError: there is no such part.
+    """
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    part, parts = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= part <= parts:
+        raise UserError(f"--shard {text}: must be PART/PARTS, such as 1/3, 2/3 and 3/3")
+    cells = list(dict.fromkeys(trial.cell for trial in trials))
+    if parts > len(cells):
+        raise UserError(f"--shard {text}: there are only {len(cells)} parts that stand alone")
+    chosen = set(cells[part - 1 :: parts])
+    return [trial for trial in trials if trial.cell in chosen]
+
+
+def show(
+    trials: Sequence[Trial], folder: Path, experiment: Experiment, options: argparse.Namespace
+) -> None:
+    """Prints what a run would run, how its ranks would be started, and a script for Slurm."""
+    launcher = None if experiment.cluster else launcher_for(experiment, trials)
+    records = folder / RECORDS
+    todo = {trial.hash for trial in to_run(trials, records, options.rerun, experiment.base)}
+    newest = store.latest(store.load(records))
+    entries = []
+    for trial in trials:
+        job = Job(
+            folder=folder / trial.id,
+            repeat=0,
+            world_size=trial.world_size,
+            timeout_s=experiment.timeout_s,
+            worker_module=WORKER,
+        )
+        entries.append(
+            {
+                "id": trial.id,
+                "run": trial.hash in todo,
+                "last_duration_s": newest[trial.hash].duration_s if trial.hash in newest else None,
+                "command": launcher.command(job) if launcher else _ON_VIRTUAL_HOSTS,
+                "trial": trial.to_json(),
+            }
+        )
+    if options.json:
+        print(json.dumps(entries, indent=2))
+        return
+    for trial, entry in zip(trials, entries, strict=True):
+        print("\n".join(_lines(trial, entry)))
+    runs = sum(entry["run"] for entry in entries)
+    print(f"{len(entries)} trials, {runs} to run; results in {short(str(folder))}")
+    again = [word for word in options.arguments if word not in ("-n", "--dry-run")]
+    command = [*map(short, DRIVER), *again]
+    largest = max(trial.world_size for trial in trials)
+    script = launcher and launcher.batch_script(command, experiment.name, largest)
+    if script:
+        print(f"\nAll of it in one allocation, as a file for sbatch:\n\n{script}")
+
+
+def _lines(trial: Trial, entry: dict[str, Any]) -> list[str]:
+    state = "to run" if entry["run"] else "done"
+    if entry["last_duration_s"]:
+        state += f", took {ui.duration(entry['last_duration_s'])}"
+    chosen = ", ".join(f"{key}={value}" for key, value in entry["trial"]["options"].items())
+    return [
+        f"{trial.title}  [{state}]",
+        f"    {trial.measure.plan}, global batch "
+        f"{sum(trial.rank_batches)}, {trial.dtype}, {trial.backend}, "
+        f"{trial.threads_per_rank} threads per rank"
+        + (f", {trial.hosts} virtual hosts on {trial.network}" if trial.hosts else "")
+        + (f"; {chosen}" if chosen else ""),
+        f"    {short(entry['command'])}",
+    ]

@@ -1,0 +1,346 @@
+"""Runs the trials of an experiment, repeats interleaved, and appends a record for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from common.emulation.dilation import Choice
+from common.harness.experiment import Experiment
+from common.harness.running.cell import Cell
+from common.harness.running.fabric import WORKER, Fabric, misfit
+from common.harness.running.launches import CellContext
+from common.harness.running.record import make_record
+from common.harness.running.turn import Turn, now, order_seed, planned
+from common.harness.running.ui import Progress
+from common.harness.running.underway import Standing, Underway, path_of
+from common.harness.trial import BASELINE, Trial
+from common.launch.job import Job, Outcome
+from common.results import store
+from common.results.faith import passing_flag
+from common.results.records import Record, Result, typed
+from common.results.records.trust import CostCheck, Note
+from common.results.store import Comparison
+from dear.cost.fit import CollectiveCost
+from dear.errors import UserError
+from dear.training.algorithm import algorithm_class
+
+Rerun = Literal["failed", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """What collectives cost, which launch has measured it, and whether it still held at its end."""
+
+    trial: str
+    repeat: int
+    costs: dict[str, CollectiveCost]
+    check: CostCheck | None
+
+
+@dataclass
+class Sweep:
+    """One experiment with its folder of records.
+
+    Attributes:
+        folder: `logs/<name>`; made if it is not there.
+        report: called whenever the progress has changed.
+        command: what the user has typed, and the experiment file's text; None: nobody typed it.
+    """
+
+    experiment: Experiment
+    trials: list[Trial]
+    comparison: Comparison
+    folder: Path
+    fabric: Fabric
+    machine: dict[str, Any]
+    report: Callable[[Progress], None]
+    command: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        self._path = self.folder / "records.jsonl"
+        self._run_id = f"{now()}-{uuid.uuid4().hex[:8]}"
+        self._costs: dict[tuple[Any, ...], _Costs] = {}
+        self._progress = Progress(total=0)
+        self._todo: list[Trial] = []
+        self._kept: dict[str, Standing] = {}
+        self._runs: dict[str, str] = {}
+        self._begun_again: dict[str, str] = {}
+
+    def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
+        """Runs what has no valid record (or everything), and records each trial as it ends.
+
+        Raises:
+            UserError: the folder cannot be written, or another sweep is using it.
+            KeyboardInterrupt: after the trial under way has been recorded as interrupted.
+        """
+        with _exclusive(self.folder):
+            store.mend(self._path)
+            self.comparison.save(self.folder)
+            (self.folder / "machine.json").write_text(json.dumps(self.machine, indent=2))
+            todo = self._todo = to_run(self.trials, self._path, rerun, self.experiment.base)
+            if rerun == "failed":
+                for trials in _cells(todo):
+                    self._go_on(trials)
+            launches = planned(todo, self._kept)
+            self._progress = Progress(total=len(launches), left=launches)
+            if not todo:
+                return
+            if self.fabric.preparation:
+                self._progress.title = self.fabric.preparation
+                self.report(self._progress)
+            if self.command is not None:
+                words, text = self.command
+                commit = self.machine.get("commit")
+                run = store.Run(run=self._run_id, command=words, experiment=text, commit=commit)
+                run.save(self.folder)
+            with self.fabric:
+                for trials in _cells(todo):
+                    # Those of a cell that was stopped in the middle take turns with each other.
+                    begun = [trial for trial in trials if trial.hash in self._kept]
+                    others = [trial for trial in trials if trial.hash not in self._kept]
+                    for some in filter(None, (begun, others)):
+                        # What has a time scale already does not share that of the others.
+                        for choice, alike in self._by_scale(some):
+                            if not self._run_cell(alike, choice, fail_fast):
+                                return
+
+    def _go_on(self, trials: list[Trial]) -> None:
+        """Takes over what a run that was stopped has left of this cell."""
+        begun = Underway.load(self._underway(trials))
+        if begun is None:
+            return
+        changed = begun.changed(self.machine)
+        for trial in trials:
+            if trial.hash not in begun.standing:
+                continue
+            if changed:
+                self._begun_again[trial.hash] = (
+                    "a run of it was stopped and could not be gone on with, as something has "
+                    f"changed: {', '.join(changed)}"
+                )
+                continue
+            kept = self._kept[trial.hash] = begun.standing[trial.hash]
+            self._runs[trial.hash] = begun.run
+            first = kept.results[0] if kept.results else None
+            if first is not None and first.costs:
+                self._costs.setdefault(
+                    cost_place(trial, kept.facts.time_scale),
+                    _Costs(trial=trial.hash, repeat=0, costs=first.costs, check=first.cost_check),
+                )
+
+    def _underway(self, trials: Sequence[Trial]) -> Path:
+        return path_of(self.folder, order_seed(self.experiment.name, trials[0]))
+
+    def _run_cell(self, trials: list[Trial], settled: Choice | None, fail_fast: bool) -> bool:
+        """False if a trial failed and `fail_fast` says to stop."""
+        kept = {one.hash: self._kept[one.hash] for one in trials if one.hash in self._kept}
+        run = next((self._runs[trial] for trial in kept), self._run_id)
+        for trial in trials:
+            self._runs[trial.hash] = run
+            if trial.hash in kept and kept[trial.hash].results:
+                continue  # the folder has what was measured
+            folder = self.folder / trial.id
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            trial.save(folder)
+        path = self._underway(trials)
+        context = CellContext(
+            sweep=self.experiment.name,
+            fabric=self.fabric,
+            base=self.experiment.base,
+            timeout_s=self.experiment.timeout_s,
+            launch=self._launch,
+            record=self._record,
+            progress=self._progress,
+            report=self.report,
+        )
+        cell = Cell(
+            trials,
+            context,
+            settled=settled,
+            kept=kept,
+            keep=lambda now: Underway(run=run, machine=self.machine, standing=now).save(path),
+        )
+        going_on = cell.run(_unavailable, fail_fast)
+        if cell.whole:
+            path.unlink(missing_ok=True)
+        return going_on
+
+    def _by_scale(self, cell: list[Trial]) -> list[tuple[Choice | None, list[Trial]]]:
+        """Trials of a cell, by the time scale that they must have; None: it is to choose."""
+        again = {trial.hash for trial in self._todo}
+        kept = [
+            record
+            for record in reversed(store.load(self._path))
+            if passing_flag(record) is None
+            and record.hash in self.comparison.trials
+            and (record.hash not in again or record.run == self._runs.get(record.hash))
+        ]
+        found: dict[float | None, tuple[Choice | None, list[Trial]]] = {}
+        for trial in cell:
+            choice = _settled(trial, kept)
+            key = choice and choice.time_scale
+            found.setdefault(key, (choice, []))[1].append(trial)
+        return list(found.values())
+
+    def _launch(
+        self, trial: Trial, repeat: int, slower: float = 1.0
+    ) -> tuple[Outcome, Result | None]:
+        """Runs one repeat; the workers are told what collectives cost, if another trial knows."""
+        job = Job(
+            folder=self.folder / trial.id,
+            repeat=repeat,
+            world_size=trial.world_size,
+            timeout_s=slower * self.experiment.timeout_s,
+            worker_module=WORKER,
+            env=self.experiment.worker_env,
+            may_lose_ranks=trial.own_pace,
+        )
+        job.clear()  # a launch may be done again
+        briefing = self.fabric.briefing(trial, job.folder)
+        place = cost_place(trial, briefing.time_scale)
+        known = self._costs.get(place)
+        if known is not None and (known.trial, known.repeat) == (trial.hash, repeat):
+            known = None  # this launch is done again, as it was disturbed: so were the costs
+        dataclasses.replace(briefing, costs=known and known.costs).save()
+        outcome = self.fabric.run(trial, job)
+        if outcome.status != "ok":
+            return outcome, None
+        result = typed(Result, outcome.result)
+        if result.costs and known is None:
+            self._costs[place] = _Costs(
+                trial=trial.hash, repeat=repeat, costs=result.costs, check=result.cost_check
+            )
+        elif result.costs:
+            result = dataclasses.replace(result, cost_check=known.check)
+        return outcome, result
+
+    def _record(self, turn: Turn, outcome: Outcome) -> None:
+        record = make_record(
+            turn.trial,
+            turn.results,
+            outcome,
+            self.machine,
+            started=turn.started,
+            duration_s=turn.duration_s,
+            fabric=turn.facts or self.fabric.describe(turn.trial),
+            run=self._runs[turn.trial.hash],
+        )
+        changed = self._begun_again.get(turn.trial.hash)
+        again = [Note(kind="interrupted", text=changed)] if changed else []
+        record = dataclasses.replace(
+            record,
+            order=turn.order,
+            set_aside=turn.set_aside,
+            systematic=turn.systematic if record.ok else None,
+            notes=list(dict.fromkeys((*record.notes, *turn.notes, *again))),
+        )
+        store.append(self._path, record)
+
+
+_AS_THE_OTHERS = "as others of the cell, which are on record: "
+
+
+def _settled(trial: Trial, kept: Sequence[Record]) -> Choice | None:
+    """The time scale of what the trial is compared with and that is not run again.
+
+    Those of the same cell and as many workers, and what a fault is compared with: the same without
+    it. The single worker is compared with all.
+
+    Args:
+        kept: newest first.
+    """
+    cell = _without_fault(trial).cell
+    for record in kept:
+        other = Trial.from_json(record.trial)
+        compared = trial.algorithm == BASELINE or other.world_size == trial.world_size
+        if compared and _without_fault(other).cell == cell:
+            reason = record.fabric.time_scale_reason or ""
+            if not reason.startswith(_AS_THE_OTHERS):
+                reason = _AS_THE_OTHERS + reason
+            return Choice(time_scale=record.fabric.time_scale, reason=reason)
+    return None
+
+
+def _without_fault(trial: Trial) -> Trial:
+    return dataclasses.replace(trial, fault=None)
+
+
+def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """By what trials of one time scale share, in the order of each one's first."""
+    found: dict[tuple[Any, ...], list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(trial.cell, []).append(trial)
+    return list(found.values())
+
+
+def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Trial]:
+    """The trials that a run would run: all, or those whose newest record is not valid.
+
+    Where that of `base`, a label or an algorithm, is flagged, so are all that are compared with it:
+    they must take turns with it, and may need another time scale.
+    """
+    if rerun == "all":
+        return trials
+    newest = store.latest(store.load(path))
+
+    def flawed(trial: Trial) -> bool:
+        return trial.hash not in newest or passing_flag(newest[trial.hash]) is not None
+
+    labels = {trial.label for trial in trials}
+    lost = {
+        (trial.cell, trial.world_size)
+        for trial in trials
+        if base == (trial.label if base in labels else trial.algorithm)
+        and trial.hash in newest
+        and newest[trial.hash].ok
+        and flawed(trial)
+    }
+    return [
+        trial
+        for trial in trials
+        if flawed(trial) or (lost and (trial.cell, trial.world_size) in lost)
+    ]
+
+
+def _unavailable(trial: Trial) -> str | None:
+    reason = misfit(trial)
+    if reason is not None or trial.algorithm == BASELINE:
+        return reason
+    algorithm = algorithm_class(trial.algorithm)
+    if trial.device not in algorithm.capabilities.devices:
+        return f"{trial.algorithm} does not run on {trial.device}"
+    if trial.world_size < algorithm.capabilities.min_world_size:
+        return f"{trial.algorithm} needs {algorithm.capabilities.min_world_size} workers"
+    return algorithm.unavailable()
+
+
+def cost_place(trial: Trial, time_scale: float) -> tuple[Any, ...]:
+    """What the costs of collectives depend on; of the model, how large messages are."""
+    same = ("model", "dtype", "world_size", "ranks_per_host", "network")
+    same += ("launcher", "backend", "device")
+    return (time_scale, *(getattr(trial, key) for key in same))
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run is using {folder}; wait for it or name=OTHER") from None
+        yield

@@ -1,0 +1,45 @@
+"""Verbs of the command line: each file of this folder is one.
+
+A verb has `HELP` (a phrase), `add(parser)` (its flags), and `main(options) -> int` (exit status).
+It imports what is slow to load inside `main`, so that `--help` and a typo answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import importlib
+import pkgutil
+from typing import Protocol, cast
+
+
+class Status(enum.IntEnum):
+    """Exit status of the command line."""
+
+    OK = 0
+    FAILED = 1
+    USER_ERROR = 2
+    REGRESSION = 3
+    INTERRUPTED = 130
+
+
+class Verb(Protocol):
+    """Module of a verb."""
+
+    HELP: str
+
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the verb."""
+
+    def main(self, options: argparse.Namespace) -> int:
+        """Runs the verb and returns the exit status."""
+
+
+def names() -> list[str]:
+    """Returns the names of all verbs."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> Verb:
+    """Imports the verb `name`."""
+    return cast(Verb, importlib.import_module(f"{__name__}.{name}"))

@@ -1,0 +1,27 @@
+"""The verb `merge`: one sweep from the shards that several machines ran."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "one sweep of its shards"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the verb."""
+    parser.add_argument("parts", nargs="+", type=Path, help="folders with records")
+    parser.add_argument("--into", type=Path, required=True, help="a new folder for all of them")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Merges the parts, whose folders stay as they are; the exit status is 0."""
+    from common.harness import output
+    from common.results import store
+
+    folders = [part if part.exists() else options.logs / part for part in options.parts]
+    comparison = store.merge(folders, options.into)
+    results = comparison.results(options.into)
+    output.write(options.into, results, comparison.compare_to)
+    output.show(options.into, results, comparison.compare_to)
+    return 0

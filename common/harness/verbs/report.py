@@ -1,0 +1,83 @@
+"""The verb `report`: a sweep as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.harness.sweeps import find_sweep
+from common.harness.verbs.show import add_sweep
+from common.paths import COMMAND, EXPERIMENTS, LOGS, ROOT
+from dear.errors import UserError
+
+if TYPE_CHECKING:
+    from common.results.report import page
+
+HELP = "a sweep as one HTML file"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the verb."""
+    add_sweep(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="(default: report.html in the sweep's folder)"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Writes the page of a sweep and prints its path; the exit status is 0."""
+    from common.results.report import page
+    from plots import embedded
+
+    folder = find_sweep(options.sweep, options.logs, begun=True)
+    out = options.out or folder / "report.html"
+    text = page.build(folder, commands=_commands(folder), figures=embedded.figures)
+    try:
+        # Renamed into place: a reader of an older page never sees half of this one.
+        half = out.with_name(f".{out.name}.{os.getpid()}")
+        half.write_text(text)
+        half.replace(out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    here = Path.cwd()
+    print(out.relative_to(here) if out.is_relative_to(here) else out)
+    return 0
+
+
+def _commands(folder: Path) -> page.Commands:
+    from common.results.report import page
+
+    path = folder.resolve()
+    if path.parent == LOGS.resolve():
+        sweep = path.name
+    elif path.is_relative_to(ROOT):
+        sweep = str(path.relative_to(ROOT))
+    else:  # a page that is sent away does not tell this machine's folders
+        sweep = f"FOLDER/{path.name}"
+    return page.Commands(sweep=shlex.quote(sweep), again=lambda: _again(folder))
+
+
+def _again(folder: Path) -> tuple[str | None, str]:
+    """Returns a command for the experiment of that name, and whether its trials are the same."""
+    from common.harness.experiment import load
+    from common.results.store import Comparison
+
+    path = EXPERIMENTS / f"{folder.name}.yaml"
+    if not path.exists():
+        return None, "No experiment file that comes with the harness has this name."
+    command = f"{COMMAND} run {folder.name}"
+    wanted = set(Comparison.load(folder).trials)
+    try:
+        today = {trial.hash for trial in load(path).trials()}
+    except UserError as error:
+        return command, f"Today this cannot be asked: {error}."
+    if wanted == today:
+        return command, "Today this asks for exactly these trials."
+    same = len(wanted & today)
+    return command, (
+        f"Today this asks for {len(today)} trials, of which {same} are among the {len(wanted)} of "
+        "this page: flags, another experiment file or a later version have made the others."
+    )

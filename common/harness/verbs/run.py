@@ -1,0 +1,271 @@
+"""The verb `run`: measures the trials of an experiment, or prints its plan."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.emulation import sandbox
+from common.harness import own
+from common.harness.experiment import Experiment, load
+from common.harness.sweeps import default_experiment, find_experiment, short
+from common.harness.trial import Trial
+from common.harness.verbs import Status
+from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE
+from common.results.records import Record, is_learning
+
+HELP = "run an experiment"
+TRACE = "write timelines of each trial there, for Perfetto"
+OWN_MODELS = EXPERIMENTS / "own.yaml"
+"""Experiment for models of the command line, if it names no experiment."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the verb."""
+    parser.add_argument(
+        "experiment",
+        nargs="?",
+        type=Path,
+        help="an experiment file, or the name of one of configs/experiments (default: "
+        "emulated-quick, or quick where nothing can be emulated)",
+    )
+    _add_selection(parser)
+    _add_cluster(parser.add_argument_group("virtual hosts (change the experiment's `cluster`)"))
+    _add_own(
+        parser.add_argument_group(
+            "your own (docs/bring_your_own.md)",
+            "Without an experiment: that of configs/experiments/own.yaml, on virtual hosts.",
+        )
+    )
+    _add_output(parser)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-n", "--dry-run", action="store_true", help="print the trials, run nothing"
+    )
+    parser.add_argument(
+        "-k",
+        "--filter",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only trials whose title contains TEXT, or key=value of the trial; A|B is either, and "
+        "all that are given must hold",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key of the experiment, e.g. measure.repeats=5 or models.0.batch_size=8",
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="run shard I of N (one per machine); combine the results with `merge`",
+    )
+    parser.add_argument(
+        "--rerun",
+        choices=("failed", "all"),
+        default="failed",
+        help="trials to run again: those without a valid record (default), or all",
+    )
+    parser.add_argument("--fail-fast", action="store_true", help="stop at the first failed trial")
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    for flag, text in (
+        ("--hosts", "number of virtual hosts; all ranks of them take part"),
+        ("--ranks-per-host", "ranks on each of them"),
+        ("--network", "their links: a profile of configs/networks, or a bandwidth as 2.5gbit"),
+        ("--time-scale", "how many times slower than real they run (default: chosen)"),
+    ):
+        group.add_argument(flag, help=text)
+
+
+def _add_own(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a Python file with functions model() and batch(batch_size); in place of the "
+        "experiment's models",
+    )
+    group.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a model of `list`, or one of transformers or timm, as hf:gpt2 and timm:resnet50d; "
+        "likewise",
+    )
+    group.add_argument("--batch", type=int, metavar="N", help="its samples per rank")
+    group.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="replay the times that the model takes on this GPU, modelled from its operations and "
+        "bytes; `here`: measured on this machine's (default on virtual hosts: here where there is "
+        "one, else rtx2080ti)",
+    )
+    add_plugin(group)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help=TRACE)
+    parser.add_argument("--no-plot", action="store_true", help="draw no figures")
+    parser.add_argument("--stream", action="store_true", help="print rank 0's output at the end")
+    parser.add_argument(
+        "--json", action="store_true", help="records (or the plan) as JSON on stdout"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress line")
+
+
+def add_plugin(to: argparse._ActionsContainer) -> None:
+    """Adds the flag for files with algorithms."""
+    to.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a Python file with an algorithm, which joins the others",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the experiment; the exit status is 1 if a trial failed or was not the right training.
+
+    An experiment on virtual hosts runs in a process of its own, which gets the same arguments.
+    """
+    given = own.Given.of(options)
+    if options.experiment is None:
+        options.experiment = OWN_MODELS if given.models else default_experiment()
+    path = find_experiment(options.experiment)
+    experiment = load(path, [*cluster_overrides(options), *options.set], given)
+    everything = experiment.trials()
+    assumed = given.assumed([model.name for model in experiment.models])
+    for line in filter(None, (assumed, experiment.fallback)):
+        if not sandbox.inside():  # the process outside has printed it
+            print(line, file=sys.stderr)
+    if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
+        return sandbox.run([*DRIVER, *options.arguments])
+
+    from common.harness.running import plan
+    from common.harness.running.fabric import check_fit
+
+    trials = plan.select(everything, options.filter, options.shard, experiment.name)
+    check_fit(trials)
+    folder = options.logs / experiment.name
+    if options.dry_run:
+        plan.show(trials, folder, experiment, options)
+        return 0
+    from common.harness import output  # loads numpy, which a dry run must not pay for
+
+    records = _measure(experiment, path, everything, trials, folder, options)
+    output.write(folder, records, experiment.base)
+    _print(folder, records, trials, experiment, options)
+    ok = any(record.ok for record in records)
+    if options.trace is not None and ok:
+        output.write_traces(folder, records, options.trace, quiet=options.json)
+    if not options.no_plot and ok:
+        _draw(folder, records, quiet=options.json or options.quiet)
+    return _status(trials, records)
+
+
+def cluster_overrides(options: argparse.Namespace) -> list[str]:
+    """Returns the flags about virtual hosts in the form of `--set`."""
+    keys = ("hosts", "ranks_per_host", "network", "time_scale")
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    overrides = [f"cluster.{key}={value}" for key, value in given.items()]
+    if "network" in given:
+        overrides.append("networks=[]")
+    if {"hosts", "ranks_per_host"} & set(given):
+        overrides.append("world_sizes=null")
+    return overrides
+
+
+def _measure(
+    experiment: Experiment,
+    path: Path,
+    everything: Sequence[Trial],
+    trials: list[Trial],
+    folder: Path,
+    options: argparse.Namespace,
+) -> list[Record]:
+    """Runs the trials; returns the newest records of all trials of the experiment."""
+    from common.harness.running import ui
+    from common.harness.running.fabric import make_fabric
+    from common.harness.running.sweep import Sweep
+    from common.machine import machine_card
+    from common.results.store import Comparison
+
+    progress = ui.ProgressLine(quiet=options.quiet)
+    comparison = Comparison(
+        compare_to=experiment.base, trials=tuple(trial.hash for trial in everything)
+    )
+    fabric = make_fabric(experiment, trials)
+    command = f"{COMMAND} {shlex.join(options.arguments)}"
+    asked = (command, path.read_text())
+    sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress, asked)
+    try:
+        sweep.run(options.rerun, options.fail_fast)
+    finally:
+        progress.clear()
+    return comparison.results(folder)
+
+
+def _print(
+    folder: Path,
+    records: Sequence[Record],
+    trials: Sequence[Trial],
+    experiment: Experiment,
+    options: argparse.Namespace,
+) -> None:
+    from common.harness import output
+    from common.results.reference_reports import link_logs, report_lines
+
+    if options.stream:
+        logs = [log for t in trials for log in (folder / t.id).glob("log-*-rank0.txt")]
+        text = "".join(log.read_text() for log in sorted(logs))
+        print(text, file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print(json.dumps([record.to_json() for record in records]))
+        return
+    output.show(folder, records, experiment.base)
+    if experiment.report_lines:
+        print("\n".join(report_lines(records)))
+        link_logs(folder, records)
+
+
+def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
+    """Draws the main figure alone: all figures take 3 to 20 s, too long for the end of a sweep."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no figure: matplotlib is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
+        return
+    from plots import learning, throughput
+
+    draw = learning.draw if is_learning(records) else throughput.draw
+    paths = draw(folder, folder / "figures")
+    if not quiet:
+        kinds = ", ".join(path.suffix[1:] for path in paths[1:])
+        print(f"figure: {short(str(paths[0]))} (and {kinds})")
+        print(f"more figures: {MODULE} plots.gallery {short(str(folder))}")
+
+
+def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:
+    """Returns OK if some trial is ok, and every trial is ok and correct, or unsupported here."""
+    from common.results.faith import incorrect
+
+    newest = {record.hash: record for record in records}
+    ended = [newest.get(trial.hash) for trial in trials]
+    good = any(record is not None and record.ok for record in ended) and all(
+        record is not None and record.status in ("ok", "unsupported") and not incorrect(record)
+        for record in ended
+    )
+    return Status.OK if good else Status.FAILED

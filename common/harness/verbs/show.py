@@ -1,0 +1,61 @@
+"""The verb `show`: the table of a sweep that has run, its records, or details of its trials."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from pathlib import Path
+
+from common.harness.verbs.run import TRACE
+
+HELP = "print a sweep's table again"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the verb."""
+    add_sweep(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="the records as JSON on stdout")
+    how.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="time per phase of a step, and the lower bound, in milliseconds",
+    )
+    how.add_argument("--trace", type=Path, metavar="FOLDER", help=TRACE)
+    how.add_argument(
+        "--plan",
+        action="store_true",
+        help="what travelled together, what was predicted of it, and what tuners have tried",
+    )
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that names a sweep."""
+    parser.add_argument(
+        "sweep", nargs="?", help="a folder, or the name of one below --logs (default: the newest)"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints what the flags ask for; the exit status is 0."""
+    from common.harness import output
+    from common.harness.sweeps import find_sweep
+    from common.results import store
+
+    folder = find_sweep(options.sweep, options.logs)
+    comparison = store.Comparison.load(folder)
+    with store.no_collector():
+        results = comparison.results(folder)
+        gc.freeze()  # this process ends with the command
+    if options.json:
+        print(json.dumps([result.to_json() for result in results]))
+    elif options.breakdown:
+        output.show_breakdown(folder, results, comparison.compare_to)
+    elif options.trace is not None:
+        output.write_traces(folder, results, options.trace)
+    elif options.plan:
+        output.show_plans(folder, results)
+    else:
+        output.show(folder, results, comparison.compare_to)
+    return 0

@@ -1,0 +1,26 @@
+"""Folders and commands of DeAR Bench, in a checkout and where pip has installed it.
+
+In a checkout, `common`, `plots` and `configs` are at its top. The wheel has them in the package
+`dear_bench`, which is not a place for a user's results: these go to the current folder then.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+"""Folder of `common`, `plots`, `configs` and `benchmarks.py`. Workers run in it."""
+INSTALLED = (ROOT / "__init__.py").exists()
+CONFIGS = ROOT / "configs"
+EXPERIMENTS = CONFIGS / "experiments"
+LOGS = (Path.cwd() if INSTALLED else ROOT) / "logs"
+"""Default folder of results."""
+COMMAND = "dear-bench" if INSTALLED else "python benchmarks.py"
+"""Command of the harness, as messages show it."""
+DRIVER = [sys.executable, str(ROOT / "benchmarks.py")]
+"""The same command for a child process."""
+MODULE = f"PYTHONPATH={ROOT} python -m" if INSTALLED else "python -m"
+"""Start of a command that runs a module of `common` or `plots`."""
+BUILD = "install dear-bench again with pip" if INSTALLED else "make core"
+"""Remedy for a missing comm core or link switch."""

@@ -1,0 +1,51 @@
+"""Conversion of JSON values to typed dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def typed(hint: Any, value: Any) -> Any:
+    """Converts a JSON value to the type of the hint; unknown keys are left out."""
+    read = _reader(hint)
+    return value if read is None or value is None else read(value)
+
+
+@functools.cache
+def _reader(hint: Any) -> Callable[[Any], Any] | None:
+    """Returns a converter of values that are not None; None: JSON has the type already.
+
+    There is one converter for each type, because thousands of records have thousands of numbers.
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _reader(next(kind for kind in inner if kind is not types.NoneType))
+    if origin in (list, tuple):
+        read = _reader(inner[0])
+        if read is None:  # JSON has no tuples
+            return tuple if origin is tuple else None
+        return lambda values: origin(None if v is None else read(v) for v in values)
+    if origin is dict:
+        read = _reader(inner[1])
+        if read is None:
+            return None
+        return lambda values: {k: None if v is None else read(v) for k, v in values.items()}
+    if dataclasses.is_dataclass(hint):
+        readers = {key: _reader(kind) for key, kind in get_type_hints(hint).items()}
+
+        def build(values: Any) -> Any:
+            if isinstance(values, hint):
+                return values
+            fields = {}
+            for key, read in readers.items():
+                if key in values:
+                    value = values[key]
+                    fields[key] = value if read is None or value is None else read(value)
+            return hint(**fields)
+
+        return build
+    return None

@@ -1,0 +1,242 @@
+"""The record of a trial that has ended: one JSON line of `records.jsonl` (see `store`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.emulation.config import Fault
+from common.results.records.learned import Learning
+from common.results.records.reading import typed
+from common.results.records.result import REAL, Breakdown, FabricFacts, Result
+from common.results.records.trust import (
+    Check,
+    Modelled,
+    Note,
+    Strain,
+    Systematic,
+    mean_step_s,
+    sending_costs,
+)
+from dear.cost.fit import CollectiveCost
+from dear.errors import UserError
+
+SCHEMA = 2
+"""Version of the format. Records of another version are refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a trial has no result."""
+
+    kind: str | None = None
+    message: str
+    rank: int | None = None
+    """Rank that failed; None if no single rank did."""
+    where: str | None = None
+    """Phase of the rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Samples per second of all workers together."""
+
+    value: float
+    unit: str
+    ci_low: float | None
+    """Ends of the 95 % interval; the lowest and highest run for trials that learn."""
+    ci_high: float | None
+    n: int
+    """Number of timed steps, or of runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Lower bounds of the trial's step, in seconds."""
+
+    kind: str | None
+    """Formula of `step_s`; None: no formula is known for the algorithm."""
+    step_s: float | None
+    """Bound by the algorithm's idea; at least `wire_limit_s`."""
+    compute_limit_s: float
+    wire_limit_s: float | None
+    """Bound by the links; None if their rate is unknown, or the limit does not apply."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Position of the trial in each round of its cell; the order of a round is random."""
+
+    seed: int
+    """Seed of the cell's rounds, from the experiment's seed and the cell."""
+    positions: list[int] = field(default_factory=list)
+    """Position by repeat, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetAside:
+    """Discarded run: it ended well but is no result. It shows why the launch was repeated."""
+
+    repeat: int
+    time_scale: float
+    reason: str
+    iters: list[list[float]] = field(default_factory=list)
+    """Step times in seconds, by block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A trial that has ended. Times are in seconds, sizes in bytes."""
+
+    schema: int = SCHEMA
+    id: str
+    hash: str
+    trial: dict[str, Any]
+    """The trial's settings as JSON."""
+    fabric: FabricFacts = REAL
+    status: str
+    """ok, failed, timeout, oom, unsupported or interrupted."""
+    error: Failure | None = None
+    """None for a trial that is ok. Such a trial has `check` and `throughput`."""
+    started: str
+    """ISO 8601, UTC."""
+    duration_s: float
+    """Wall-clock time of all launches, set-up of the workers included."""
+    machine: dict[str, Any]
+    run: str = ""
+    """Run of the sweep. Trials of one cell and one run took turns."""
+    order: Order | None = None
+    set_aside: list[SetAside] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    """One for each finished repeat."""
+    check: Check | None = None
+    """Check of the first repeat against plain training, with the worst agreement of all repeats."""
+    throughput: Throughput | None = None
+    breakdown: Breakdown | None = None
+    """Breakdown of the repeat with the median step."""
+    bound: Bound | None = None
+    systematic: Systematic | None = None
+    """Steps at twice the time scale, if the trial was measured there."""
+    modelled: Modelled | None = None
+    """The step by the event model; None if the model does not cover the algorithm."""
+    unfaithful: bool | None = None
+    """Whether ranks of an emulated cluster waited for cores that the real one would have; None if
+    nothing is emulated, or the kernel does not count waits."""
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def label(self) -> str:
+        """Name of the algorithm in tables."""
+        return self.trial["label"]
+
+    @property
+    def fault(self) -> str | None:
+        """Fault that was injected, in a few words; None if none was."""
+        given = self.trial.get("fault")
+        return Fault(**given).title if given else None
+
+    @property
+    def hosts(self) -> int:
+        """Number of virtual hosts; 0 on a real cluster."""
+        per_host = self.trial.get("ranks_per_host")
+        return -(-self.trial["world_size"] // per_host) if per_host else 0
+
+    @property
+    def first(self) -> Result | None:
+        """The first repeat, which alone measures costs and compute."""
+        return self.results[0] if self.results else None
+
+    @property
+    def iters(self) -> list[list[list[float]]]:
+        """Step times in seconds, by repeat and block."""
+        return [result.iters for result in self.results]
+
+    @property
+    def repeats(self) -> list[list[float]]:
+        """Step times in seconds, by repeat."""
+        return [result.steps for result in self.results]
+
+    @property
+    def timed(self) -> bool:
+        """Whether any step was timed."""
+        return any(result.iters for result in self.results)
+
+    @property
+    def strain(self) -> list[Strain]:
+        """Strain on the machine, by repeat."""
+        return [result.strain for result in self.results]
+
+    @property
+    def learning(self) -> list[Learning]:
+        """Training runs, by repeat; empty if the trial timed steps."""
+        return [result.learning for result in self.results if result.learning is not None]
+
+    @property
+    def evidence(self) -> str | None:
+        """Path of the first repeat's raw measurements, from the folder of the records."""
+        name = self.first and self.first.evidence
+        return f"{self.id}/{name}" if name else None
+
+    @property
+    def sending_costs(self) -> dict[str, CollectiveCost] | None:
+        """Costs by operation of the engine that sent; None if they are not on record."""
+        return self.first and sending_costs(self.first.costs, self.first.engine_costs)
+
+    @property
+    def step_s(self) -> float:
+        """Elapsed time per step of all ranks together; defined only where steps were timed."""
+        return mean_step_s(self.iters)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as a JSON object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Record:
+        """Builds the record from what `to_json` returned."""
+        return typed(cls, values)
+
+
+def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | None:
+    """Returns the index of the variant that `compare_to` names; None if there is none.
+
+    Args:
+        compare_to: a label, or an algorithm with a single variant.
+        variants: label and algorithm of each variant.
+
+    Raises:
+        UserError: `compare_to` is no label, and the algorithm has several variants.
+    """
+    for index, (label, _) in enumerate(variants):
+        if label == compare_to:
+            return index
+    fitting = [index for index, (_, name) in enumerate(variants) if name == compare_to]
+    if len(fitting) > 1:
+        labels = ", ".join(variants[index][0] for index in fitting)
+        raise UserError(
+            f"compare_to: {compare_to!r} fits several; use the label of one of them: {labels}"
+        )
+    return fitting[0] if fitting else None
+
+
+def is_learning(records: Iterable[Record]) -> bool:
+    """Returns whether these trials train for a time or for epochs."""
+    return any(record.trial.get("learn") for record in records)
+
+
+def fabric_words(records: Iterable[Record]) -> str:
+    """Describes what the numbers were measured on, for titles and captions."""
+    records = list(records)
+    if all(record.fabric.kind == "real" for record in records):
+        return "real processes"
+    scales = sorted({record.fabric.time_scale for record in records})
+    scale = " to ".join(f"{value:g}" for value in dict.fromkeys((scales[0], scales[-1])))
+    hosts = max(record.hosts for record in records)
+    where = f"{hosts} virtual hosts" if hosts else "local processes, compute replayed"
+    return f"emulated, {where}, time scale {scale}"

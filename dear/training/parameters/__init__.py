@@ -1,0 +1,1 @@
+"""Training that updates locally and averages parameters with other ranks."""

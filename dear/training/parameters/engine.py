@@ -1,0 +1,185 @@
+"""What all engines share that update locally and average parameters.
+
+An engine decides when buckets of parameters are shared, mixed and adapted. A bucket is *shared*:
+an exchange starts to send it. It is *mixed*: the values that arrived from other ranks are averaged
+in. It is *adapted*: this rank's own gradients update it. The engines differ in the order:
+
+    CombineThenAdapt   share before a training forward; mix, then adapt in `step()`
+    AdaptThenCombine   adapt, then share in `step()`; mix before a module reads the parameters
+    AdaptAndCombine    adapt, share and mix in `step()`
+    Overlapped         mix, adapt and share each bucket as soon as its gradients are ready
+
+An exchange (`dear.training.parameters.exchange`) moves the bytes. So an algorithm is an engine and
+an exchange, e.g. `CombineThenAdapt(replica, GraphExchange(rounds))`. It changes the exchange's
+moments, not the engine's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dear.buckets.flat import Bucket
+from dear.buckets.grouping import MIB, fuse, layers
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.training.engine import (
+    Engine,
+    GradScaling,
+    Replica,
+    grouped,
+    refuse_lbfgs,
+    step_after_closure,
+)
+from dear.training.parameters.exchange import BucketExchange
+
+STATE_KEY = "replica"
+"""Key in the first parameter group of a state dict: what a rank needs in addition to continue."""
+
+
+class ParameterEngine(Engine, ABC):
+    """Base of the engines that update locally and average parameters.
+
+    Args:
+        replica: its options are `LocalOptions`. Without an optimizer, the owner must update.
+        every: period of the averaging in steps; the last step of each period averages.
+
+    Raises:
+        UserError: the engine cannot step this optimizer.
+    """
+
+    def __init__(self, replica: Replica, exchange: BucketExchange, *, every: int = 1) -> None:
+        super().__init__(replica)
+        refuse_lbfgs(self.optimizer, "averaging parameters step by step")
+        self.exchange = exchange
+        self.every = every
+        self.steps = 0
+        """Number of steps so far, by which schedules go."""
+        exchange.open(self.communicator)
+        self.prepare()
+        if self.optimizer is not None:
+            self.scaling = GradScaling(self.optimizer)
+            self.resume({})
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Lays out buckets and sets hooks; the constructor calls it."""
+
+    @abstractmethod
+    def advance(self, update: Callable[[], Any]) -> Any:
+        """Makes a step; `update` is the optimizer's own step."""
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self.exchange.buckets
+
+    def begin(self) -> None:
+        """Prepares the buckets for a step that shares or mixes."""
+        if not all(bucket.reclaim() for bucket in self.buckets):
+            raise UserError(
+                "the model was moved or converted after it was distributed; close() the optimizer "
+                "first, and wrap it again afterwards"
+            )
+        self.exchange.begin(self.steps)
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        if not self.exchange.takes_scaler and hasattr(self.optimizer, "found_inf"):
+            raise UserError(
+                "this algorithm keeps sums of gradients, which a GradScaler that skips steps of "
+                "single ranks would break; train in bfloat16 or float32 without a scaler"
+            )
+        return self.advance(update)
+
+    step_closure = step_after_closure
+
+    def clip_grad_norm(
+        self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> Any:
+        """Clips this rank's own gradients; returns their norm before."""
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+    def synchronize(self) -> None:
+        self.settle()
+        self.exchange.wait()
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self.settle()
+        state = plain()
+        state["param_groups"][0][STATE_KEY] = self.saved()
+        return state
+
+    def load_state_dict(self, plain: Callable[[], None]) -> None:
+        self.synchronize()
+        plain()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        # A plain optimizer also keeps unknown keys of a parameter group, so a state that was loaded
+        # before the optimizer was wrapped is here, too.
+        self.restore(self.optimizer.param_groups[0].pop(STATE_KEY, None))
+
+    def saved(self) -> dict[str, Any]:
+        """Returns the state that a checkpoint of this rank needs in addition."""
+        return {"steps": self.steps, **self.exchange.saved()}
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """Continues from a result of `saved`; None: from the parameters alone."""
+        self.steps = 0 if saved is None else saved["steps"]
+        self.exchange.restore(saved)
+
+    def close(self) -> None:
+        super().close()
+        if self.optimizer is not None:
+            self.scaling.close()
+        self.exchange.take_down()
+        self.exchange.release()
+
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        return grouped(bucket.params for bucket in self.buckets)
+
+    def statistics(self) -> dict[str, Any]:
+        return self.exchange.statistics()
+
+
+class SteppedEngine(ParameterEngine):
+    """Base of the engines that share all buckets at one moment, and adapt them in `step()`."""
+
+    def prepare(self) -> None:
+        self.members = fuse(layers(self.model, self.params), self.options.bucket_mb * MIB)
+        self.exchange.lay_out(self.members, self.steps)
+        self.unmixed: set[int] = set()
+        """Buckets that are shared and not mixed yet."""
+
+    def due(self) -> bool:
+        """Returns True if this step averages."""
+        return self.steps % self.every == self.every - 1
+
+    def adapt(self, update: Callable[[], Any], *, averages: bool) -> Any:
+        """Runs the optimizer's step, as the exchange changes it in a step that averages."""
+
+        def scaled() -> Any:
+            return self.scaling.step(update)
+
+        return self.exchange.adapt(scaled) if averages else scaled()
+
+    def share_all(self) -> None:
+        with torch.no_grad():
+            for bucket in self.buckets:
+                self.exchange.share(bucket, self.steps)
+        self.unmixed = set(range(len(self.buckets)))
+        self.exchange.shared()
+
+    def mix(self, index: int) -> None:
+        self.unmixed.discard(index)
+        # The state must outlive an evaluation in inference mode that settles.
+        with torch.inference_mode(False), torch.no_grad():
+            self.exchange.mix(self.buckets[index], self.steps)
+
+    def mix_all(self) -> None:
+        """Mixes all buckets that are shared."""
+        if not self.unmixed:
+            return
+        self.exchange.meet()
+        for index in sorted(self.unmixed):
+            self.mix(index)
+        self.exchange.meet()

@@ -1,0 +1,239 @@
+"""Averages that are under way for a whole step, while the rank computes its next gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from dear.buckets.flat import Bucket
+from dear.buckets.grouping import MIB, fuse
+from dear.buckets.updates import PartialUpdate
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.training.engine import Replica
+from dear.training.gradients import BackwardSchedule
+from dear.training.parameters.engine import ParameterEngine
+from dear.training.parameters.exchange import BucketExchange
+
+UpdateIn = Literal["backward", "step"]
+"""Time of the updates of an overlapped engine.
+
+- `backward`: in the backward pass, each bucket as soon as its last gradient is ready. A step is
+  then one backward pass outside `no_sync()`. A change of the gradients between `backward()` and
+  `step()` is too late, so clipping and GradScaler are refused.
+- `step`: in `step()`. Each bucket is sent while the next one is updated.
+"""
+
+
+class Updater(ABC):
+    """Updates of buckets by this rank's own gradients, for an overlapped engine."""
+
+    joint: bool = False
+    """True if no bucket is updated before the last gradient of the pass is ready."""
+    ends_step: bool = False
+    """True if the updates of a backward pass complete the step, without a call of `step()`."""
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """Prepares for new buckets."""
+        return
+
+    def begin(self) -> None:
+        """Prepares for the updates of a step."""
+        return
+
+    def batches(self, buckets: Sequence[Bucket]) -> Iterable[Sequence[Bucket]]:
+        """Returns the ready `buckets` in the groups in which `update` takes them."""
+        return [[bucket] for bucket in buckets]
+
+    @abstractmethod
+    def update(self, buckets: Sequence[Bucket]) -> None:
+        """Updates buckets that are mixed already, under `torch.no_grad()`."""
+
+
+class OptimizerUpdater(Updater):
+    """Updates by the user's optimizer, one bucket at a time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._partial = PartialUpdate(optimizer, type(optimizer))
+
+    def possible(self) -> bool:
+        """Returns True if the optimizer can update single buckets."""
+        return self._partial.possible()
+
+    def begin(self) -> None:
+        self._partial.note()
+
+    def update(self, buckets: Sequence[Bucket]) -> None:
+        params = [param for bucket in buckets for param in bucket.params]
+        self._partial.run({param: param.grad for param in params})
+
+
+class Overlapped(ParameterEngine):
+    """Base of the engines with `x(t+1) = average(x(t)) - update(gradient at x(t))`.
+
+    A bucket is mixed, adapted and shared again in one go, and then travels for a whole step. The
+    first step mixes nothing, and lays the buckets out.
+    """
+
+    def __init__(self, replica: Replica, exchange: BucketExchange, updater: Updater) -> None:
+        self.updater = updater
+        super().__init__(replica, exchange)
+
+    def prepare(self) -> None:
+        self.hooks.before_load(self.model, self.exchange.drop)
+
+    def begin(self) -> None:
+        super().begin()
+        self.steps += 1
+        self.updater.begin()
+
+    def set_up(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        """Lays out the buckets."""
+        self.exchange.lay_out(members, self.steps)
+        self.updater.lay_out(self.buckets)
+
+    def in_order(self, params: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        """Returns the members of buckets in the order of rank 0's `params`; the rest come last."""
+        place = {param: i for i, param in enumerate(self.params)}
+        complete = dict.fromkeys([*params, *reversed(self.params)])
+        order = self.communicator.broadcast_object([place[param] for param in complete])
+        return fuse([[self.params[i]] for i in order], self.options.bucket_mb * MIB)
+
+    def ready(self, buckets: Sequence[Bucket]) -> None:
+        """Mixes, adapts and shares buckets whose gradients are ready."""
+        with torch.no_grad():
+            for batch in self.updater.batches(buckets):
+                self.mix(batch)
+                self.updater.update(batch)
+                self.share(batch)
+
+    def mix(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            self.exchange.mix(bucket, self.steps)
+
+    def share(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            self.exchange.share(bucket, self.steps)
+
+
+class OverlappedInStep(Overlapped):
+    """Engine that mixes, adapts and shares in `step()`."""
+
+    updater: OptimizerUpdater
+
+    def advance(self, update: Callable[[], Any]) -> Any:
+        if not self.buckets:
+            self.set_up(self.in_order([]))
+        self.begin()
+        if self.updater.possible() and not hasattr(self.optimizer, "found_inf"):
+            self.ready(self.buckets)
+            return None
+        with torch.no_grad():
+            self.mix(self.buckets)
+        result = self.scaling.step(update)
+        with torch.no_grad():
+            self.share(self.buckets)
+        return result
+
+
+class OverlappedInBackward(Overlapped):
+    """Engine that mixes, adapts and shares each bucket as soon as its last gradient is ready.
+
+    The first step ends with the layout of the buckets, in the order in which rank 0's gradients
+    arrived.
+    """
+
+    def prepare(self) -> None:
+        self._arrived: dict[torch.nn.Parameter, None] = {}
+        self._gradients = Bucket(self.params)
+        self._schedule = BackwardSchedule(
+            self.hooks,
+            [self.params],
+            self.communicator,
+            launch=self._unit_complete,
+            finish=self._pass_over,
+            arrived=self._gradient_arrived,
+            learn=False,
+        )
+        super().prepare()
+
+    def set_up(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        super().set_up(members)
+        self._arrived.clear()
+        buckets = self.buckets
+        self._units = [buckets] if self.updater.joint else [[bucket] for bucket in buckets]
+        units = [[param for bucket in unit for param in bucket.params] for unit in self._units]
+        self._schedule.regroup(units, range(len(units)))
+
+    def advance(self, update: Callable[[], Any]) -> Any:
+        if hasattr(self.optimizer, "found_inf"):
+            del self.optimizer.found_inf, self.optimizer.grad_scale  # of the scaler's own call
+            raise UserError(
+                "a GradScaler cannot step an optimizer whose updates are made in the backward "
+                "pass; use the option update='step'"
+            )
+        if self._gradients.changed() is not None:
+            raise UserError(
+                "a gradient was changed between backward() and step(), but the backward pass has "
+                "applied it already; use the option update='step'"
+            )
+        self._schedule.run_if_missing()
+        self._schedule.restart()
+        self._gradients.forget()
+
+    def clip_grad_norm(
+        self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> Any:
+        raise UserError(
+            "gradients cannot be clipped where updates are made in the backward pass; use the "
+            "option update='step'"
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._schedule.paused()
+
+    def forget(self) -> None:
+        self._gradients.forget()
+        self._schedule.forget()
+
+    def _gradient_arrived(self, param: torch.nn.Parameter) -> None:
+        if not self.buckets:
+            self._arrived.setdefault(param)
+
+    def _unit_complete(self, unit: int) -> None:
+        if not self.buckets:
+            return  # the order is not known before the pass has ended
+        if unit == 0:
+            if self._schedule.passed:
+                raise UserError(
+                    "a second backward pass before step(): put all but the last one under "
+                    "optimizer.no_sync(), or use the option update='step'"
+                )
+            self.begin()
+        self.ready(self._units[unit])
+
+    def _pass_over(self) -> None:
+        if not self.buckets:
+            self.set_up(self.in_order(self._arrived))
+            self.begin()
+            self.ready(self.buckets)
+        if self.updater.ends_step:
+            self._schedule.restart()
+        else:
+            self._gradients.note()
+
+
+def overlapped(replica: Replica, exchange: BucketExchange, update: UpdateIn) -> Overlapped:
+    """Returns the engine that updates by the replica's optimizer at the time of `update`."""
+    updater = OptimizerUpdater(replica.optimizer)
+    if update == "step":
+        return OverlappedInStep(replica, exchange, updater)
+    if not updater.possible():
+        raise UserError(
+            f"{type(replica.optimizer).__name__} is not known to be steppable for a few "
+            "parameters at a time (it is no optimizer of torch, or has step hooks); use the option "
+            "update='step'"
+        )
+    return OverlappedInBackward(replica, exchange, updater)

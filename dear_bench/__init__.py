@@ -1,0 +1,22 @@
+"""Console command `dear-bench`.
+
+The wheel has the harness's packages `common` and `plots` in this folder. Only this command and the
+workers that it starts have the folder on their path, so that a user's modules of the same names
+stay importable.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Runs the command line of the harness and returns the exit status."""
+    folder = Path(__file__).parent
+    if not (folder / "common").exists():  # an editable installation: both are at the top
+        folder = folder.parent
+    sys.path.insert(0, str(folder))
+    from common.harness.cli import main as run
+
+    return run(sys.argv[1:])

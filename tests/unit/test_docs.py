@@ -1,0 +1,129 @@
+"""Documents: links, anchors, names of files, commands and exit statuses are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.harness.verbs import Status
+from common.paths import ROOT
+
+_TRACKED = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+_FILES = [ROOT / name for name in subprocess.check_output(_TRACKED, text=True).splitlines()]
+PAGES = [
+    path
+    for path in _FILES
+    if path.suffix == ".md" and "docs/records" not in str(path) and "shown" not in path.parts
+]
+_FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_FOLDERS = "bench|common|configs|dear|docs|examples|plots|scripts|tests"
+_NAMED = re.compile(rf"`((?:{_FOLDERS})/[^\s`<>{{$]*)`")
+_PLACEHOLDER = re.compile(r"[A-Z]{2,}|\.\.\.")
+_COMMAND = re.compile(r"^(?:python benchmarks\.py|dear-bench)(?: .*)?$", re.MULTILINE)
+_INLINE = re.compile(r"`((?:python benchmarks\.py|dear-bench) [^`]+)`")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def broken(page: Path, target: str) -> bool:
+    """True if a link of the page leads to no file, or to no heading."""
+    file, _, anchor = target.partition("#")
+    path = page.parent / file if file else page
+    return not path.exists() or bool(anchor and anchor not in anchors(path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", _FENCED.sub("", page.read_text()))
+    local = [link for link in links if not re.match(r"\w+:", link)]
+    assert [link for link in local if broken(page, link)] == []
+
+
+def test_pages_that_programs_name_exist_with_their_headings():
+    pattern = re.compile(r"\b(docs/[\w-]+\.md|README\.md|CONTRIBUTING\.md)(#[\w-]+)?")
+    for path in _FILES:
+        if path.suffix in (".py", ".yaml", ".yml", ".sh", ".html") and "tests" not in path.parts:
+            for page, anchor in pattern.findall(path.read_text()):
+                assert not broken(ROOT / "README.md", page + anchor), (name_of(path), page, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page):
+    if page.name == "CHANGELOG.md":  # it names what was there once
+        return
+    for named in _NAMED.findall(page.read_text()):
+        path = re.split(r"::|#", named)[0].rstrip("/")
+        there = any(any(folder.glob(path)) for folder in (ROOT, page.parent))
+        assert there or _PLACEHOLDER.search(path), named
+
+
+def test_make_targets_that_a_page_names_exist():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in PAGES:
+        for target in re.findall(r"^make ([\w-]+)|`make ([\w-]+)", page.read_text(), re.MULTILINE):
+            assert "".join(target) in targets, (name_of(page), target)
+
+
+def test_exit_statuses_are_those_of_the_command_line():
+    table = (ROOT / "docs" / "experiments.md").read_text().partition("| exit status |")[2]
+    listed = re.findall(r"^\| (\d+) \|", table.partition("\n\n")[0], re.MULTILINE)
+    assert list(map(int, listed)) == list(Status)
+    for page in PAGES:
+        for status in re.findall(r"exit(?: status|s with) (\d+)", page.read_text()):
+            assert int(status) in list(Status), (name_of(page), status)
+
+
+def _commands() -> list[str]:
+    """Commands of all pages and comments of experiment files, each once."""
+    found: dict[str, None] = {}
+    for page in PAGES:
+        text = page.read_text()
+        fenced = "\n".join(_FENCED.findall(text)).replace("\\\n", " ")
+        found |= dict.fromkeys([*_COMMAND.findall(fenced), *_INLINE.findall(text)])
+    for path in ROOT.glob("examples/**/*.yaml"):
+        found |= dict.fromkeys(re.findall(r"# +(python benchmarks\.py .*)", path.read_text()))
+    return sorted(command for command in found if "..." not in command)
+
+
+COMMANDS = _commands()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each command printed if it failed, or None."""
+    folder = tmp_path_factory.mktemp("dry")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.dry_runs", str(folder)],
+        cwd=ROOT,
+        input="\n".join(COMMANDS),
+        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(COMMANDS, json.loads(done.stdout), strict=True))
+
+
+def test_there_are_commands_of_each_kind():
+    assert len(COMMANDS) > 30
+    assert any("--model-file" in command for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_documents_can_run(command, outcomes):
+    assert outcomes[command] is None

@@ -54,7 +54,7 @@ class Prediction:
 
     @property
     def met(self) -> bool:
-        """Whether the bars are met."""
+        """True if the bars are met."""
         near = self.small.error <= max(CHANCE * self.small.noise, ROUNDING)
         return near and (self.large is None or self.large.worst <= MOST)
 

@@ -1,4 +1,4 @@
-"""Validity of a record: whether its number may be used, and the reason if not.
+"""Validity of a record: the reason why its number may not be used, if there is one.
 
 A flagged number is shown in grey with its reason. It gets no verdict, and nothing is compared with
 it.
@@ -39,7 +39,7 @@ class Flag:
 
     kind: FlagKind
     text: str
-    """For readers, in a few words. Code asks for the kind."""
+    """Text for readers, in a few words. Code asks for the kind."""
 
 
 def doubt(record: Record) -> str | None:
@@ -101,7 +101,7 @@ def _unchecked(record: Record) -> Flag | None:
 
 
 def incorrect(record: Record) -> bool:
-    """Whether the check found a wrong training."""
+    """Returns True if the check found a wrong training."""
     return record.ok and record.check is not None and record.check.verdict == "NO"
 
 

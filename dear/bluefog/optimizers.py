@@ -45,7 +45,7 @@ from dear.training.parameters.windows import Policy, WindowAlgorithm, WindowOpti
 
 
 class CommunicationType(enum.Enum):
-    """What happens to parameters between steps."""
+    """Kind of communication of parameters between steps."""
 
     neighbor_allreduce = "neighbor.allreduce"
     hierarchical_neighbor_allreduce = "hierarchical.neighbor.allreduce"

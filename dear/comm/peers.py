@@ -57,7 +57,7 @@ class Peer:
     place: int
     """The neighbour's rank in `group`."""
     here: int
-    """This rank's rank in `group`."""
+    """Rank of this process in `group`."""
     slot: int | None
     """Slot on this rank for the neighbour's values; None: it sends nothing to this rank."""
     slot_there: int | None

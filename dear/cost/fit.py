@@ -1,5 +1,4 @@
-"""The cost of a message by its size: lines of a start-up and a time per byte, and how they are
-fitted to measured times."""
+"""Cost models of a message by its size: a start-up and a time per byte, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from dear.options import at_least
 
 ROUNDS = 30
 HUBER = 1.5
-"""Residuals beyond so many deviations count less."""
+"""Number of standard deviations beyond which a residual counts less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,60 +23,60 @@ class AlphaBeta:
     alpha_s: float
     beta_s_per_byte: float
     queued_alpha_s: float | None = None
-    """What is left of alpha for a message that waits in a queue, whose start-up goes on beside the
-    bytes of those before it; None: not measured, all of it."""
+    """Part of alpha that remains for a message in a queue, whose start-up overlaps the bytes of the
+    messages before it; None: not measured, all of it remains."""
 
     def __post_init__(self) -> None:
         at_least("alpha_s", self.alpha_s, 0)
         at_least("beta_s_per_byte", self.beta_s_per_byte, 0)
 
     def __call__(self, nbytes: float) -> float:
-        """Seconds for a buffer of `nbytes`; nothing costs nothing."""
+        """Returns the seconds for a buffer of `nbytes`; 0 for an empty one."""
         return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
 
     def occupancy_s(self, nbytes: float) -> float:
-        """Seconds for which such a message keeps the link from the next one in a queue."""
+        """Returns the seconds for which a message delays the next message in a queue."""
         alpha_s = self.alpha_s if self.queued_alpha_s is None else self.queued_alpha_s
         return min(alpha_s, self.alpha_s) + self.beta_s_per_byte * nbytes if nbytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regime(AlphaBeta):
-    """The line of messages below a size, which are sent in another way than larger ones."""
+    """Line for messages below a size, which are sent in another way than larger ones."""
 
     name: str | None
-    """As the engine calls it; None: it does not tell, and the times bend here. Of two regimes of
-    one name the times bend between them."""
+    """Name of the regime in the engine; None: the engine reports none, and the times bend here. The
+    times also bend between two regimes with the same name."""
     below_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCost(AlphaBeta):
-    """Seconds of one collective by the bytes of the full buffer: a line for each regime.
+    """Seconds of one collective by the bytes of the full buffer: one line per regime.
 
-    Alpha and beta are those of the largest messages; with no smaller regimes, of all.
+    Alpha and beta belong to the largest messages; without smaller regimes, to all.
     """
 
     smaller: tuple[Regime, ...] = ()
-    """Ascending by size."""
+    """Regimes of smaller messages, ascending by size."""
     name: str | None = None
-    """What the engine calls the regime of the largest messages; None: it tells no regimes."""
+    """Name of the largest messages' regime in the engine; None: the engine reports no regimes."""
     slope: Literal["fit", "wire"] = "fit"
-    """Where `beta_s_per_byte` comes from: times, or the rate of the links and the headers."""
+    """Source of `beta_s_per_byte`: fitted times, or the rate of the links and the headers."""
 
     def line(self, nbytes: float) -> AlphaBeta:
-        """The line for messages of this size."""
+        """Returns the line for messages of this size."""
         return next((part for part in self.smaller if nbytes < part.below_bytes), self)
 
     def __call__(self, nbytes: float) -> float:
         return self.latency_s(nbytes) + self.transfer_s(nbytes) if nbytes else 0.0
 
     def latency_s(self, nbytes: float) -> float:
-        """The start-up: what a message of this size takes besides its bytes, in seconds."""
+        """Returns the start-up of a message of this size, in seconds."""
         return self.line(nbytes).alpha_s if nbytes else 0.0
 
     def transfer_s(self, nbytes: float) -> float:
-        """Seconds that the bytes of a message of this size take."""
+        """Returns the seconds for the bytes of a message of this size, without its start-up."""
         return self.line(nbytes).beta_s_per_byte * nbytes
 
     def occupancy_s(self, nbytes: float) -> float:
@@ -85,7 +84,7 @@ class CollectiveCost(AlphaBeta):
         return super().occupancy_s(nbytes) if line is self else line.occupancy_s(nbytes)
 
     def divided(self, factor: float) -> CollectiveCost:
-        """The same in a unit of time `factor` times as long."""
+        """Returns the cost in a unit of time that is `factor` times as long."""
 
         def shorter(line: AlphaBeta) -> dict[str, float | None]:
             queued_s = line.queued_alpha_s
@@ -105,17 +104,17 @@ def fit_alpha_beta(
     spreads: Sequence[float] | None = None,
     beta_s_per_byte: float | None = None,
 ) -> AlphaBeta:
-    """The line through the measurements, by robust least squares of the relative errors.
+    """Fits a line to measurements by robust least squares of the relative errors.
 
-    Relative, so that small messages say what a start-up costs and large ones what a byte costs;
-    robust (Huber's weights), so that a measurement that something disturbed hardly counts.
+    With relative errors, small messages determine the start-up and large ones the time per byte.
+    Huber's weights keep a disturbed measurement from counting much.
 
     Args:
-        spreads: how uncertain each time is, as a share of it; None: all alike.
-        beta_s_per_byte: the slope, where it is known; then only the start-up is fitted.
+        spreads: relative uncertainty of each time; None: equal for all.
+        beta_s_per_byte: the slope, if it is known; then only the start-up is fitted.
 
     Raises:
-        UserError: fewer than two sizes (one, where the slope is known), or a time that is not
+        UserError: fewer than two sizes (one, if the slope is known), or a time that is not
             positive.
     """
     least = 2 if beta_s_per_byte is None else 1

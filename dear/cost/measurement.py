@@ -157,7 +157,7 @@ class Measurement:
         return self.wire_s_per_byte if name == PIPELINE else None
 
     def expected_s(self, cost: CollectiveCost) -> list[float]:
-        """By size, what a fit says of a message after a rest, as they were timed."""
+        """Returns the fitted times of messages after a rest, by size."""
         starts = [0, *(part.below_bytes for part in cost.smaller)]
 
         def one(nbytes: int) -> float:
@@ -168,7 +168,7 @@ class Measurement:
         return [one(nbytes) for nbytes in self.nbytes]
 
     def residuals(self) -> list[float]:
-        """By size, how much longer the typical time is than the fit says, as a share of that."""
+        """Returns the relative difference of the typical time from the fitted time, by size."""
         expected = self.expected_s(self.fit())
         return [t / e - 1 for t, e in zip(self.typical_s, expected, strict=True)]
 
@@ -224,7 +224,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far the fit to one half of the repeats is off the other half; shares of its times."""
+    """Relative error of a fit to one half of the repeats, judged by the other half."""
 
     error: float
     """The root of the mean square over sizes and both halves."""
@@ -235,7 +235,7 @@ class Agreement:
 
     @property
     def misfit(self) -> float:
-        """What of the error the noise does not explain."""
+        """Part of the error that the noise does not explain."""
         return math.sqrt(max(0.0, self.error**2 - self.noise**2))
 
 

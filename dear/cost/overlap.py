@@ -46,7 +46,7 @@ class Transfer:
     steps_later: int = 0
     """Calls of `step()` between start and wait. The step of the start ends with `step()`."""
     urgent: bool = False
-    """Whether messages that the next forward pass needs first overtake the others."""
+    """True if messages that the next forward pass needs first overtake the others."""
 
     buckets: Literal["all", "some", "instead"] = "all"
     """`some`: only some buckets have it; `instead`: buckets that have it lack the other kinds."""

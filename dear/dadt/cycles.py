@@ -22,7 +22,7 @@ ROOT = 0
 Key = tuple[int, int, str]
 
 COO_ALL_REDUCE, ALL_REDUCE, BROADCAST = 3, 2, 1
-"""What is ready together runs in this order, by number of the type and then of the tensor."""
+"""Order of operations that are ready together: by number of the type, then of the tensor."""
 
 NAMES = {COO_ALL_REDUCE: "coo_all_reduce", ALL_REDUCE: "all_reduce", BROADCAST: "broad_cast"}
 
@@ -48,7 +48,7 @@ class Request:
             wanted = "a sparse COO tensor" if sparse else "a dense tensor"
             raise UserError(f"{call} needs {wanted}, got layout {tensor.layout}")
         self.name = f"{call}(id {number})"
-        """For messages."""
+        """Name for messages."""
         self.key = key
         self._clock = clock
         own = tensor.detach()
@@ -62,11 +62,11 @@ class Request:
         self.missing: list[int] = []
         """Ranks that have not asked for it yet, as far as is known."""
         self.moments: list[tuple[str, float]] = [("StayInQueue", clock())]
-        """What began when, on the communicator's clock."""
+        """Starts of operations on the communicator's clock."""
 
     @property
     def signature(self) -> tuple[str, tuple[int, ...], str, int]:
-        """What must be the same on all ranks."""
+        """Properties that must be equal on all ranks."""
         tensor = self.tensor
         places = tensor.sparse_dim() if tensor.is_sparse else 0
         return str(tensor.dtype), tuple(tensor.shape), tensor.device.type, places
@@ -223,7 +223,7 @@ class Cycles:
         self._closing = False
         self._dead: Exception | None = None
         self.error: Exception | None = None
-        """What has ended the thread, other than `close`."""
+        """Error that ended the thread, if `close` did not end it."""
         self._waiting: dict[Key, deque[Request]] = {}
         self._thread = threading.Thread(target=self._run, name="dadt-cycles", daemon=True)
         self._thread.start()

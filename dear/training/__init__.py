@@ -1,1 +1,1 @@
-"""What all algorithms share: where they hook into a training loop, and the engines."""
+"""Parts that all algorithms share: hooks into a training loop, and engines."""

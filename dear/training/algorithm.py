@@ -33,7 +33,7 @@ Consistency = Literal["synchronous", "delayed", "decentralized", "asynchronous"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an algorithm promises and needs; the harness checks it before it starts anything."""
+    """Promises and needs of an algorithm; the harness checks them before a launch."""
 
     consistency: Consistency
     """`synchronous`: after each step all replicas equal serial training on the joined batch."""
@@ -42,14 +42,14 @@ class Capabilities:
 
 
 class Algorithm(ABC):
-    """How gradients (or parameters) of the replicas are brought together, and when."""
+    """Consistency of the replicas."""
 
     Options: ClassVar[type[Options]] = Options
     capabilities: ClassVar[Capabilities]
     bound: ClassVar[Bound | None] = None
     """Which formula of `dear.cost.bounds` says how short a step can be; None: none is known."""
     overlap: ClassVar[Overlap | Unstated | None] = None
-    """When transfers start and what waits for them (`dear.cost.overlap`). The tests refuse None."""
+    """Statement of order (`dear.cost.overlap`). The tests refuse None."""
 
     @classmethod
     def bound_of(cls, options: Any) -> Bound | None:
@@ -158,7 +158,7 @@ class Plugin:
     path: str
     """Absolute; on every host the same."""
     digest: str
-    """Of the file and what it imports from beside it (`dear.files`)."""
+    """Digest of the file and of the files beside it that it imports (`dear.files`)."""
 
 
 _plugins: dict[str, Plugin] = {}

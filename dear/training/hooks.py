@@ -27,7 +27,7 @@ class _ModuleHook:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What is left of a hook in a copy of its model."""
+    """Remainder of a hook in a copy of its model."""
 
 
 def _return_nothing() -> Callable[..., None]:
@@ -94,7 +94,7 @@ class Hooks:
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
 
     def adopt(self, others: Hooks) -> None:
-        """From now on `remove` takes those out, too."""
+        """Takes over the hooks of `others`, which `remove` then removes."""
         self._handles += others._handles
         others._handles = []
 

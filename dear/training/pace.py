@@ -16,12 +16,12 @@ SEED_PER_RANK = 10000
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What one rank did in its time."""
+    """Steps of one rank in its time."""
 
     steps: int
     samples: int
     elapsed_s: float
-    """To the end of the last step."""
+    """Seconds to the end of the last step."""
 
 
 def run_for(

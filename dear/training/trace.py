@@ -1,4 +1,4 @@
-"""What happened when, as a file for chrome://tracing or Perfetto."""
+"""Timeline of events, as a file for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured while training, and groups that are made anew by it."""
+"""Measurements during training, and groups that are rebuilt from them."""
 
 from __future__ import annotations
 

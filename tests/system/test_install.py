@@ -120,9 +120,7 @@ def test_with_a_compiler_everything_works_from_any_folder(tmp_path, sdist):
     assert here.run("python", "-c", MEETING).split("\n")[0] == "comm_core [1.0, 1.0, 1.0]"
     assert here.run("python", "-c", LIBRARY_ALONE).split() == ["4", "comm_core"]
     assert "emulated-quick" in here.run("dear-bench", "list")
-    assert "12 trials, 12 to run (at least " in here.run(
-        "dear-bench", "run", "quick", "--dry-run"
-    )
+    assert "12 trials, 12 to run (at least " in here.run("dear-bench", "run", "quick", "--dry-run")
     (tmp_path / "my.yaml").write_text(EXPERIMENT)
     shown = here.run("dear-bench", "run", "my.yaml")
     assert "dear-bench report my" in shown and "over gloo" not in shown

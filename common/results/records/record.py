@@ -122,7 +122,7 @@ class Record:
     modelled: Modelled | None = None
     """The step by the event model; None if the model does not cover the algorithm."""
     unfaithful: bool | None = None
-    """Whether ranks of an emulated cluster waited for cores that the real one would have; None if
+    """True if ranks of an emulated cluster waited for cores that the real one would have; None if
     nothing is emulated, or the kernel does not count waits."""
     notes: list[Note] = field(default_factory=list)
 
@@ -164,7 +164,7 @@ class Record:
 
     @property
     def timed(self) -> bool:
-        """Whether any step was timed."""
+        """True if any step was timed."""
         return any(result.iters for result in self.results)
 
     @property

@@ -14,7 +14,7 @@ from dear.cost.fit import CollectiveCost
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Where the time of a step goes on one rank, in seconds; the phases add up to `step_s`."""
+    """Phases of a step on one rank, in seconds; they add up to `step_s`."""
 
     forward_s: float
     """`zero_grad`, the forward pass and the loss, without waiting."""
@@ -41,7 +41,7 @@ class Group:
     """Names of its first and last parameter."""
     last: str | None = None
     some: bool | None = None
-    """Whether the group has the transfers that only some groups have (with `fsdp`, the second
+    """True if the group has the transfers that only some groups have (with `fsdp`, the second
     all-gather); None: not reported."""
 
 
@@ -80,7 +80,7 @@ class Result:
     """Loss of the last step; None if it is not finite."""
     check: Check
     statistics: list[dict[str, Any] | None] | None = None
-    """What the algorithm counted, by rank."""
+    """Counters of the algorithm, by rank."""
     learning: Learning | None = None
     data: Data | None = None
     """Training and test data; None if the data are synthetic."""

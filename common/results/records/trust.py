@@ -50,7 +50,7 @@ class Note:
 
     kind: NoteKind
     text: str
-    """For readers. Code asks for the kind."""
+    """Text for readers. Code asks for the kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +68,14 @@ class Check:
     consensus_distance: float | None = None
     """Distance of the ranks from their mean; None also if it is not finite."""
     judged_by: Literal["reference", "invariants", "replicas"] | None = None
-    """What it was compared with: the serial reference, invariants that hold for any order of the
+    """Standard of comparison: the serial reference, invariants that hold for any order of the
     ranks, or only the other replicas."""
     worst_tensor: str | None = None
     """Name of the tensor with the largest error, in the first steps or at the end."""
     end_error: float | None = None
     """Like `reference_error`, over all steps of the first repeat, timed steps included."""
     finding: str | None = None
-    """What was wrong, or why nothing was compared; None if all was right."""
+    """Error that was found, or reason why nothing was compared; None if all was right."""
 
     @property
     def verdict(self) -> Literal["yes", "NO", "unchecked"]:
@@ -173,7 +173,7 @@ class Network:
     off_percent: float | None = None
     """Difference of the worst link from its request, in per cent."""
     flagged: bool | None = None
-    """Whether a link is too far from its request."""
+    """True if a link is too far from its request."""
     notes: list[str] = field(default_factory=list)
 
 

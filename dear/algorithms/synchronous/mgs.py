@@ -31,12 +31,12 @@ class Mgs(Algorithm):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CompressedOptions):
-        """How much travels, and which rule merges."""
+        """Density of the sent elements, and the rule that merges tensors."""
 
         compression: Literal["topk", "eftopk", "gaussian", "dgcsampling"] = "eftopk"
-        """How the elements that travel are found, and whether the rest is kept (all but `topk`)."""
+        """Method that selects the elements. All but `topk` keep the rest for later steps."""
         merge: Literal["greedy", "optimal"] = "greedy"
-        """As for `mgwfbp`."""
+        """Costs of an all-reduce, as for `mgwfbp`."""
         profile_steps: int = 2
         """Steps that are measured before the groups are made; they send everything, and do not
         overlap anything."""

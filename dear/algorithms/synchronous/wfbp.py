@@ -29,7 +29,7 @@ class Wfbp(Algorithm):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CompressedOptions):
-        """How many transfers may run side by side, and how each tensor is compressed."""
+        """Number of concurrent transfers, and the compression of each tensor."""
 
         channels: int = 1
         """Tensors take turns on so many channels, each a process group of its own; 2 is the `wfbp2`

@@ -54,15 +54,13 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         venv.create(folder / "venv")
         self.folder, self.bin = folder, folder / "venv" / "bin"
-        packages = folder / "packages"
-        packages.mkdir()
+        self.site = Path(
+            self.run("python", "-c", "import site; print(*site.getsitepackages())")[:-1]
+        )
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
-            if "dear_bench" not in entry.name and entry.name != "comm_core":
-                (packages / entry.name).symlink_to(entry)
-        site = Path(self.run("python", "-c", "import site; print(*site.getsitepackages())").strip())
-        (site / "packages.pth").write_text(f"{packages}\n")
-        self.before = {entry.name for entry in site.iterdir()}
-        self.site = site
+            if "dear_bench" not in entry.name and entry.name not in ("comm_core", "__pycache__"):
+                (self.site / entry.name).symlink_to(entry)
+        self.before = {entry.name for entry in self.site.iterdir()}
 
     def run(self, program: str, *words: object, status: int = 0, **options: str) -> str:
         """Returns what the program prints on both streams, and checks its exit status."""
@@ -120,9 +118,7 @@ def test_with_a_compiler_everything_works_from_any_folder(tmp_path, sdist):
     assert here.run("python", "-c", MEETING).split("\n")[0] == "comm_core [1.0, 1.0, 1.0]"
     assert here.run("python", "-c", LIBRARY_ALONE).split() == ["4", "comm_core"]
     assert "emulated-quick" in here.run("dear-bench", "list")
-    assert "12 trials, 12 to run (at least " in here.run(
-        "dear-bench", "run", "quick", "--dry-run"
-    )
+    assert "12 trials, 12 to run (at least " in here.run("dear-bench", "run", "quick", "--dry-run")
     (tmp_path / "my.yaml").write_text(EXPERIMENT)
     shown = here.run("dear-bench", "run", "my.yaml")
     assert "dear-bench report my" in shown and "over gloo" not in shown

@@ -240,8 +240,8 @@ class _Window:
             return _nothing(self._network)
         return self._started("put", memory, lambda: row.copy_(sent))
 
-    def accumulate(self, memory: Any, place: int, slot: int) -> Work:
-        sent, row = memory.clone(), self._rows[slot][: memory.numel()]
+    def accumulate(self, memory: Any, place: int, slot: int, offset: int = 0) -> Work:
+        sent, row = memory.clone(), self._rows[slot][offset:][: memory.numel()]
         return self._started("accumulate", memory, lambda: row.add_(sent))
 
     def _started(self, name: str, memory: Any, effect: Callable[[], Any]) -> Work:

@@ -168,7 +168,8 @@ def test_mutexes_are_those_of_the_out_neighbours_unless_said(monkeypatch):
         held.append(ranks)
         yield
 
-    window = SimpleNamespace(targets={3: None, 1: None}, rank=0, mutex=mutex)
+    slots = SimpleNamespace(mutex=mutex)
+    window = SimpleNamespace(targets={3: None, 1: None}, rank=0, slots=slots)
     monkeypatch.setattr(windows, "named", lambda name: SimpleNamespace(window=window))
     for how in ({}, {"for_self": True}, {"ranks": [2]}, {"ranks": [], "for_self": True}):
         with bf.win_mutex("w", **how):

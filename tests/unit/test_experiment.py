@@ -120,7 +120,7 @@ def one_line(read, content, *overrides):
         ({"threads_per_rank": 0}, ["threads_per_rank", "at least 1"]),
         ({"optimizer": {"lr": 0}}, ["optimizer.lr", "greater than 0"]),
         ({"optimizer": {"lr": float("inf")}}, ["optimizer.lr", "inf"]),
-        ({"optimizer": {"name": "lion"}}, ["'optimizer' 'name' 'lion'", "adamw"]),
+        ({"optimizer": {"name": "lion"}}, ["key of `optimizer` 'name' 'lion'", "adamw"]),
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, ["optimizer.momentum", "adamw"]),
         ({"measure": {"repeats": 0}}, ["measure.repeats", "at least 1"]),
         ({"measure": {"repeats": [5, 3]}}, ["measure.repeats", "[least, most]", "[5, 3]"]),

@@ -94,9 +94,9 @@ def test_wrong_type_names_key_wish_and_value(key, value, words):
         ({"mode": "trea"}, ["option of demo 'mode' 'trea'", "did you mean 'tree'?"]),
         ({"worlds": [1, "b"]}, ["option of demo 'worlds': must be a whole number, got 'b'"]),
         ({"worlds": None}, ["got None"]),
-        ({"inner": {"size": "big"}}, ["option of demo 'inner' 'size'"]),
-        ({"inner": {"size": 2, "shaer": 1}}, ["demo 'inner' 'shaer'", "did you mean 'share'?"]),
-        ({"inner": {}}, ["option of demo 'inner': 'size' is missing"]),
+        ({"inner": {"size": "big"}}, ["key of `inner` 'size'"]),
+        ({"inner": {"size": 2, "shaer": 1}}, ["key of `inner` 'shaer'", "did you mean 'share'?"]),
+        ({"inner": {}}, ["key of `inner`: 'size' is missing"]),
         ({"either": [{"sise": 1}]}, ["did you mean 'size'?"]),
     ],
 )

@@ -55,15 +55,19 @@ def test_a_callback_may_wait_for_another_operation(ranks, depth):
 
 def _in_order(count: int) -> list[int]:
     seen: list[int] = []
+    group = dist.new_group()
     if dist.get_rank() == 1:
-        time.sleep(0.3)  # so that all of the other's are under way
+        dist.barrier(group)  # until rank 0 has registered all of its callbacks
 
     def called_back(index: int) -> None:
         time.sleep(0.01 if index % 10 == 0 else 0)  # as one does that waits for a core
         seen.append(index)
 
     futures = [_sum_later(i).then(lambda _, i=i: called_back(i)) for i in range(count)]
+    if dist.get_rank() == 0:
+        dist.barrier(group)
     torch.futures.wait_all(futures)
+    dist.destroy_process_group(group)
     return seen
 
 

@@ -194,7 +194,7 @@ class Bucket(Watch):
                 else:
                     torch.div(param.grad, divisor, out=view)
 
-    def means(self) -> Gradients:
+    def means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
         """Returns the gradients after the collective; None for those that no rank has."""
         if self._all_present:  # no mark can be 0, so the marks need not be copied from the device
             return dict(zip(self.params, self.gradient_views, strict=True))
@@ -333,7 +333,7 @@ def packed_bucket(params: Sequence[torch.nn.Parameter], world_size: int) -> Buck
 def packed_buckets(
     groups: Sequence[Sequence[torch.nn.Parameter]],
     communicator: Communicator,
-    kind: type[B] = Bucket,  # type: ignore[assignment]  # mypy checks it for a narrower B, too
+    kind: type[B],
 ) -> list[B]:
     """Makes one packed bucket (`kind`) per group, in memory that the backend reads in place.
 

@@ -15,7 +15,7 @@ from common.emulation.config import Fault
 from common.emulation.links.profile import network_profile
 from common.harness import cli
 from common.harness import experiment as experiments
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.learn import LearnConfig
 from common.harness.trial import (
     BASELINE,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.trial import options_of
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive

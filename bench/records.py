@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import program
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.trial import Trial
 from common.machine import machine_card
 from common.paths import ROOT

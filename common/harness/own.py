@@ -192,9 +192,9 @@ def bring_model(
     """
     name, brought = _known(name)
     if gpu is None and brought is not None and brought.source.startswith(FILE):
-        from common.models import own_file  # which imports torch
+        from common.models import user_file  # which imports torch
 
-        own_file.check(Path(brought.source.removeprefix(FILE)))
+        user_file.check(Path(brought.source.removeprefix(FILE)))
     if gpu is None:
         return name, batch_size, sentence_len
     if "@" in name:

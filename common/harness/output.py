@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.paths import COMMAND, LOGS, RECORDS, short
-from common.results import rows
-from common.results.faith import doubt, incorrect
-from common.results.overview import overview
+from common.results.exports.reference_reports import reports
 from common.results.records import Record, fabric_words, is_learning
-from common.results.reference_reports import reports
-from common.results.table import csv_text
+from common.results.report.overview import overview
+from common.results.tables.table import csv_text
+from common.results.timed import rows
+from common.results.validity import flag_text, incorrect
 from dear.errors import UserError
 
 
@@ -57,7 +57,7 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     for line in summary.lines:
         print(line)
     for record in filter(incorrect, records):
-        print(f"not the right training: {record.id} ({doubt(record)})")
+        print(f"not the right training: {record.id} ({flag_text(record)})")
     for record in records:
         if record.error is not None and record.status != "unsupported":
             logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
@@ -84,7 +84,7 @@ def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> 
 
 def show_plans(folder: Path, records: Sequence[Record]) -> None:
     """Prints the decisions of each trial's algorithm."""
-    from common.results import plans
+    from common.results.timed import plans
 
     print(_title(folder, records))
     for record in records:
@@ -95,7 +95,7 @@ def write_traces(
     folder: Path, records: Sequence[Record], into: Path, *, quiet: bool = False
 ) -> None:
     """Writes a timeline of each trial that has one."""
-    from common.results import traces
+    from common.results.exports import traces
 
     paths = traces.write(folder, records, into)
     if not quiet:

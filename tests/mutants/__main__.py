@@ -27,7 +27,7 @@ from typing import Any
 
 from common.emulation.hosts.namespaces import die_with_parent
 from common.machine import machine_card
-from common.results.shipped import MISSED
+from common.results.committed.catalogue import MISSED
 from tests.mutants import report, seen
 from tests.mutants.mutations import Mutant, candidates, sample
 from tests.mutants.trees import Tree, adopt, end_descendants, tracked

@@ -11,7 +11,7 @@ import pytest
 
 from common.harness import cli
 from common.harness.verbs.list import KEYS, keys_table, listing
-from common.results.marked import written
+from common.results.committed.pages import written
 from dear.training.algorithm import algorithm_class
 from tests.system.processes import ROOT, python
 

@@ -9,8 +9,8 @@ import signal
 import pytest
 
 from common.emulation import sandbox
-from common.results.faith import doubt
 from common.results.records import Record
+from common.results.validity import flag_text
 from tests.system.processes import alive, wait_for
 from tests.system.sweeps import ENDLESS, Driver, processes_of, repeats
 
@@ -56,7 +56,7 @@ def test_a_sweep_records_every_trial(driver):
     assert "| of bound |" in table
     assert table.count("\n") == 2 + len(records)
     reports = json.loads((driver.sweep / "reports.json").read_text())
-    believed = {r["trial"]["label"] for r in records if doubt(Record.from_json(r)) is None}
+    believed = {r["trial"]["label"] for r in records if flag_text(Record.from_json(r)) is None}
     assert reports["0"].get("mnist_cnn_2", {}).keys() == believed - {"single worker"}
     log = next(driver.sweep.glob("*-dear-*/log-0-rank0.txt")).read_text()
     sizes = [f"{group['bytes'] / 2**20:.2f}" for group in plan["groups"]]

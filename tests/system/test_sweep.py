@@ -22,9 +22,9 @@ from common.harness.running.sweep import cost_place
 from common.harness.trial import Briefing, Trial
 from common.launch.job import Job, Outcome
 from common.results import store
-from common.results.faith import doubt
 from common.results.records import FabricFacts, Record, Result
 from common.results.records.trust import Check, CostCheck, Strain
+from common.results.validity import flag_text
 from dear.cost.fit import CollectiveCost
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial
@@ -408,7 +408,7 @@ def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
     assert [record.first.cost_check for record in line.records] == [moved] * 2
     doubtful = "costs of collectives are doubtful: +50% from begin to end"
     assert [[note.text for note in record.notes] for record in line.records] == [[doubtful]] * 2
-    assert [doubt(record) for record in line.records] == [None] * 2
+    assert [flag_text(record) for record in line.records] == [None] * 2
 
 
 def test_costs_that_a_disturbed_launch_has_measured_are_measured_again(line):
@@ -441,7 +441,7 @@ def test_a_cell_without_a_valid_base_is_measured_again_as_a_whole(line, capsys):
     assert line.run(*ONE_CELL, "--set", "measure.repeats=5") == 0
     assert len(line.made.started) <= 3, "no round after the first"
     dear = next(record for record in line.records if record.label == "dear")
-    assert doubt(dear).startswith(
+    assert flag_text(dear).startswith(
         "stopped: no verdict is possible, for ddp is not valid: disturbed"
     )
     line.made.outcomes.clear()

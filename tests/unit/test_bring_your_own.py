@@ -22,7 +22,7 @@ from common.models import profile as profiles
 from common.models import registry
 from common.models.registry import Brought
 from common.profiling import gpus, layers, modelled
-from common.results import rows
+from common.results.timed import rows
 from dear.errors import UserError
 from dear.files import digest_of
 from dear.training import algorithm as algorithms

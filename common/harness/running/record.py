@@ -35,7 +35,7 @@ from common.results.records.trust import (
     elapsed_per_step_s,
     sending_costs,
 )
-from common.results.second import modelled, trial_passes
+from common.results.timed.event_model import modelled, trial_passes
 from common.virtual.limit import limit_s
 from common.virtual.passes import UnmodelledError
 from dear.cost.bounds import (

@@ -26,10 +26,10 @@ from common.harness.trial import BASELINE, Trial
 from common.launch.job import Job, Outcome
 from common.paths import RECORDS
 from common.results import store
-from common.results.faith import passing_flag
 from common.results.records import Record, Result, typed
 from common.results.records.trust import CostCheck, Note
 from common.results.store import Comparison
+from common.results.validity import passing_flag
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class

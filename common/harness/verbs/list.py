@@ -24,7 +24,7 @@ from common.harness.verbs.run import add_plugin
 from common.models.registry import MODELS
 from common.paths import EXPERIMENTS, ROOT
 from common.profiling import gpus
-from common.results.marked import written
+from common.results.committed.pages import written
 from dear.algorithms.aliases import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names
 

@@ -232,7 +232,7 @@ def _print(
     options: argparse.Namespace,
 ) -> None:
     from common.harness import output
-    from common.results.reference_reports import link_logs, report_lines
+    from common.results.exports.reference_reports import link_logs, report_lines
 
     if options.stream:
         logs = [log for t in trials for log in (folder / t.id).glob("log-*-rank0.txt")]
@@ -264,7 +264,7 @@ def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
 
 def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:
     """Returns OK if some trial is ok, and every trial is ok and correct, or unsupported here."""
-    from common.results.faith import incorrect
+    from common.results.validity import incorrect
 
     newest = {record.hash: record for record in records}
     ended = [newest.get(trial.hash) for trial in trials]

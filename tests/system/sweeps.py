@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.trial import Briefing
 from tests.system.processes import ROOT, python, wait_for
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.harness import sweeps
+from common.harness import experiment_file
 from common.harness.cli import main
 from common.harness.verbs import doctor
 from common.paths import ROOT
@@ -42,11 +42,11 @@ def _no_core(patch):
 
 
 def _no_namespaces(patch):
-    patch.setattr(sweeps.sandbox, "unable", lambda: "namespaces are forbidden here")
+    patch.setattr(experiment_file.sandbox, "unable", lambda: "namespaces are forbidden here")
 
 
 def _no_switch(patch):
-    patch.setattr(sweeps, "PROGRAM", SimpleNamespace(exists=lambda: False))
+    patch.setattr(experiment_file, "PROGRAM", SimpleNamespace(exists=lambda: False))
 
 
 def _no_memory(patch):

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from common.harness import cli
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.results import shipped, store
 from common.results.overview import overview
 from common.results.records import Plan, SetAside, typed

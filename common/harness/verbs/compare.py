@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.harness.sweeps import RECORDS
 from common.harness.verbs import Status
+from common.paths import RECORDS
 from common.results.records import Record, fabric_words, is_learning
 from common.results.store import Comparison
 from dear.errors import UserError

@@ -50,7 +50,8 @@ def _no_switch(patch):
 
 
 def _no_memory(patch):
-    patch.setattr(doctor, "misfit", lambda trial: "4 ranks need 9 GiB, and 1 GiB is available")
+    reasons = iter(["4 ranks need 9 GiB, and 1 GiB is available"])
+    patch.setattr(doctor, "misfit", lambda trial: next(reasons, None))
 
 
 def _no_disk(patch):

@@ -104,6 +104,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
     ]
     trial = _learning_trial(target=0.001)
     result = judge.result(trial, saved, test_split)
+    assert result.bytes_per_step == 800 * 4 // (4 * 2)
 
     def plain(values):
         set_floating(model, values)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from common.harness.learn import LearnConfig, ScheduleConfig
+from common.harness.settings import LearnConfig, ScheduleConfig
 from common.harness.worker.schedule import make_schedule
 from dear.errors import UserError
 from dear.options import build_options

@@ -14,7 +14,7 @@ CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc
 
 # Each of them uses all cores.
 .NOTPARALLEL:
-.PHONY: bench first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records docs lint system-packages clean help
+.PHONY: bench first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records docs lint types system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
@@ -31,6 +31,7 @@ help:
 	@echo "make docs             the numbers, tables and figures of all documents, from docs/records"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
 	@echo "make lint             ruff, import-linter, clang-format and shellcheck"
+	@echo "make types            mypy on the library, strict"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
 	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
 
@@ -118,6 +119,9 @@ lint: $(READY)
 	@if command -v shellcheck >/dev/null; then \
 	  git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck; \
 	else echo "shellcheck not installed: shell scripts not checked"; fi
+
+types: $(READY)
+	$(VENV)/bin/mypy
 
 system-packages:
 	scripts/system_packages.sh

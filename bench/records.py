@@ -215,8 +215,8 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
     folder = logs / load(experiment, recipe.set).name
     for name in _SWEEP_FILES:
         shutil.copy2(folder / name, out / name)
-    found = store.Comparison.load(folder).results(folder)
-    draw = draw_learning if is_learning(found) else throughput.draw
+    records = store.Comparison.load(folder).results(folder)
+    draw = draw_learning if is_learning(records) else throughput.draw
     shutil.copy2(draw(folder, work / "plots")[0], out)
     return True
 
@@ -256,20 +256,20 @@ def _check(chosen: dict[str, Recipe]) -> int:
 
 def problems(name: str, recipe: Recipe, folder: Path = shipped.FOLDER) -> list[str]:
     """Returns the reasons why a record does not match today's definitions."""
-    made = shipped.made(name, folder)
-    if made is None:
+    facts = shipped.made(name, folder)
+    if facts is None:
         return ["was not made by `make records`"]
     wrong = []
-    if made["made_by"] != made_by(recipe):
+    if facts["made_by"] != made_by(recipe):
         wrong.append("is made by other commands now")
-    if made.get("definitions") != shipped.DEFINITIONS:
-        wrong.append(f"has definitions {made.get('definitions')}; now: {shipped.DEFINITIONS}")
-    if made["files"] != shipped.digests(folder / name):
+    if facts.get("definitions") != shipped.DEFINITIONS:
+        wrong.append(f"has definitions {facts.get('definitions')}; now: {shipped.DEFINITIONS}")
+    if facts["files"] != shipped.digests(folder / name):
         wrong.append("has files that were not made with it")
-    if problem := commit_problem(made["commit"]):
+    if problem := commit_problem(facts["commit"]):
         wrong.append(problem)
     if recipe.sweep is not None:
-        wrong += _sweep_problems(folder / name, recipe, made["commit"])
+        wrong += _sweep_problems(folder / name, recipe, facts["commit"])
     return wrong
 
 

@@ -54,9 +54,9 @@ def bring_model(
     name, brought = _register(name)
     if gpu is None:
         if brought is not None and brought.source.startswith(FILE):
-            from common.models import own_file  # which imports torch
+            from common.models import user_file  # which imports torch
 
-            own_file.check(Path(brought.source.removeprefix(FILE)))
+            user_file.check(Path(brought.source.removeprefix(FILE)))
         return name, batch_size, sentence_len
     if "@" in name:
         raise UserError(f"gpu: {name} is a recorded model already; leave one of the two out")

@@ -60,7 +60,7 @@ def nothing_brought(tmp_path, monkeypatch):
         monkeypatch.setattr(registry, "_brought", {})
         monkeypatch.setattr(algorithms, "_plugins", {})
         for name in [*sys.modules]:
-            if name.startswith(("own_models.", "dear_plugins.")) or name == "near_by":
+            if name.startswith(("user_models.", "dear_plugins.")) or name == "near_by":
                 del sys.modules[name]
 
     forget()

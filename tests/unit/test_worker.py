@@ -535,12 +535,15 @@ def test_a_drift_is_that_of_the_largest_message_that_both_have():
 
 
 def test_the_first_of_two_passes_in_a_step_is_made_afresh():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
-    workload = Workload(model=model, inputs=(torch.ones(8, 4),), targets=(), criterion=torch.mean)
+    layers = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)
+    model, inputs = torch.nn.Sequential(*layers), torch.arange(32.0).view(8, 4)
+    workload = Workload(model=model, inputs=(inputs,), targets=(), criterion=torch.mean)
     afresh = Afresh(workload)
-    afresh.watch(frozenset({"", "0", "1"}))
+    afresh.watch(frozenset({"", "0", "1", "2"}))
     wanted = torch.autograd.grad(workload.loss(), list(model.parameters()))
-    workload.loss()  # draws anew what is dropped
+    running_mean = model[0].running_mean.clone()
+    workload.loss()  # draws anew what is dropped, and changes the buffers again
     afresh.unwatch()
     for got, want in zip(afresh.passes().values(), wanted, strict=True):
         assert torch.equal(got, want)
+    assert torch.equal(model[0].running_mean, running_mean)

@@ -29,7 +29,7 @@ from dear.training.parameters.options import (
 )
 
 
-class Neighbor(GraphAlgorithm):
+class Neighbor(GraphAlgorithm["Neighbor.Options"]):
     """Decentralized SGD: each rank steps with its own gradient and averages with its neighbours.
 
     D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056) in the orders AWC and ATC of BlueFog (Ying
@@ -98,7 +98,7 @@ class Neighbor(GraphAlgorithm):
     def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
         return _traffic(options, world_size, options.local_size or local_size).every(options.every)
 
-    def engine(self, replica: Replica) -> ParameterEngine:
+    def engine(self, replica: Replica[Options]) -> ParameterEngine:
         options, communicator = replica.options, replica.communicator
         machines = None
         if options.hierarchical:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from dear.lazy import torch
+from dear.training.engine import Update
 from dear.training.hooks import ReaderMap
 from dear.training.parameters.engine import SteppedEngine
 
@@ -13,7 +11,7 @@ from dear.training.parameters.engine import SteppedEngine
 class AdaptAndCombine(SteppedEngine):
     """Engine with `x <- average(x - update(gradient at x))`, all in `step()`."""
 
-    def advance(self, update: Callable[[], Any]) -> Any:
+    def advance(self, update: Update) -> object:
         self.begin()
         averages = self.due()
         result = self.adapt(update, averages=averages)
@@ -42,7 +40,7 @@ class AdaptThenCombine(AdaptAndCombine):
         self.hooks.before_forward(self.model.modules(), self._before_module)
         self.hooks.before_state_dict(self.model, self.settle)
 
-    def advance(self, update: Callable[[], Any]) -> Any:
+    def advance(self, update: Update) -> object:
         self.settle()
         self._readers.freeze()
         return super().advance(update)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from dear.errors import UserError
 from dear.lazy import torch
+from dear.training.engine import Update
 from dear.training.parameters.engine import SteppedEngine
 
 
@@ -22,7 +20,7 @@ class CombineThenAdapt(SteppedEngine):
         self._versions_shared: list[int] = []
         self.hooks.before_forward([self.model], self._before_model)
 
-    def advance(self, update: Callable[[], Any]) -> Any:
+    def advance(self, update: Update) -> object:
         self._share_if_due()
         averages = bool(self.unmixed)
         if averages and self.exchange.sends_in_place and self._versions() != self._versions_shared:

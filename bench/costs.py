@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import program, table
 from bench.rig.output import Output
-from common.results import traces
+from common.results.exports import traces
 from common.results.records import Record, typed
 from common.results.store import Comparison
 from dear.cost.fit import CollectiveCost

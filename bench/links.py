@@ -41,7 +41,7 @@ from common.emulation.links.profile import (
     network_profile,
 )
 from common.emulation.measured import link_rates, rates_together
-from common.results.shipped import MISSED
+from common.results.committed.catalogue import MISSED
 from dear.errors import UserError
 from dear.lazy import np
 from dear.options import at_least

@@ -33,13 +33,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import program
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.trial import Trial
 from common.machine import machine_card
 from common.paths import ROOT
-from common.results import readme, shipped, store
+from common.results import readme, store
+from common.results.committed import catalogue
+from common.results.committed.catalogue import Recipe
 from common.results.records import Record, is_learning
-from common.results.shipped import Recipe
 from dear.errors import UserError, unknown
 
 _SWEEP_FILES = ("experiment.json", "records.jsonl", "table.md")
@@ -49,7 +50,7 @@ EVIDENCE_BYTES = 300_000
 
 def main(argv: list[str]) -> int:
     options = _arguments(argv)
-    recipes = shipped.recipes()
+    recipes = catalogue.recipes()
     for name in options.names:
         if name not in recipes:
             raise unknown("record", name, recipes)
@@ -103,7 +104,7 @@ def _print_plan(chosen: dict[str, Recipe]) -> None:
 
 def _took_minutes(name: str) -> float | None:
     """Returns the minutes that the present record took; None if they are unknown."""
-    seconds = (shipped.made(name) or {}).get("duration_s")
+    seconds = (catalogue.made(name) or {}).get("duration_s")
     return seconds and seconds / 60
 
 
@@ -111,7 +112,7 @@ def _missing(recipe: Recipe) -> list[str]:
     return [variable for variable in recipe.needs if variable not in os.environ]
 
 
-def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) -> bool:
+def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER) -> bool:
     """Makes a record and puts it in place; returns False after a failure."""
     if missing := _missing(recipe):
         print(f"{name}: set {', '.join(missing)} first", file=sys.stderr)
@@ -139,16 +140,16 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) 
         "commit": commit,
         "machine": machine_card(),
         "made_by": made_by(recipe),
-        "definitions": shipped.DEFINITIONS,
+        "definitions": catalogue.DEFINITIONS,
         "started": started.isoformat(timespec="seconds"),
         "duration_s": round(time.monotonic() - began, 1),
         "missed": missed,
         **(_kept_evidence(work, out) if recipe.sweep is not None else {}),
-        "files": shipped.digests(out),
+        "files": catalogue.digests(out),
     }
-    (out / shipped.MADE).write_text(json.dumps(facts, indent=1) + "\n")
+    (out / catalogue.MADE).write_text(json.dumps(facts, indent=1) + "\n")
     _place(out, folder / name)
-    shipped.restore(name, folder)
+    catalogue.restore(name, folder)
     shutil.rmtree(work)
     print(f"{name}: made in {facts['duration_s'] / 60:.1f} min", flush=True)
     for command in missed:
@@ -215,8 +216,8 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
     folder = logs / load(experiment, recipe.set).name
     for name in _SWEEP_FILES:
         shutil.copy2(folder / name, out / name)
-    found = store.Comparison.load(folder).results(folder)
-    draw = draw_learning if is_learning(found) else throughput.draw
+    records = store.Comparison.load(folder).results(folder)
+    draw = draw_learning if is_learning(records) else throughput.draw
     shutil.copy2(draw(folder, work / "plots")[0], out)
     return True
 
@@ -233,13 +234,13 @@ def _ran(command: str, out: Path, missed: list[str]) -> bool:
         stdin=subprocess.DEVNULL,
         check=False,
     ).returncode
-    if status == shipped.MISSED:
+    if status == catalogue.MISSED:
         missed.append(command)
-    return status in (0, shipped.MISSED)
+    return status in (0, catalogue.MISSED)
 
 
 def _check(chosen: dict[str, Recipe]) -> int:
-    reasons = shipped.withdrawn()
+    reasons = catalogue.withdrawn()
     status = 0
     for name, recipe in chosen.items():
         wrong = problems(name, recipe)
@@ -248,28 +249,28 @@ def _check(chosen: dict[str, Recipe]) -> int:
         for problem in wrong:
             print(f"{name}: {problem}")
         if name in reasons and not wrong:
-            print(f"{name}: has no problem: remove it from {shipped.WITHDRAWN}")
+            print(f"{name}: has no problem: remove it from {catalogue.WITHDRAWN}")
         if (name in reasons) != bool(wrong):
             status = 1
     return status
 
 
-def problems(name: str, recipe: Recipe, folder: Path = shipped.FOLDER) -> list[str]:
+def problems(name: str, recipe: Recipe, folder: Path = catalogue.FOLDER) -> list[str]:
     """Returns the reasons why a record does not match today's definitions."""
-    made = shipped.made(name, folder)
-    if made is None:
+    facts = catalogue.made(name, folder)
+    if facts is None:
         return ["was not made by `make records`"]
     wrong = []
-    if made["made_by"] != made_by(recipe):
+    if facts["made_by"] != made_by(recipe):
         wrong.append("is made by other commands now")
-    if made.get("definitions") != shipped.DEFINITIONS:
-        wrong.append(f"has definitions {made.get('definitions')}; now: {shipped.DEFINITIONS}")
-    if made["files"] != shipped.digests(folder / name):
+    if facts.get("definitions") != catalogue.DEFINITIONS:
+        wrong.append(f"has definitions {facts.get('definitions')}; now: {catalogue.DEFINITIONS}")
+    if facts["files"] != catalogue.digests(folder / name):
         wrong.append("has files that were not made with it")
-    if problem := commit_problem(made["commit"]):
+    if problem := commit_problem(facts["commit"]):
         wrong.append(problem)
     if recipe.sweep is not None:
-        wrong += _sweep_problems(folder / name, recipe, made["commit"])
+        wrong += _sweep_problems(folder / name, recipe, facts["commit"])
     return wrong
 
 

@@ -42,14 +42,14 @@ from bench.rig.tables import (
     Plan,
     Tally,
 )
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.machine import machine_card
 from common.results import stats
-from common.results.faith import doubt
+from common.results.committed.catalogue import MISSED
 from common.results.records import Record
-from common.results.rows import difference
-from common.results.shipped import MISSED
 from common.results.store import Comparison
+from common.results.timed.rows import difference
+from common.results.validity import flag_text
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -215,7 +215,7 @@ def judged(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
                 cells.setdefault(_cell(record), []).append((record, other))
     lines = []
     for cell, pairs in cells.items():
-        reasons = [doubt(first) or doubt(again) for first, again in pairs]
+        reasons = [flag_text(first) or flag_text(again) for first, again in pairs]
         valid = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
         differences = [difference(again, first) for first, again in valid]
         verdicts = stats.verdicts(differences)

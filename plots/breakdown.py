@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from common.results.records import Record
-from common.results.rows import Row
-from common.results.table import significant
+from common.results.tables.table import significant
+from common.results.timed.rows import Row
 from plots import style, sweep
 from plots.sweep import Mark
 
@@ -49,7 +49,7 @@ def figure(folder: Path) -> style.Drawn:
     text += "communication is shown by itself, or in the other phases if an algorithm hides it"
     style.caption(drawn, text + style.flags(records), records, 130)
     return drawn, style.data(
-        {**mark.data(), "part": name, "seconds": value, "doubt": mark.row.doubt}
+        {**mark.data(), "part": name, "seconds": value, "flag": mark.row.flag}
         for mark in marks
         for key, (name, _) in _PHASES.items()
         if (value := getattr(mark.row, key)) is not None
@@ -67,9 +67,9 @@ def _panel(axis: Axes, panel: Sequence[Mark]) -> None:
             value = 1e3 * max(0.0, getattr(mark.row, key) or 0.0)
             axis.barh(index, value, left=end, height=0.68, lw=0, **look)
             end += value
-        if mark.row.doubt:
+        if mark.row.flag:
             axis.barh(index, end, height=0.68, facecolor="white", alpha=0.6, lw=0)
-        look = {"color": "#666666"} if mark.row.doubt else {}
+        look = {"color": "#666666"} if mark.row.flag else {}
         style.write_at(axis, _text(mark.row), (end, index), (5, 0), va="center", fontsize=8, **look)
         longest = max(longest, end)
     style.named_rows(axis, [mark.row for mark in panel])
@@ -88,7 +88,7 @@ def _text(row: Row) -> str:
             return f"{text}, {name} of {1e3 * value:.0f} included: not reliable"
     if row.exposed_comm_s is None:
         text += ", communication contained"
-    return f"({text}) flagged" if row.doubt else text
+    return f"({text}) flagged" if row.flag else text
 
 
 if __name__ == "__main__":

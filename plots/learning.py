@@ -68,7 +68,7 @@ def figure(folder: Path) -> style.Drawn:
     marks = []
     for record, row in zip(records, rows, strict=True):
         look = by_label[record.label]
-        look = dataclasses.replace(look, colour=GREY) if row.doubt else look
+        look = dataclasses.replace(look, colour=GREY) if row.flag else look
         marks.append(Mark(record=record, row=row, look=look))
     judged = any(each.accuracy is not None for record in records for each in _evaluations(record))
     drawn = (_curves if judged else _paces)(_cells(marks))
@@ -132,7 +132,7 @@ def _curves(cells: Cells) -> Figure:
             axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     # A label that is valid in some cells has its colour in the legend.
     shown = {mark.row.algorithm: mark.look for mark in marks}
-    shown |= {mark.row.algorithm: mark.look for mark in marks if not mark.row.doubt}
+    shown |= {mark.row.algorithm: mark.look for mark in marks if not mark.row.flag}
     style.legend(figure, shown)
     return figure
 
@@ -165,7 +165,7 @@ def _race(axis: Axes, marks: Sequence[Mark]) -> None:
 def _curve(axis: Axes, marks: Sequence[Mark], *, y: str, x: str) -> None:
     """Draws for each trial the mean of its runs at each evaluation, and the range of the runs."""
     along = "mean_steps" if x == "steps" else x
-    for number, mark in enumerate(sorted(marks, key=lambda mark: not mark.row.doubt)):
+    for number, mark in enumerate(sorted(marks, key=lambda mark: not mark.row.flag)):
         points = []
         for runs in zip(*(run.evaluations for run in mark.record.learning), strict=True):
             values = [getattr(each, y) for each in runs]
@@ -207,7 +207,7 @@ def _paces(cells: Cells) -> Figure:
             row = mark.row
             kept = "" if row.kept is None else f" ({row.kept:.2f} of no fault)"
             ends = (row.steps_per_s_low, row.steps_per_s_high)
-            style.row_bar(axis, index, row.steps_per_s, ends, mark.look, row.doubt, kept)
+            style.row_bar(axis, index, row.steps_per_s, ends, mark.look, row.flag, kept)
             if row.slowed_steps_per_s is not None:
                 axis.plot([row.slowed_steps_per_s], [index - 0.36], "v", color="#222222", ms=5)
         style.named_rows(axis, [mark.row for mark in marks])

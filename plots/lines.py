@@ -58,7 +58,7 @@ def figure(
     text += "and on no line"
     style.caption(drawn, text + style.flags(records), records, 150)
     fields = [f"{name}{end}" for name in (relative[0],) for end in ("", "_low", "_high")]
-    fields += ["throughput", "ci_low", "ci_high", "unit", "compared_to", "doubt"]
+    fields += ["throughput", "ci_low", "ci_high", "unit", "compared_to", "flag"]
     return drawn, style.data(mark.data(*fields) for mark in marks)
 
 
@@ -78,12 +78,12 @@ def _draw(
             if mark.row.algorithm == label and getattr(mark.row, field) is not None
         )
         look = next(mark.look for mark in panel if mark.row.algorithm == label)
-        valid = [(x, y) for x, y, row in points if not row.doubt]
+        valid = [(x, y) for x, y, row in points if not row.flag]
         if valid:
             axis.plot(*zip(*valid, strict=True), lw=1.3, **look.curve)
         for x, y, row in points:
             low, high = (getattr(row, f"{ends}_{end}") for end in ("low", "high"))
-            if row.doubt:
+            if row.flag:
                 axis.plot([x], [y], marker=look.marker, mfc="none", mec=GREY, ms=6.5, ls="none")
             elif low is not None:
                 error = [[y - low], [high - y]]

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from common.results.records import Record
-from common.results.rows import difference
+from common.results.timed.rows import difference
 from plots import published, style, sweep
 from plots.looks import LOOKS
 from plots.published import Bar

@@ -71,7 +71,7 @@ def panels(
 
     Of several batch sizes the largest is used, and of several variants of a method the first.
     """
-    valid = [mark for mark in marks if not mark.row.doubt and not mark.row.fault]
+    valid = [mark for mark in marks if not mark.row.flag and not mark.row.fault]
     chosen: dict[tuple[str, str, int], list[Mark]] = {}
     for panel in sweep.panels(valid):
         row, record = panel[0].row, panel[0].record
@@ -132,7 +132,7 @@ def figure(
         handles.append(Patch(**_OUTLINE, edgecolor="#444444"))
         shown.append("published")
     drawn.legend(handles, shown, loc="outside right upper", frameon=False, fontsize=8)
-    if any(mark.row.doubt for mark in marks):
+    if any(mark.row.flag for mark in marks):
         text += "; flagged results are left out"
     style.caption(drawn, text, [mark.record for mark in marks], int(16 * size[0]))
     return drawn

@@ -9,8 +9,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from common.results.records import Record
-from common.results.rows import Row
 from common.results.stats import EQUAL
+from common.results.timed.rows import Row
 from plots import style, sweep
 from plots.sweep import Mark
 
@@ -43,7 +43,7 @@ def figure(folder: Path) -> style.Drawn:
     records = [mark.record for mark in rivals]
     style.caption(drawn, text + " (Holm)" + style.flags(records), records, 115)
     fields = ("compared_to", "speedup", "speedup_low", "speedup_high", "verdict", "detectable")
-    return drawn, style.data(mark.data(*fields, "paired", "doubt") for mark in rivals)
+    return drawn, style.data(mark.data(*fields, "paired", "flag") for mark in rivals)
 
 
 draw = style.writer("speedup", figure)
@@ -56,7 +56,7 @@ def _panel(axis: Axes, panel: Sequence[Mark]) -> None:
     for index, mark in enumerate(panel):
         row = mark.row
         if row.speedup is None:
-            if row.algorithm == base and not row.doubt:
+            if row.algorithm == base and not row.flag:
                 axis.plot([1.0], [index], **mark.look.curve)
             text = textwrap.shorten(_reason(row, base), 70)
             _beside(axis, 1.0, index, text, color="#666666", fontsize=7)
@@ -72,11 +72,11 @@ def _panel(axis: Axes, panel: Sequence[Mark]) -> None:
 
 def _reason(row: Row, base: str | None) -> str:
     """Tells why a trial has no speed-up."""
-    if row.algorithm == base and not row.doubt:
+    if row.algorithm == base and not row.flag:
         return "baseline of the comparison"
     if base is None:
         return "(no baseline to compare it to)"
-    return f"({row.doubt or f'not compared: {base} is flagged'})"
+    return f"({row.flag or f'not compared: {base} is flagged'})"
 
 
 def _beside(axis: Axes, x: float, y: float, text: str, **look: object) -> None:

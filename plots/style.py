@@ -20,12 +20,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from common.results.faith import doubt
 from common.results.learning.summary import LearnRow
 from common.results.records import Record, fabric_words
-from common.results.rows import Row
 from common.results.store import Comparison
-from common.results.table import significant
+from common.results.tables.table import significant
+from common.results.timed.rows import Row
+from common.results.validity import flag_text
 from dear.errors import UserError
 from plots.looks import FLAGGED, Look
 
@@ -80,7 +80,7 @@ def named_rows(axis: Axes, rows: Sequence[Row | LearnRow]) -> None:
     lines = [row.algorithm.replace(",", ", ") for row in rows]
     axis.set_yticks(range(len(rows)), [textwrap.fill(line, 28) for line in lines])
     for text, row in zip(axis.get_yticklabels(), rows, strict=True):
-        text.set_color("#666666" if row.doubt else "black")
+        text.set_color("#666666" if row.flag else "black")
         text.set_fontsize(6.5 if "\n" in text.get_text() else 9)
     axis.tick_params(axis="y", length=0)
     axis.set_ylim(len(rows) - 0.5, -0.6)
@@ -157,7 +157,7 @@ def count(values: Iterable[int]) -> str:
 
 def flags(records: Iterable[Record]) -> str:
     """Returns the end of a caption, which explains grey; empty if no record is flagged."""
-    reasons = dict.fromkeys(str(why).split(":")[0] for each in records if (why := doubt(each)))
+    reasons = dict.fromkeys(str(why).split(":")[0] for each in records if (why := flag_text(each)))
     return f"; grey: flagged ({', '.join(reasons)})" if reasons else ""
 
 

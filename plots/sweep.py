@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.results import rows
-from common.results.faith import doubt
 from common.results.records import Record
-from common.results.rows import Row
 from common.results.store import Comparison
+from common.results.timed import rows
+from common.results.timed.rows import Row
+from common.results.validity import flag_text
 from dear.errors import UserError
 from plots import style
 from plots.looks import Look, looks, order
@@ -89,7 +89,7 @@ def variants(records: Sequence[Record], *free: str) -> list[list[Record]]:
     """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in timed(records):
-        if record.trial["algorithm"] != SINGLE and doubt(record) is None:
+        if record.trial["algorithm"] != SINGLE and flag_text(record) is None:
             key = tuple(
                 str(record.trial.get(name)) for name in (*_PLACE, "label") if name not in free
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from common.results.records import Record
-from common.results.rows import Row
+from common.results.timed.rows import Row
 from plots import style, sweep
 from plots.sweep import Mark
 
@@ -30,9 +30,9 @@ def figure(folder: Path) -> style.Drawn:
         same = sweep.panels([panel[0], *singles], "world_size")[0][1:]
         _panel(axis, panel, same[0].row if same else None)
     text = f"Samples over elapsed time, {sweep.sample_size(marks)}"
-    if any(mark.row.ci_low is not None and not mark.row.doubt for mark in marks):
+    if any(mark.row.ci_low is not None and not mark.row.flag for mark in marks):
         text += "; whiskers: 95 % t interval of this run, over repeats"
-    if any(mark.row.doubt for mark in marks):
+    if any(mark.row.flag for mark in marks):
         text += "; grey: flagged, with the reason"
     style.caption(drawn, text, [mark.record for mark in marks], 115)
     return drawn, style.data(vars(mark.row) for mark in marks)
@@ -44,15 +44,15 @@ draw = style.writer("throughput", figure)
 def _panel(axis: Axes, panel: Sequence[Mark], single: Row | None) -> None:
     rows = [mark.row for mark in panel]
     workers = rows[0].world_size
-    most = _longest([row for row in rows if not row.doubt] or rows)
+    most = _longest([row for row in rows if not row.flag] or rows)
     ideal = None
-    if single is not None and not single.doubt and single.world_size != workers:
+    if single is not None and not single.flag and single.world_size != workers:
         ideal = single.throughput * workers
         most = max(most, ideal)
     axis.set_xlim(0, most * 1.15)
     for index, mark in enumerate(panel):
         row = mark.row
-        style.row_bar(axis, index, row.throughput, (row.ci_low, row.ci_high), mark.look, row.doubt)
+        style.row_bar(axis, index, row.throughput, (row.ci_low, row.ci_high), mark.look, row.flag)
     style.named_rows(axis, rows)
     if ideal is not None:
         axis.axvline(ideal, color="#777777", lw=1, ls="--")

@@ -12,7 +12,7 @@ from common.harness.trial import MeasureConfig
 from common.results import stats
 from common.results.records import Record, Result, Throughput
 from common.results.records.trust import Check
-from common.results.rows import Row, make_rows
+from common.results.timed.rows import Row, make_rows
 
 EFFECTS = (0.02, 0.05, 0.10)
 FALSE_WORDS = 0.05

@@ -12,7 +12,7 @@ from common.paths import ROOT
 from common.profiling import modelled, published
 from common.profiling.gpus import DEFAULT, find
 from common.profiling.published import Published
-from common.results.marked import written
+from common.results.committed.pages import written
 
 PAGE = ROOT / "docs" / "emulation.md"
 _REFERENCE = "resnet50"

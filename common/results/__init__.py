@@ -1,4 +1,4 @@
-"""Records, and what is derived from them: statistics, tables.
+"""Records, and their tables, statistics and reports.
 
 import common.results
 common.results.frame("logs/emulated-quick")  # one row per trial
@@ -8,13 +8,15 @@ common.results.steps("logs/emulated-quick")  # one row per step
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_FRAMES = ("frame", "steps")
+if TYPE_CHECKING:
+    from common.results.exports.frames import frame as frame
+    from common.results.exports.frames import steps as steps
 
 
-def __getattr__(name: str) -> Any:
-    """pandas is loaded by who asks for it."""
-    if name not in _FRAMES:
+def __getattr__(name: str) -> object:
+    """Loads pandas only for callers that ask for a frame."""
+    if name not in ("frame", "steps"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.frames"), name)
+    return getattr(importlib.import_module(f"{__name__}.exports.frames"), name)

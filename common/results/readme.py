@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from common.paths import ROOT
-from common.results import shipped
-from common.results.overview import overview
-from common.results.reach import percent
+from common.results.committed import catalogue
 from common.results.records import Record
+from common.results.report.overview import overview
 from common.results.store import Comparison
-from common.results.table import significant
+from common.results.tables.table import significant
+from common.results.timed.bounds import percent
 from dear.errors import UserError
 
 _BLOCK = re.compile(
@@ -75,13 +75,13 @@ def documents() -> list[Path]:
     return [ROOT / name for name in names if not name.startswith("docs/records/")]
 
 
-def filled(text: str, place: Path, folder: Path = shipped.FOLDER) -> str:
+def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
     """`text`, which stands in the folder `place`, with every marked place as the records say.
 
     Raises:
         PlaceError: a place asks for what is not there.
     """
-    gone = shipped.withdrawn(folder)
+    gone = catalogue.withdrawn(folder)
 
     def block(found: re.Match[str]) -> str:
         kind, name = found["kind"], found["name"]
@@ -119,9 +119,9 @@ def _withdrawn(reasons: Mapping[str, str]) -> str:
     return "".join(["| record | why |\n", "|---|---|\n", *lines]) if lines else "None.\n"
 
 
-def standing(name: str, place: Path, folder: Path = shipped.FOLDER) -> str:
+def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
     """What a reader must know of a record before its numbers; of one that is not withdrawn."""
-    made = shipped.made(name, folder)
+    made = catalogue.made(name, folder)
     if made is None:
         raise PlaceError(f"{name} was not made by `make records`, and is not withdrawn")
     machine = made["machine"]
@@ -165,7 +165,7 @@ def value_of(folder: Path, query: str) -> str | None:
     """The text of one number of a sweep (see the module's words); None of a row that is doubted."""
     row, asked = chosen_row(folder, query)
     value = getattr(row, asked["field"])
-    if getattr(row, "doubt", None):
+    if getattr(row, "flag", None):
         return None
     if value is None:
         raise PlaceError(f"{folder.name}: {asked['words']} has no {asked['field']}")
@@ -242,7 +242,7 @@ def _short(row: Any, field: str) -> str:
     if value is None:
         return ""
     text = percent(value, row.reach) if field == "of_bound" else f"{value:.2f}"
-    return f"({text})" if getattr(row, "doubt", None) else text
+    return f"({text})" if getattr(row, "flag", None) else text
 
 
 def _output(folder: Path, what: str | None, _: Path) -> str:

@@ -14,8 +14,8 @@ import pytest
 from common.harness.running.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
-from common.results.faith import doubt
 from common.results.records import Record
+from common.results.validity import flag_text
 from dear.training.algorithm import algorithm_class
 from tests.system.processes import ROOT, python
 from tests.system.sweeps import Driver, write_trial
@@ -101,7 +101,7 @@ def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path, mpirun):
     sweep = tmp_path / "logs" / "reference"
     record = json.loads((sweep / "records.jsonl").read_text())
     reports = json.loads((sweep / "reports.json").read_text())["0"]
-    if doubt(Record.from_json(record)) is None:  # nobody else was at work meanwhile
+    if flag_text(Record.from_json(record)) is None:  # nobody else was at work meanwhile
         ((name, (speed,)),) = reports["mnist_cnn_2"].items()
         assert name == "dear(threshold_mb=1.0)" and float(speed) > 0
     else:
@@ -123,7 +123,7 @@ def test_the_shell_launcher_runs_a_trial_on_virtual_hosts(tmp_path):
         record["trial"]["options"]["channels"] == 2
         and record["results"][0]["plan"]["found"]["predicted"]
     )
-    assert "rdma:10gbe,asc2," in done.stdout or doubt(Record.from_json(record))
+    assert "rdma:10gbe,asc2," in done.stdout or flag_text(Record.from_json(record))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from common.models.profile import load, path_of
-from common.results import anchors
-from common.results.marked import written
+from common.results.committed import published
+from common.results.committed.pages import written
 from common.results.records import REAL, FabricFacts
 from tests.unit import made_record
 
@@ -31,21 +31,23 @@ def emulated(algorithm, step_s, **more):
 def resnet(records, gpus=8):
     return {
         rate.method: rate
-        for rate in anchors.rates(records)
+        for rate in published.rates(records)
         if (rate.model, rate.network, rate.gpus) == ("ResNet-50", "10GbE", gpus)
     }
 
 
 def test_the_page_is_what_the_command_makes():
-    text = anchors.PAGE.read_text()
-    assert anchors.page(text) == text, "make it again: python -m common.results.anchors"
+    text = published.PAGE.read_text()
+    assert published.page(text) == text, (
+        "make it again: python -m common.results.committed.published"
+    )
 
 
 def test_all_published_rates_are_there():
-    rates = anchors.rates([])
+    rates = published.rates([])
     assert len(rates) == 48
     assert all(rate.published > 0 and rate.computed > 0 for rate in rates)
-    text = anchors.PAGE.read_text()
+    text = published.PAGE.read_text()
     assert len(re.findall(r"^\| (?:ResNet-50|BERT-Base), 64 \|", text, re.MULTILINE)) == 12
 
 
@@ -62,7 +64,7 @@ def test_bsp_is_compute_and_one_message_by_hand():
 def test_no_time_per_byte_is_less_than_the_line_takes():
     for workers in (8, 16, 64):
         least = 2 * (workers - 1) / workers / (10e9 / 8)
-        assert anchors.cost("10GbE", workers).beta_s_per_byte > least
+        assert published.cost("10GbE", workers).beta_s_per_byte > least
 
 
 def test_a_believed_record_of_the_same_place_takes_the_place_of_a_computed_rate():
@@ -93,7 +95,7 @@ def test_a_ratio_has_a_star_only_where_both_of_its_rates_were_emulated():
     def line(records):
         (found,) = [
             line
-            for line in anchors.table(anchors.rates(records)).splitlines()
+            for line in published.table(published.rates(records)).splitlines()
             if line.startswith("| ResNet-50, 64 | 10GbE | 8 |")
         ]
         return found

@@ -11,7 +11,7 @@ import pytest
 from common.emulation.config import Fault
 from common.emulation.dilation import Calibration, Choice
 from common.emulation.links.profile import network_profile
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.running import fabric as fabrics
 from common.harness.running import launches
 from common.harness.running.cell import Cell

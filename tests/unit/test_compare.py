@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from common.harness.cli import main
-from common.results import compare, store
-from common.results.rows import make_rows
+from common.results import store
 from common.results.stats import Difference
 from common.results.store import Comparison
+from common.results.timed import compare
+from common.results.timed.rows import make_rows
 from dear.errors import UserError
 from tests.unit.made_record import record, with_iters
 
@@ -133,7 +134,7 @@ def test_how_many_repeats_would_decide():
 def test_what_is_not_believed_is_not_compared():
     wrong = record("ddp", correct=False)
     (row,) = compare.rows(compare.pairs([record("ddp")], [wrong]))
-    assert row.verdict is None and row.ratio is None and row.doubt.startswith("the second: incorr")
+    assert row.verdict is None and row.ratio is None and row.flag.startswith("the second: incorr")
     failed = record("ddp", status="failed")
     (row,) = compare.rows(compare.pairs([failed], [record("ddp")]))
     assert row.status == "failed" and "the first: it was a failed" in row.reason

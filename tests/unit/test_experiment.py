@@ -15,7 +15,7 @@ from common.emulation.config import Fault
 from common.emulation.links.profile import network_profile
 from common.harness import cli
 from common.harness import experiment as experiments
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.learn import LearnConfig
 from common.harness.trial import (
     BASELINE,
@@ -80,10 +80,10 @@ def one_line(read, content, *overrides):
     [
         ({"world_size": [2]}, ["'world_size'", "did you mean 'world_sizes'?"]),
         ({"models": [{"name": "mnist_cnn", "batch_size": 0}]}, ["batch_size", "at least 1"]),
-        ({"models": [{"name": "mnist_cnn", "batch_size": 2.5}]}, ["'batch_size'", "2.5"]),
+        ({"models": [{"name": "mnist_cnn", "batch_size": 2.5}]}, ["'models.0.batch_size'", "2.5"]),
         ({"models": [{"name": "mnist_cnn", "sentence_len": 9}]}, ["sentence_len", "mnist_cnn"]),
         ({"models": ["resnt50"]}, ["model 'resnt50'", "did you mean 'resnet50'?"]),
-        ({"models": [{"batch_size": 1}]}, ["models", "'name' is missing"]),
+        ({"models": [{"batch_size": 1}]}, ["'models.0.name' is missing"]),
         ({"models": []}, ["models", "empty"]),
         ({"algorithms": ["daer"]}, ["algorithm 'daer'", "did you mean 'dear'?"]),
         ({"algorithms": [BASELINE]}, ["algorithm 'none'"]),
@@ -109,7 +109,7 @@ def one_line(read, content, *overrides):
         ({"world_sizes": []}, ["world_sizes", "empty"]),
         ({"world_sizes": [2, 2]}, ["n=2", "twice"]),
         ({"dtype": "float31"}, ["dtype 'float31'", "did you mean 'float32'?"]),
-        ({"device": "gpu"}, ["'device' 'gpu'", "cuda"]),
+        ({"device": "gpu"}, ["'device': unknown value 'gpu'", "cuda"]),
         ({"launcher": "slumr"}, ["launcher 'slumr'", "slurm"]),
         ({"hostfile": "hosts"}, ["hostfile", "launcher=mpirun"]),
         ({"name": "a/b"}, ["name", "'a/b'"]),
@@ -120,7 +120,7 @@ def one_line(read, content, *overrides):
         ({"threads_per_rank": 0}, ["threads_per_rank", "at least 1"]),
         ({"optimizer": {"lr": 0}}, ["optimizer.lr", "greater than 0"]),
         ({"optimizer": {"lr": float("inf")}}, ["optimizer.lr", "inf"]),
-        ({"optimizer": {"name": "lion"}}, ["key of `optimizer` 'name' 'lion'", "adamw"]),
+        ({"optimizer": {"name": "lion"}}, ["'optimizer.name': unknown value 'lion'", "adamw"]),
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, ["optimizer.momentum", "adamw"]),
         ({"measure": {"repeats": 0}}, ["measure.repeats", "at least 1"]),
         ({"measure": {"repeats": [5, 3]}}, ["measure.repeats", "[least, most]", "[5, 3]"]),

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
-from common.results import rows
 from common.results.records import Breakdown, FabricFacts
 from common.results.records.learned import Evaluation, Learning, RankPace
 from common.results.records.trust import Network
 from common.results.store import Comparison, append
+from common.results.timed import rows
 from dear.training.algorithm import algorithm_names
 from plots import (
     bandwidth,
@@ -184,7 +184,7 @@ def test_the_data_behind_a_figure_are_those_of_the_records(tables):
     rates = [64 * n / (0.1 + n / 100) for n in (2, 4, 8)]
     assert here["throughput"].tolist() == pytest.approx(rates)
     assert here["efficiency"].tolist() == [pytest.approx(0.08 / (0.1 + n / 100)) for n in (2, 4, 8)]
-    flagged = table[table["doubt"].notna()]
+    flagged = table[table["flag"].notna()]
     assert flagged["throughput"].tolist() == [pytest.approx(2560)]
     assert flagged["efficiency"].isna().all()
 

@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 
 import common.results
-from common.results import rows
 from common.results.store import Comparison
+from common.results.timed import rows
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[2]

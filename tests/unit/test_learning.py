@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.learn import LearnConfig
 from common.harness.trial import Trial
 from common.harness.worker.loop import Loop, Schedule, TrainingClock

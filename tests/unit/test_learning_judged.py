@@ -20,13 +20,13 @@ from common.launch.job import Outcome
 from common.models.datasets import Parts
 from common.models.datasets.tensors import Tensors
 from common.models.registry import build
-from common.results import answer
 from common.results.learning import summary, tables
 from common.results.records import Record, Result
 from common.results.records.learned import Data, Evaluation, Learning, RankPace
 from common.results.records.trust import Check, Note
 from common.results.store import Comparison
-from common.results.table import csv_text
+from common.results.tables.table import csv_text
+from common.results.timed import answers
 from dear.errors import UserError
 from plots.learning import draw
 from tests.system.made import make_trial
@@ -104,6 +104,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
     ]
     trial = _learning_trial(target=0.001)
     result = judge.result(trial, saved, test_split)
+    assert result.bytes_per_step == 800 * 4 // (4 * 2)
 
     def plain(values):
         set_floating(model, values)
@@ -324,7 +325,7 @@ def test_what_is_compared_is_the_time_to_the_target_over_seeds():
         "mnist_cnn, 2 workers: dear is the first at 50%, after 1.0 s (1.0-1.0); 3 of 5 get there "
         "in every run"
     ]
-    (line,) = answer.of_any([base, faster, same, some, none], records)
+    (line,) = answers.of_any([base, faster, same, some, none], records)
     assert "detectable differences (power 80 %, Holm over 4): dear " in line
 
 
@@ -357,13 +358,13 @@ def test_what_is_not_believed_has_its_reason_and_no_word_and_is_no_base(amiss, r
     fine = [_record(_learning_trial(name), _run(10, 10)) for name in ("ddp", "dear", "wfbp")]
     records = [_target(fine[0], 1.5), _target(fine[1], 1.0, **amiss), _target(fine[2], 1.4)]
     base, ours, other = summary.make_rows(records, "ddp")
-    assert ours.doubt.startswith(reason) and reason in ours.reason
+    assert ours.flag.startswith(reason) and reason in ours.reason
     assert ours.verdict is None and ours.speedup is None and not ours.leads
     assert other.verdict is not None and other.leads
     assert "(1.0 s (1.0-1.0))" in tables.table([base, ours, other], "ddp").markdown()
     _, ours, other = summary.make_rows(records, "dear")
     assert other.verdict is None and other.speedup is None
-    (line,) = answer.of_any([ours, other], records)
+    (line,) = answers.of_any([ours, other], records)
     assert line.startswith("mnist_cnn, 2 workers: no speed-ups and no verdicts")
 
 

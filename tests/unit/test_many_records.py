@@ -7,8 +7,9 @@ import dataclasses
 import json
 import pstats
 
-from common.results import rows, store
-from common.results.table import MANY
+from common.results import store
+from common.results.tables.table import MANY
+from common.results.timed import rows
 from tests.unit.made_record import record
 
 

@@ -243,7 +243,7 @@ def test_the_comm_core_tells_its_regimes(world):
 
 
 @pytest.mark.parametrize(
-    ("check", "doubt"),
+    ("check", "flag"),
     [
         ({"residual": 0.2, "noise": 0.1}, "their fit is 17% off, beside 10% of noise"),
         ({"residual": 0.14, "noise": 0.14}, None),  # chance alone
@@ -251,9 +251,9 @@ def test_the_comm_core_tells_its_regimes(world):
         ({"residual": 0.01, "noise": 0.01, "drift": -0.2}, "-20% from begin to end"),
     ],
 )
-def test_costs_are_doubted_for_what_chance_does_not_explain(check, doubt):
+def test_costs_are_doubted_for_what_chance_does_not_explain(check, flag):
     made = record("dear", 0.1, 4, facts={"cost_check": {"drift": 0.0, **check}})
-    wanted = [] if doubt is None else [f"costs of collectives are doubtful: {doubt}"]
+    wanted = [] if flag is None else [f"costs of collectives are doubtful: {flag}"]
     assert [note.text for note in made.notes if note.kind == "costs"] == wanted
 
 

@@ -8,9 +8,9 @@ from common.harness.running.record import make_record
 from common.harness.running.ui import log_plan
 from common.harness.worker.timed import _rescaled
 from common.launch.job import Outcome
-from common.results.plans import lines
 from common.results.records import REAL, Group, Plan, Record, Result
 from common.results.records.trust import Check, Modelled
+from common.results.timed.plans import lines
 from tests.system.made import make_trial
 from tests.unit.made_record import with_iters
 

@@ -10,7 +10,7 @@ import pytest
 from common.harness import cli
 from common.harness.trial import options_of
 from common.results import store
-from common.results.reference_reports import (
+from common.results.exports.reference_reports import (
     command,
     link_logs,
     load_reports,

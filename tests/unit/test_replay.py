@@ -20,7 +20,7 @@ from common.models.workload import Workload
 from common.profiling import compared, layers, modelled, published, recorder
 from common.profiling.modelled import Device, Roofline
 from common.profiling.recorder import Stretches
-from common.results.marked import written
+from common.results.committed.pages import written
 from dear.errors import UserError
 from dear.training.hooks import Hooks
 from tests.system import made as made_up

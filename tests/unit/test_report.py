@@ -16,12 +16,13 @@ import pandas as pd
 import pytest
 
 from common.harness import cli
-from common.harness.experiment import load
-from common.results import shipped, store
-from common.results.overview import overview
+from common.harness.experiment_file import load
+from common.results import store
+from common.results.committed import catalogue
 from common.results.records import Plan, SetAside, typed
 from common.results.records.learned import Evaluation, Learning, RankPace
-from common.results.report import page, trouble
+from common.results.report import flagged, page
+from common.results.report.overview import overview
 from common.results.report.parts import Figured, download
 from common.results.store import Comparison
 from plots import embedded
@@ -319,9 +320,9 @@ def test_launches_that_were_done_again_are_told(tmp_path):
 
 
 def test_a_withdrawn_record_is_called_so(monkeypatch):
-    monkeypatch.setattr(shipped, "withdrawn", lambda: {})
+    monkeypatch.setattr(catalogue, "withdrawn", lambda: {})
     assert read(RECORDS / "merging").all("p", "warning") == []
-    monkeypatch.setattr(shipped, "withdrawn", lambda: {"merging": "its links were slow"})
+    monkeypatch.setattr(catalogue, "withdrawn", lambda: {"merging": "its links were slow"})
     (warning,) = read(RECORDS / "merging").all("p", "warning")
     assert "its links were slow" in warning.text
     assert "benchmarks.py run" in read(RECORDS / "merging").section("commands"), "its made.json"
@@ -427,5 +428,13 @@ def test_mistakes_are_a_line(tmp_path, capsys, monkeypatch, arguments, words):
 
 
 def test_marks_say_what_the_words_for_them_are():
-    assert trouble.mark(record()) is None and trouble.mark(record(correct=False)) == "incorrect"
-    assert trouble.mark(record(status="oom")) == "oom"
+    assert flagged.mark(record()) is None and flagged.mark(record(correct=False)) == "incorrect"
+    assert flagged.mark(record(status="oom")) == "oom"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("merging", "t interval over repeats"), ("time_to_accuracy", "t intervals over the runs")],
+)
+def test_the_interval_is_explained(name, words):
+    assert words in " ".join(element.text for element in read(RECORDS / name).elements)

@@ -9,12 +9,13 @@ import re
 
 import pytest
 
-from common.results import answer, reach, rows, stats
-from common.results.faith import doubt, incorrect
+from common.results import stats
+from common.results.exports.reference_reports import reports
 from common.results.records import FabricFacts, Order, Record
 from common.results.records.trust import Modelled, Network, Strain, Systematic
-from common.results.reference_reports import reports
-from common.results.table import csv_text, significant
+from common.results.tables.table import csv_text, significant
+from common.results.timed import answers, bounds, rows
+from common.results.validity import flag_text, incorrect
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
 from tests.unit.made_record import record, with_first, with_iters, with_notes
@@ -193,10 +194,10 @@ DOUBTED = {
 @pytest.mark.parametrize("kind", DOUBTED)
 def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(kind):
     made = DOUBTED[kind]
-    assert doubt(made).startswith(kind)
+    assert flag_text(made).startswith(kind)
     table = rows.make_rows([record("none", 0.08, 1), record("ddp"), made], "ddp")
     row = table[-1]
-    assert row.throughput > 0 and row.doubt == doubt(made) and row.doubt in row.reason
+    assert row.throughput > 0 and row.flag == flag_text(made) and row.flag in row.reason
     assert (row.speedup, row.verdict, row.efficiency, row.leads) == (None,) * 4
     cells = [
         c.strip() for c in rows.comparison(table, "ddp").markdown().splitlines()[-1].split("|")
@@ -209,10 +210,10 @@ def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(k
     table = rows.make_rows([made, record("ddp"), record("wfbp", 0.09)], "dear")
     assert [row.verdict for row in table] == [None] * 3
     assert [row.leads for row in table] == [None, False, True]
-    found = answer.remarks(table, [])
+    found = answers.remarks(table, [])
     assert [line for line in found if not line.startswith("event model: ")] == [
         "mnist_cnn, 2 workers: no speed-ups and no verdicts, for what they would be relative to is "
-        f"not believed: dear ({doubt(made)})"
+        f"not believed: dear ({flag_text(made)})"
     ]
     assert reports([made]) == {"0": {}}
 
@@ -236,7 +237,7 @@ def test_a_single_worker_that_is_not_believed_gives_no_efficiency():
 
 def test_what_is_learned_is_not_believed_unchecked_either():
     learned = with_first(record(), iters=[])
-    assert doubt(learned) is None and doubt(unchecked(learned)).startswith("unchecked")
+    assert flag_text(learned) is None and flag_text(unchecked(learned)).startswith("unchecked")
 
 
 def test_network_and_fault_are_columns_where_something_is_emulated():
@@ -274,7 +275,7 @@ def test_csv_holds_all_fields_at_full_precision():
 
 
 def summary(records, compare_to="ddp"):
-    return answer.summary(rows.make_rows(records, compare_to), compare_to)
+    return answers.summary(rows.make_rows(records, compare_to), compare_to)
 
 
 def varied(algorithm, factors, **more):
@@ -320,14 +321,14 @@ def test_summary_lists_all_that_cannot_be_told_from_the_fastest():
 
 def test_below_the_table_stands_what_could_have_been_detected():
     table = rows.make_rows([varied("dear", (1, 1.02, 0.98)), record("ddp"), record("wfbp")], "ddp")
-    line, _ = answer.remarks(table, [])
+    line, _ = answers.remarks(table, [])
     assert line == (
         "mnist_cnn, 2 workers: detectable differences (power 80 %, Holm over 2): "
         f"dear {table[0].detectable:.1%}, wfbp 2.0%"
     )
     assert table[0].detectable > 0.08
     few = [dataclasses.replace(one, results=one.results[:2]) for one in SWEEP]
-    line, *_ = answer.remarks(rows.make_rows(few, "ddp"), [])
+    line, *_ = answers.remarks(rows.make_rows(few, "ddp"), [])
     assert line.endswith("fewer than 3 repeats detect no difference")
 
 
@@ -337,7 +338,7 @@ def test_a_ratio_that_is_too_wide_says_how_many_repeats_it_takes():
     assert [row.precision for row in table] == [0.02, 0.02, None]
     dear, wfbp, _ = table
     assert dear.more_repeats == 4 and wfbp.more_repeats is None  # 2.45 x 0.02 / sqrt(7) is 1.9 %
-    line = answer.remarks(table, [])[-1]
+    line = answers.remarks(table, [])[-1]
     half = (dear.speedup_high - dear.speedup_low) / 2
     assert line.startswith(
         "mnist_cnn, 2 workers: wider than +- 2 %, with how many more repeats would probably bring "
@@ -349,7 +350,7 @@ def test_a_ratio_that_is_too_wide_says_how_many_repeats_it_takes():
     asked = [dataclasses.replace(one, trial=one.trial | {"measure": measure}) for one in SWEEP]
     table = rows.make_rows(asked, "ddp")
     assert (table[2].precision, table[2].more_repeats) == (0.1, 0)
-    assert not any("wider" in line for line in answer.remarks(table, []))
+    assert not any("wider" in line for line in answers.remarks(table, []))
 
 
 def test_what_depends_on_the_time_scale_stands_beside_the_interval():
@@ -361,7 +362,7 @@ def test_what_depends_on_the_time_scale_stands_beside_the_interval():
     lines = rows.comparison(table, "ddp").markdown().splitlines()
     assert table[1].systematic_low == pytest.approx(0.02) == table[1].systematic_high
     assert "systematic |" in lines[0] and "| 2.0% (2.0-2.0) |" in lines[3]
-    assert any(line.startswith("systematic: |T(k) - T(2k)|") for line in answer.remarks(table, []))
+    assert any(line.startswith("systematic: |T(k) - T(2k)|") for line in answers.remarks(table, []))
 
 
 @pytest.mark.parametrize(
@@ -375,14 +376,14 @@ def test_what_depends_on_the_time_scale_stands_beside_the_interval():
 )
 def test_the_second_method_stands_beside_the_first(model, shown, milliseconds, note):
     made = noted(modelled=model)
-    assert doubt(made) is None
+    assert flag_text(made) is None
     found = rows.make_rows([record("ddp"), made], "ddp")
     assert found[-1].verdict == "FASTER" and found[-1].reason == note
     tables = rows.comparison(found, "ddp"), rows.breakdown(found)
     for table, wanted in zip(tables, (shown, milliseconds), strict=True):
         assert table.body[-1][table.titles.index("event model")] == wanted
         assert ("event model" in table.markdown().splitlines()[0]) == bool(wanted)
-    told = answer.remarks(found, [])
+    told = answers.remarks(found, [])
     assert any(line.startswith("event model:") for line in told) == (shown.endswith("%"))
 
 
@@ -496,7 +497,7 @@ def test_the_table_says_how_much_of_the_bound_is_reached():
     assert "|      92% |" in lines[2] and "|      84% |" in lines[3]
     table = rows.make_rows(near, "wfbp")
     assert [row.reach for row in table] == [None, None]
-    assert not any("BOUND" in line for line in answer.remarks(table, near))
+    assert not any("BOUND" in line for line in answers.remarks(table, near))
 
 
 def test_a_bound_that_a_step_beats_is_wrong_and_says_so():
@@ -505,7 +506,7 @@ def test_a_bound_that_a_step_beats_is_wrong_and_says_so():
     assert row.of_bound == pytest.approx(1.4) and row.reach == "wrong bound"
     assert "| WRONG 140% |" in rows.comparison([row], "dear").markdown()
     assert "wrong bound: the step is 29% shorter" in row.reason
-    found = answer.remarks(rows.make_rows([quick, near], "dear"), [])
+    found = answers.remarks(rows.make_rows([quick, near], "dear"), [])
     assert any(line.startswith("WRONG BOUND: dear: ") for line in found)
     for share, kind in ((1.019, None), (1.021, "wrong bound"), (0.51, None)):
         (row,) = rows.make_rows([record("dear", 0.42 / share, 4, facts=FACTS)], "dear")
@@ -519,7 +520,7 @@ def test_a_step_that_takes_longer_than_without_any_overlap_is_flagged():
     (row,) = rows.make_rows([record("dear", 0.42 / 0.49, 4, facts=FACTS)], "dear")
     assert row.reach == "far from bound" and row.verdict is None
     assert "far from its bound: the step takes 2.0 times as long" in row.reason
-    assert reach.reach(0.6, reach.Limits(least=0.7)) == "far from bound"
+    assert bounds.reach(0.6, bounds.Limits(least=0.7)) == "far from bound"
 
 
 def broken_down(row):
@@ -552,5 +553,5 @@ def test_a_record_without_a_bound_shows_none():
 
 
 def test_a_step_of_exactly_twice_its_bound_is_not_flagged():
-    least = reach.LIMITS.least
-    assert reach.reach(least) is None and reach.reach(least - 1e-9) == "far from bound"
+    least = bounds.LIMITS.least
+    assert bounds.reach(least) is None and bounds.reach(least - 1e-9) == "far from bound"

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from common.models.profile import load, path_of
-from common.results.faith import doubt
 from common.results.records import FabricFacts, Group, Plan
 from common.results.records.trust import Modelled
-from common.results.second import modelled, prediction
+from common.results.timed.event_model import modelled, prediction
+from common.results.validity import flag_text
 from common.virtual.passes import passes_of
 from tests.unit.made_record import record, with_first
 
@@ -38,12 +38,12 @@ def test_a_record_holds_the_step_of_the_model():
     assert found.modelled.step_s == pytest.approx(STEP_S, rel=1e-5)
     assert found.modelled.exposed_s == pytest.approx(1e-3 + 1e-9 * PASSES.nbytes, rel=1e-5)
     assert found.modelled.off(1.02 * STEP_S) == pytest.approx(0.02, rel=1e-3)
-    assert doubt(found) is None
+    assert flag_text(found) is None
 
 
 @pytest.mark.parametrize(("factor", "believed"), [(0.94, False), (0.97, True), (1.06, False)])
 def test_a_measured_step_that_is_far_off_is_not_believed(factor, believed):
-    found = doubt(made(step_s=factor * STEP_S))
+    found = flag_text(made(step_s=factor * STEP_S))
     if believed:
         assert found is None
     else:

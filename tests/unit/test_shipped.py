@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from bench import records as maker
-from common.results import readme, shipped
+from common.results import readme
+from common.results.committed import catalogue
+from common.results.committed.catalogue import Recipe
 from common.results.records import Failure, Record, is_learning
-from common.results.shipped import Recipe
 from common.results.store import Comparison, append
 from dear.errors import UserError
 
-RECIPES = shipped.recipes()
+RECIPES = catalogue.recipes()
 HEAD = maker._git("rev-parse", "--short=12", "HEAD").strip() or "0123456789ab"
 
 
@@ -32,16 +33,16 @@ def test_a_text_says_what_its_records_give_and_leans_on_no_withdrawn_one(path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_record_is_of_todays_definitions_or_withdrawn(name):
     problems = maker.problems(name, RECIPES[name])
-    if name in shipped.withdrawn():
-        assert problems, f"{name} is fine: take it off {shipped.WITHDRAWN}"
+    if name in catalogue.withdrawn():
+        assert problems, f"{name} is fine: take it off {catalogue.WITHDRAWN}"
     else:
         assert not problems, f"make records ONLY={name}, or withdraw it with a reason"
 
 
 def test_the_lists_name_what_is_there():
-    folders = {path.name for path in shipped.FOLDER.iterdir() if path.is_dir()}
+    folders = {path.name for path in catalogue.FOLDER.iterdir() if path.is_dir()}
     assert folders <= RECIPES.keys()
-    assert shipped.withdrawn().keys() <= RECIPES.keys()
+    assert catalogue.withdrawn().keys() <= RECIPES.keys()
 
 
 RECIPE = Recipe(sweep="quick", minutes=1)
@@ -81,11 +82,11 @@ def _note(record: Path, **changed: object) -> None:
         "commit": HEAD,
         "machine": {"cores": 2, "cpu": "a processor"},
         "made_by": maker.made_by(RECIPE),
-        "definitions": shipped.DEFINITIONS,
+        "definitions": catalogue.DEFINITIONS,
         "started": "2026-01-02T03:04:05+00:00",
-        "files": shipped.digests(record),
+        "files": catalogue.digests(record),
     }
-    (record / shipped.MADE).write_text(json.dumps({**facts, **changed}))
+    (record / catalogue.MADE).write_text(json.dumps({**facts, **changed}))
 
 
 def test_a_record_of_today_has_no_problem(folder):
@@ -101,7 +102,7 @@ def test_a_record_of_another_definition_is_told(folder):
 
     _note(record, commit=f"{HEAD}+dirty")
     assert "does not identify the code" in maker.problems("quick", RECIPE, folder)[0]
-    _note(record, definitions=shipped.DEFINITIONS - 1)
+    _note(record, definitions=catalogue.DEFINITIONS - 1)
     assert "has definitions" in problem()
     _note(record, made_by=["something else"])
     assert "other commands" in problem()
@@ -116,7 +117,7 @@ def test_a_record_of_another_definition_is_told(folder):
     _note(record)
     strange, lacking = maker.problems("quick", RECIPE, folder)
     assert "not today's" in strange and lacking == f"lacks 1 of today's {len(lines)} trials"
-    (record / shipped.MADE).unlink()
+    (record / catalogue.MADE).unlink()
     assert problem() == "was not made by `make records`"
 
 
@@ -140,7 +141,7 @@ def test_marked_places_are_filled_and_of_a_withdrawn_record_emptied(folder):
     assert "It is 2.0<!-- quick" in found
     assert readme.filled(found, readme.ROOT, folder) == found
 
-    (folder / shipped.WITHDRAWN).write_text("# why\nother: it\nquick: >-\n  it is\n  old\n")
+    (folder / catalogue.WITHDRAWN).write_text("# why\nother: it\nquick: >-\n  it is\n  old\n")
     without = found.replace("It is 2.0<!-- quick: world_size of dear, mnist as .1f --> fast.\n", "")
     gone = readme.filled(without, readme.ROOT, folder)
     assert gone == (
@@ -148,8 +149,8 @@ def test_marked_places_are_filled_and_of_a_withdrawn_record_emptied(folder):
         "<!-- end -->\n<!-- table of quick -->\n<!-- end -->\n"
     ), "nothing of it is seen"
     assert readme.filled(gone, readme.ROOT, folder) == gone
-    shipped.restore("quick", folder)
-    assert (folder / shipped.WITHDRAWN).read_text() == "# why\nother: it\n"
+    catalogue.restore("quick", folder)
+    assert (folder / catalogue.WITHDRAWN).read_text() == "# why\nother: it\n"
     assert readme.filled(gone, readme.ROOT, folder) == without
 
 
@@ -162,7 +163,7 @@ def test_marked_places_are_filled_and_of_a_withdrawn_record_emptied(folder):
     ],
 )
 def test_a_sentence_that_leans_on_a_withdrawn_record_is_refused(folder, sentence):
-    (folder / shipped.WITHDRAWN).write_text("quick: it is old\n")
+    (folder / catalogue.WITHDRAWN).write_text("quick: it is old\n")
     with pytest.raises(readme.PlaceError, match="quick, which is withdrawn: drop the sentence"):
         readme.filled(sentence, readme.ROOT, folder)
     other = sentence.replace("quick", "peer").replace(
@@ -172,25 +173,25 @@ def test_a_sentence_that_leans_on_a_withdrawn_record_is_refused(folder, sentence
 
 
 def test_a_restored_record_takes_no_reason_away_that_others_share_by_an_alias(folder):
-    path = folder / shipped.WITHDRAWN
+    path = folder / catalogue.WITHDRAWN
     path.write_text("# why\nquick: &reason >-\n  not made yet\npeer: *reason\nsites: *reason\n")
-    shipped.restore("quick", folder)
-    assert shipped.withdrawn(folder) == {"peer": "not made yet", "sites": "not made yet"}
+    catalogue.restore("quick", folder)
+    assert catalogue.withdrawn(folder) == {"peer": "not made yet", "sites": "not made yet"}
     assert path.read_text().startswith("# why\n")
-    shipped.restore("peer", folder)
-    shipped.restore("sites", folder)
-    assert shipped.withdrawn(folder) == {}
+    catalogue.restore("peer", folder)
+    catalogue.restore("sites", folder)
+    assert catalogue.withdrawn(folder) == {}
 
 
 def test_withdrawn_records_are_listed_with_their_reasons(folder):
     text = "<!-- withdrawn records -->\nold\n<!-- end -->\n"
     assert "None." in readme.filled(text, readme.ROOT, folder)
-    (folder / shipped.WITHDRAWN).write_text("quick: >-\n  it is\n  old\npeer: so is it\n")
+    (folder / catalogue.WITHDRAWN).write_text("quick: >-\n  it is\n  old\npeer: so is it\n")
     listed = readme.filled(text, readme.ROOT, folder)
     assert "| `quick` | it is old |\n| `peer` | so is it |\n<!-- end -->" in listed
     everywhere = [path.read_text() for path in readme.documents()]
     assert sum("<!-- withdrawn records -->" in one for one in everywhere) == 1
-    for name, reason in shipped.withdrawn().items():
+    for name, reason in catalogue.withdrawn().items():
         assert any(f"| `{name}` | {reason} |" in one for one in everywhere)
 
 
@@ -275,21 +276,21 @@ def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypa
     shelf = tmp_path / "shelf"
     (shelf / "it").mkdir(parents=True)
     (shelf / "it" / "old.txt").write_text("old")
-    (shelf / shipped.WITHDRAWN).write_text("it: is old\n")
+    (shelf / catalogue.WITHDRAWN).write_text("it: is old\n")
     bad = Recipe(minutes=1, commands=("echo new > {out}/new.txt", "false"))
     assert not maker.make("it", bad, HEAD, shelf)
     assert [path.name for path in (shelf / "it").iterdir()] == ["old.txt"]
-    assert "it" in shipped.withdrawn(shelf)
+    assert "it" in catalogue.withdrawn(shelf)
 
     assert not maker.make("it", Recipe(minutes=1, commands=("true",), needs=("NO_SUCH",)), HEAD)
 
     good = Recipe(minutes=1, commands=("echo new > {out}/new.txt", "exit 3"))
     assert maker.make("it", good, HEAD, shelf)
-    assert shipped.made("it", shelf)["missed"] == ["exit 3"], "it has measured all the same"
+    assert catalogue.made("it", shelf)["missed"] == ["exit 3"], "it has measured all the same"
     assert "Missed its bar: `exit 3`" in readme.standing("it", shelf, shelf)
     assert sorted(path.name for path in (shelf / "it").iterdir()) == ["made.json", "new.txt"]
     assert maker.problems("it", good, shelf) == []
-    assert not shipped.withdrawn(shelf)
+    assert not catalogue.withdrawn(shelf)
 
 
 @pytest.mark.parametrize("size", [10, maker.EVIDENCE_BYTES + 1])
@@ -312,7 +313,7 @@ def test_small_evidence_is_a_part_of_the_record_and_large_evidence_is_kept_apart
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     assert maker.make("quick", RECIPE, HEAD, shelf)
-    made = shipped.made("quick", shelf)
+    made = catalogue.made("quick", shelf)
     assert made["duration_s"] == 120.0
     if size == 10:
         assert list(made["files"]) == ["trial-1/evidence.json.gz"] and "evidence" not in made

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from common.results import rows, store
-from common.results.overview import overview
-from common.results.table import csv_text
+from common.results import store
+from common.results.report.overview import overview
+from common.results.tables.table import csv_text
+from common.results.timed import rows
 
 FOLDER = Path(__file__).parent / "shown"
 

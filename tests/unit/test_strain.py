@@ -22,9 +22,9 @@ from common.harness.running.record import make_record
 from common.harness.worker.timing import canary, strain
 from common.harness.worker.timing.strain import Gauge, Pressure, strain_of, used_cores
 from common.launch.job import Outcome
-from common.results.faith import doubt
 from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Note, Strain
+from common.results.validity import flag_text
 from tests.system.made import make_trial
 
 
@@ -312,12 +312,12 @@ def test_the_record_says_how_the_machine_was_and_whether_to_believe_it(fabric):
     assert "beside others: other processes used 1.2 cores meanwhile" in [
         note.text for note in good.notes
     ]
-    assert doubt(bad) is not None and doubt(good) is None
+    assert flag_text(bad) is not None and flag_text(good) is None
     assert [result.untimed for result in good.results] == [[[0.4, 0.6]]] * 2
     assert good.evidence == f"{good.id}/evidence-0.json.gz"
     off = _record(fabric, calm, calm, iters=[(0.4, 0.5, 0.5, 0.5), (0.41, 0.5, 0.51, 0.5)])
-    assert doubt(off).startswith("not stationary")
-    assert doubt(_record(fabric, calm, calm, iters=[(0.4, 0.5, 0.4, 0.5)], period=2)) is None
+    assert flag_text(off).startswith("not stationary")
+    assert flag_text(_record(fabric, calm, calm, iters=[(0.4, 0.5, 0.4, 0.5)], period=2)) is None
 
 
 @pytest.mark.parametrize("wait", [None, 0.01, 0.08, 0.12])
@@ -330,11 +330,11 @@ def test_real_ranks_that_waited_for_cores_say_so_and_are_believed_up_to_a_limit(
         f"oversubscribed: {crowd}" + (f"; {words}" if told else "")
     ]
     short = "short of cores: a rank's training thread waited 12% of the time for one"
-    assert doubt(record) == (short if wait == 0.12 else None)
+    assert flag_text(record) == (short if wait == 0.12 else None)
     alone = notes.oversubscribed([Strain(main_wait=wait)], None)
     assert (alone and alone.text) == (f"oversubscribed: {words}" if told else None)
     emulated = _record("emulated", Strain(core_wait=0.1, main_wait=0.12))
-    assert emulated.notes == [] and doubt(emulated) is None, "replayed compute makes up for it"
+    assert emulated.notes == [] and flag_text(emulated) is None, "replayed compute makes up for it"
 
 
 def test_of_real_ranks_the_threads_that_train_are_looked_at():

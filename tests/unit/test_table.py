@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.results import rows
 from common.results.learning import summary, tables
 from common.results.records import is_learning
 from common.results.store import Comparison
+from common.results.timed import rows
 from tests.unit.made_record import record
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"

@@ -15,11 +15,12 @@ import pytest
 from common.harness import cli
 from common.harness.running.record import make_record
 from common.launch.job import Outcome
-from common.results import store, traces
+from common.results import store
+from common.results.exports import traces
+from common.results.exports.traces.spans import aligned
 from common.results.records import REAL, Result
 from common.results.records.trust import Check
 from common.results.store import Comparison
-from common.results.traces.spans import aligned
 from dear.errors import UserError
 from tests.system.made import make_trial
 

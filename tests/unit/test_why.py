@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from common.results import rows, why
-from common.results.overview import overview
 from common.results.records import Bound, Breakdown, Group, Plan
+from common.results.report.overview import overview
+from common.results.timed import explanations, rows
 from dear.cost.bounds import StepTimes
 from dear.cost.fit import AlphaBeta
 from tests.unit.made_record import record, with_first
@@ -44,7 +44,7 @@ def made(step_s, messages, kind="wfbp", *, label="ddp", exposed_s=None, sent=Non
 
 
 def reason(*arguments, **more):
-    return why.reason(made(*arguments, **more), hidden=True)
+    return explanations.reason(made(*arguments, **more), hidden=True)
 
 
 def test_one_message_at_the_end_is_told_with_its_time():
@@ -130,11 +130,11 @@ def test_start_ups_of_many_messages_are_told_where_their_bytes_would_be_hidden()
 
 def test_what_is_hidden_is_told_of_the_fastest_alone():
     hidden = made(0.302, [9 * MB, 100_000])
-    assert why.reason(hidden, hidden=True) == (
+    assert explanations.reason(hidden, hidden=True) == (
         "it hides all but 2.00 ms of its communication: its all-reduces, 93.0 ms, behind the "
         "backward pass"
     )
-    assert why.reason(hidden, hidden=False) is None
+    assert explanations.reason(hidden, hidden=False) is None
     # Neither 300 ms of messages nor one at the end can be hidden: who knows what it has sent.
     assert reason(0.302, [15 * MB, 15 * MB, 100_000]) is None
     assert reason(0.302, [9 * MB]) is None
@@ -166,7 +166,7 @@ def test_where_something_is_not_known_there_is_no_sentence(changes):
 
 def told(*records):
     found = rows.make_rows(records, "ddp")
-    return why.sentences(found, records)
+    return explanations.sentences(found, records)
 
 
 def test_the_fastest_and_the_slowest_and_those_far_from_their_bound_are_explained():

@@ -1,6 +1,6 @@
 """Notes on a trial from the strain on its machine, its step times and its costs.
 
-`common.results.faith` decides by the kind of a note whether the number is valid.
+`common.results.validity` decides by the kind of a note whether the number is valid.
 """
 
 from __future__ import annotations

@@ -35,9 +35,12 @@ from common.results.records.trust import (
     elapsed_per_step_s,
     sending_costs,
 )
-from common.results.second import modelled
+from common.results.timed.event_model import modelled, trial_passes
+from common.virtual.limit import limit_s
+from common.virtual.passes import UnmodelledError
 from dear.cost.bounds import (
     CommTimes,
+    StepTimes,
     Traffic,
     comm_times,
     compute_limit_s,
@@ -233,13 +236,26 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
             each = _comm_times(trial, first, costs, traffic)
             bound_s = max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
             # Measured costs have an error of some per cent.
-            bound_s = bound_s if wire_s is None else max(bound_s, wire_s)
+            bound_s = max(bound_s, wire_s or 0.0)
+            if traffic is None:
+                bound_s = max(bound_s, _layers_limit_s(trial, compute, kind, each[0], wire_s))
     return Bound(
         kind=kind,
         step_s=bound_s,
         compute_limit_s=compute_limit_s(compute, trial.world_size),
         wire_limit_s=wire_s,
     )
+
+
+def _layers_limit_s(
+    trial: Trial, compute: StepTimes, kind: str, comm: CommTimes, wire_s: float | None
+) -> float:
+    """Returns the bound by the moments of the profile's gradients; 0 if there is no such bound."""
+    try:
+        passes = trial_passes(trial.to_json(), compute.update_s)
+    except UnmodelledError:
+        return 0.0
+    return limit_s(passes, kind, comm, wire_s or 0.0) or 0.0
 
 
 def _comm_times(

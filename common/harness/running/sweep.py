@@ -24,11 +24,12 @@ from common.harness.running.ui import Progress
 from common.harness.running.underway import Standing, Underway, path_of
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Job, Outcome
+from common.paths import RECORDS
 from common.results import store
-from common.results.faith import passing_flag
 from common.results.records import Record, Result, typed
 from common.results.records.trust import CostCheck, Note
 from common.results.store import Comparison
+from common.results.validity import passing_flag
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -66,7 +67,7 @@ class Sweep:
     command: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
-        self._path = self.folder / "records.jsonl"
+        self._path = self.folder / RECORDS
         self._run_id = f"{now()}-{uuid.uuid4().hex[:8]}"
         self._costs: dict[tuple[Any, ...], _Costs] = {}
         self._progress = Progress(total=0)

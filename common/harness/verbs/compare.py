@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.harness.sweeps import RECORDS
 from common.harness.verbs import Status
+from common.paths import RECORDS
 from common.results.records import Record, fabric_words, is_learning
 from common.results.store import Comparison
 from dear.errors import UserError
@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
         return _compare_reports(operands, options)
     if options.more:
         raise UserError("compare: two sweeps; only reports.json of several stand side by side")
-    from common.results import compare as comparing
+    from common.results.timed import compare as comparing
 
     limit = _regression(options.fail_on)
     before, after = (_operand(text, options.logs) for text in (options.first, options.second))
@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> int:
     """Prints reports of the reference suites and sweeps side by side, as mean rates."""
-    from common.results.reference_reports import load_reports, reports, side_by_side
+    from common.results.exports.reference_reports import load_reports, reports, side_by_side
 
     if options.fail_on:
         raise UserError("compare: --fail-on needs the steps of two sweeps; reports have only means")

@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
-from common.harness import own
 from common.harness.experiment import Experiment
+from common.harness.experiment_file import load_plugins
 from common.harness.verbs.run import add_plugin
 from common.models.registry import MODELS
 from common.paths import EXPERIMENTS, ROOT
 from common.profiling import gpus
-from common.results.marked import written
+from common.results.committed.pages import written
 from dear.algorithms.aliases import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names
 
@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints all names with a line on each; the exit status is 0."""
-    own.load_plugins(options.plugin, Path())
+    load_plugins(options.plugin, Path())
     names = {"keys": list(map(dataclasses.asdict, keys()))} if options.keys else listing()
     if options.json:
         print(json.dumps(names, indent=2))

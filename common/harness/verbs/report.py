@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.harness.sweeps import find_sweep
 from common.harness.verbs.show import add_sweep
 from common.paths import COMMAND, EXPERIMENTS, LOGS, ROOT
 from dear.errors import UserError
@@ -29,6 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page of a sweep and prints its path; the exit status is 0."""
+    from common.harness.output import find_sweep
     from common.results.report import page
     from plots import embedded
 
@@ -62,7 +62,7 @@ def _commands(folder: Path) -> page.Commands:
 
 def _again(folder: Path) -> tuple[str | None, str]:
     """Returns a command for the experiment of that name, and whether its trials are the same."""
-    from common.harness.experiment import load
+    from common.harness.experiment_file import load
     from common.results.store import Comparison
 
     path = EXPERIMENTS / f"{folder.name}.yaml"

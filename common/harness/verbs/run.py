@@ -11,17 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.emulation import sandbox
-from common.harness import own
-from common.harness.experiment import Experiment, load
-from common.harness.sweeps import default_experiment, find_experiment, short
+from common.harness.experiment import Experiment
+from common.harness.experiment_file import (
+    CommandLine,
+    default_experiment,
+    find_experiment,
+    load,
+)
 from common.harness.trial import Trial
 from common.harness.verbs import Status
-from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE
+from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE, short
 from common.results.records import Record, is_learning
 
 HELP = "run an experiment"
 TRACE = "write timelines of each trial there, for Perfetto"
-OWN_MODELS = EXPERIMENTS / "own.yaml"
+CUSTOM_MODELS = EXPERIMENTS / "custom.yaml"
 """Experiment for models of the command line, if it names no experiment."""
 
 
@@ -36,10 +40,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     _add_selection(parser)
     _add_cluster(parser.add_argument_group("virtual hosts (change the experiment's `cluster`)"))
-    _add_own(
+    _add_custom(
         parser.add_argument_group(
-            "your own (docs/bring_your_own.md)",
-            "Without an experiment: that of configs/experiments/own.yaml, on virtual hosts.",
+            "custom models and algorithms (docs/bring_your_own.md)",
+            "Without an experiment: that of configs/experiments/custom.yaml, on virtual hosts.",
         )
     )
     _add_output(parser)
@@ -89,7 +93,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag, help=text)
 
 
-def _add_own(group: argparse._ArgumentGroup) -> None:
+def _add_custom(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model-file",
         action="append",
@@ -143,14 +147,14 @@ def main(options: argparse.Namespace) -> int:
 
     An experiment on virtual hosts runs in a process of its own, which gets the same arguments.
     """
-    given = own.Given.of(options)
+    command_line = CommandLine.of(options)
     if options.experiment is None:
-        options.experiment = OWN_MODELS if given.models else default_experiment()
+        options.experiment = CUSTOM_MODELS if command_line.models else default_experiment()
     path = find_experiment(options.experiment)
-    experiment = load(path, [*cluster_overrides(options), *options.set], given)
+    experiment = load(path, [*cluster_overrides(options), *options.set], command_line)
     everything = experiment.trials()
-    assumed = given.assumed([model.name for model in experiment.models])
-    for line in filter(None, (assumed, experiment.fallback)):
+    assumption = command_line.assumption([model.name for model in experiment.models])
+    for line in filter(None, (assumption, experiment.fallback)):
         if not sandbox.inside():  # the process outside has printed it
             print(line, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
@@ -228,7 +232,7 @@ def _print(
     options: argparse.Namespace,
 ) -> None:
     from common.harness import output
-    from common.results.reference_reports import link_logs, report_lines
+    from common.results.exports.reference_reports import link_logs, report_lines
 
     if options.stream:
         logs = [log for t in trials for log in (folder / t.id).glob("log-*-rank0.txt")]
@@ -260,7 +264,7 @@ def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
 
 def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:
     """Returns OK if some trial is ok, and every trial is ok and correct, or unsupported here."""
-    from common.results.faith import incorrect
+    from common.results.validity import incorrect
 
     newest = {record.hash: record for record in records}
     ended = [newest.get(trial.hash) for trial in trials]

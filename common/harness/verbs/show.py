@@ -40,10 +40,9 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints what the flags ask for; the exit status is 0."""
     from common.harness import output
-    from common.harness.sweeps import find_sweep
     from common.results import store
 
-    folder = find_sweep(options.sweep, options.logs)
+    folder = output.find_sweep(options.sweep, options.logs)
     comparison = store.Comparison.load(folder)
     with store.no_collector():
         results = comparison.results(folder)

@@ -16,13 +16,13 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from common.results import faith, stats
-from common.results.fields import Compared, Identity, Validity
+from common.results import stats, validity
 from common.results.learning import race
 from common.results.records import Record
-from common.results.rows import asked_precision, base_of
 from common.results.stats import Estimate
-from common.results.table import identity
+from common.results.tables.fields import Compared, Identity, Validity
+from common.results.tables.table import identity
+from common.results.timed.rows import asked_precision, base_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         "staleness_max": max((most for _, most in stale), default=None),
         "lost_ranks": ", ".join(map(str, lost)) or None,
         "runs": len(runs),
-        "doubt": faith.doubt(record),
+        "flag": validity.flag_text(record),
         "reason": "; ".join(_notes(record)) or None,
     }
     if slowed:
@@ -168,7 +168,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         found = race.typical(race.rates(record, leave_out=others))
         known["slowed_steps_per_s"] = found and found.value
     calm = _without_fault(record, records)
-    if calm is not None and known["doubt"] is None:
+    if calm is not None and known["flag"] is None:
         before = race.rates(calm, leave_out=[*slowed, *lost])
         if len(before) == len(rates) and min(rates + before, default=0.0) > 0:
             ours, theirs = ([[1 / rate] for rate in one] for one in (rates, before))
@@ -187,7 +187,7 @@ def limit(learn: Mapping[str, Any]) -> str:
 
 def _notes(record: Record) -> list[str]:
     """Why to doubt the numbers first."""
-    texts = [faith.doubt(record), *(note.text for note in record.notes)]
+    texts = [validity.flag_text(record), *(note.text for note in record.notes)]
     return list(dict.fromkeys(filter(None, texts)))
 
 
@@ -230,7 +230,7 @@ def _without_fault(record: Record, records: Sequence[Record]) -> Record | None:
         for other in records
         if not other.fault and _as_one(other.trial) == _as_one(record.trial)
     )
-    return next((other for other in same if faith.doubt(other) is None), None)
+    return next((other for other in same if validity.flag(other) is None), None)
 
 
 def _compared(peers: Sequence[Record], compare_to: str | None) -> dict[str, dict[str, Any]]:
@@ -240,7 +240,7 @@ def _compared(peers: Sequence[Record], compare_to: str | None) -> dict[str, dict
         return {}
     rivals = [one for one in peers if one is not base and one.trial["algorithm"] != "none"]
     known: dict[str, dict[str, Any]] = {one.hash: {"compared_to": base.label} for one in rivals}
-    believed = [one for one in rivals if faith.doubt(one) is None and faith.doubt(base) is None]
+    believed = [one for one in rivals if validity.flag(one) is None and validity.flag(base) is None]
     races = [race.race(race.finishes(one), race.finishes(base)) for one in believed]
     for one, found, word in zip(believed, races, race.verdicts(races), strict=True):
         known[one.hash] |= {"verdict": word, **_speedup(found, len(races), asked_precision(one))}
@@ -263,7 +263,9 @@ def _speedup(
 
 def _leading(peers: Sequence[Record]) -> dict[str, dict[str, Any]]:
     """By hash: whether a trial is the first of its place, or cannot be told from it."""
-    rivals = [one for one in peers if faith.doubt(one) is None and one.trial["algorithm"] != "none"]
+    rivals = [
+        one for one in peers if validity.flag(one) is None and one.trial["algorithm"] != "none"
+    ]
     found = [race.finishes(one) for one in rivals]
     first, *others = race.leaders(found) or [None]
     if first is None or len(rivals) < 2:

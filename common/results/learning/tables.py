@@ -8,7 +8,7 @@ from typing import Any
 
 from common.results.learning.summary import LearnRow
 from common.results.records import Record
-from common.results.table import PLACE, Column, Table, doubted, significant
+from common.results.tables.table import PLACE, Column, Table, doubted, significant
 
 
 def table(rows: Sequence[LearnRow], compare_to: str = "the base") -> Table:
@@ -117,7 +117,7 @@ def summary(rows: Sequence[LearnRow]) -> list[str]:
     """Who is first at the target, or fastest, in a sentence per model, world and fault."""
     lines = []
     for place in dict.fromkeys(row.place for row in rows):
-        rivals = [row for row in rows if row.place == place and row.runs and row.doubt is None]
+        rivals = [row for row in rows if row.place == place and row.runs and row.flag is None]
         if len(rivals) < 2:
             continue
         leaders = sorted((row for row in rivals if row.leads), key=_seconds)

@@ -19,14 +19,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from common.paths import COMMAND
-from common.results import plans, rows, shipped, stats, store
+from common.results import stats, store
+from common.results.committed import catalogue
 from common.results.learning.summary import LearnRow
-from common.results.overview import Overview, overview
 from common.results.records import Record, fabric_words
-from common.results.report import surroundings, trouble
+from common.results.report import environment, flagged
+from common.results.report.overview import Overview, overview
 from common.results.report.parts import Download, Figures, Grid, download, grid
 from common.results.store import Comparison
-from common.results.table import Column, Table, csv_text, significant
+from common.results.tables.table import Column, Table, csv_text, significant
+from common.results.timed import plans, rows
 
 _HERE = Path(__file__).parent
 _WHOLE_FILE = 1_500_000
@@ -85,15 +87,15 @@ def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -
             (one, download(f"{one.name}.csv", one.csv, "text/csv"), Markup(one.svg))
             for one in drawn
         ],
-        troubles=trouble.troubles(folder, records),
-        kept_in_mind=trouble.kept_in_mind(records),
-        done_again=trouble.done_again(records),
+        troubles=flagged.troubles(folder, records),
+        kept_in_mind=flagged.kept_in_mind(records),
+        done_again=flagged.done_again(records),
         plans=[plans.lines(one) for one in records if one.first and one.first.plan],
-        machines=surroundings.machines(records),
-        scales=surroundings.scales(records),
-        links=surroundings.links(records),
-        settings=surroundings.settings(records),
-        options=surroundings.options(records),
+        machines=environment.machines(records),
+        scales=environment.scales(records),
+        links=environment.links(records),
+        settings=environment.settings(records),
+        options=environment.options(records),
         runs=runs,
         made_by=made_by,
         again=None if runs or made_by else commands.again(),
@@ -127,7 +129,7 @@ def _no_verdict(records: Sequence[Record]) -> str:
         states = Counter(one.status for one in records)
         told = ", ".join(f"{count} {status}" for status, count in states.items())
         return f"No answer: no trial has a result ({told})."
-    if all(trouble.mark(one) for one in good):
+    if all(flagged.mark(one) for one in good):
         return "No answer: no result may be believed, for the reasons below."
     return (
         "No answer: nowhere are there two algorithms, measured in the same place, whose results "
@@ -137,7 +139,7 @@ def _no_verdict(records: Sequence[Record]) -> str:
 
 def _counts(comparison: Comparison, records: Sequence[Record]) -> list[tuple[int, str, str]]:
     """How many trials are in which state: number, state, and its mark."""
-    marks = Counter(trouble.mark(one) or "ok" for one in records)
+    marks = Counter(flagged.mark(one) or "ok" for one in records)
     missing = len(comparison.trials) - len(records)
     found = [(marks.pop("ok", 0), "believed", "ok")]
     found += [(count, name, name) for name, count in marks.items()]
@@ -151,7 +153,7 @@ def _progress(comparison: Comparison, records: Sequence[Record]) -> tuple[int, i
 def _withdrawn(folder: Path) -> str | None:
     """Of a record of this repository, why it is withdrawn."""
     own = folder.resolve()
-    return shipped.withdrawn().get(own.name) if own.parent == shipped.FOLDER.resolve() else None
+    return catalogue.withdrawn().get(own.name) if own.parent == catalogue.FOLDER.resolve() else None
 
 
 def _when(records: Sequence[Record]) -> str | None:
@@ -170,7 +172,7 @@ def _results(told: Overview, records: Sequence[Record], compare_to: str) -> Grid
     name = "results"
     csv = download("table.csv", csv_text(told.kind, told.rows), "text/csv")
     table = _with_runs(told, records) if told.kind is LearnRow else told.table
-    marks = trouble.marks(records, told.rows)
+    marks = flagged.marks(records, told.rows)
     caption = f"Results, compared to {compare_to}"
     return grid(name, caption, table, marks=marks, csv=csv)
 
@@ -203,7 +205,7 @@ def _breakdown(told: Overview, records: Sequence[Record]) -> Grid | None:
         return None
     shown = {id(row) for row in table.rows}
     marks = [
-        (trouble.mark(one), row.doubt)
+        (flagged.mark(one), row.flag)
         for one, row in zip(records, told.rows, strict=True)
         if id(row) in shown
     ]
@@ -267,7 +269,7 @@ def _runs(folder: Path, records: Sequence[Record]) -> list[_Made]:
 
 def _made_by(folder: Path) -> list[str]:
     """The commands of a record of this repository."""
-    path = folder / shipped.MADE
+    path = folder / catalogue.MADE
     return json.loads(path.read_text())["made_by"] if path.exists() else []
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.results.rows import UNKNOWN
-from common.results.table import PLACE, Table
+from common.results.tables.table import PLACE, Table
+from common.results.timed.rows import UNKNOWN
 
 _PACKED_FROM = 20_000
 """Bytes: what is smaller is not worth packing."""

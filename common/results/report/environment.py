@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.results import cards
 from common.results.records import Record
+from common.results.records.card import flat_card
+from common.results.report.flagged import title
 from common.results.report.parts import Grid, plain
-from common.results.report.trouble import title
-from common.results.table import significant
+from common.results.tables.table import significant
 
 _FIRST = ("cpu", "cores", "gpus", "os", "kernel", "python", "packages.torch", "commit")
 _UNKNOWN = "not on record"
@@ -33,7 +33,7 @@ def machines(records: Iterable[Record]) -> list[Machine]:
     found: dict[str, list[dict[str, Any]]] = {}
     for one in records:
         if one.machine:
-            known = cards.flat(one.machine)
+            known = flat_card(one.machine)
             found.setdefault(json.dumps(known, sort_keys=True), []).append(known)
     return [_machine(same[0], len(same)) for same in found.values()]
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common.results.traces.spans import Clocks, RankSpans, Span, lanes
+from common.results.exports.traces.spans import Clocks, RankSpans, Span, lanes
 
 _STEPS, _COMPUTES, _WAITS, _GRADIENTS, _TRANSFERS = 0, 1, 2, 3, 10
 _ROWS = {_STEPS: "steps", _COMPUTES: "training", _WAITS: "waits for communication",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.results.records import Record
-from common.results.rows import Row
 from common.results.stats import MIN_REPEATS
+from common.results.timed.rows import Row
 
 
 def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
@@ -74,10 +74,10 @@ def _without_base(rows: Sequence[Any]) -> str | None:
     """Why there are no words in a place, where what they would be relative to is not believed."""
     names = {row.compared_to for row in rows if row.compared_to}
     for base in (row for row in rows if row.algorithm in names):
-        if base.doubt or base.status != "ok":
+        if base.flag or base.status != "ok":
             return (
                 f"{where(base)}: no speed-ups and no verdicts, for what they would be relative to "
-                f"is not believed: {base.algorithm} ({base.doubt or base.status})"
+                f"is not believed: {base.algorithm} ({base.flag or base.status})"
             )
     return None
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.results.faith import doubt, incorrect
 from common.results.records import Record
+from common.results.validity import flag_text, incorrect
 
 _LOG_BYTES = 3000
 """Of the end of a failed rank's output."""
@@ -41,7 +41,7 @@ def mark(record: Record) -> str | None:
         return record.status
     if incorrect(record):
         return "incorrect"
-    return None if doubt(record) is None else "doubted"
+    return None if flag_text(record) is None else "doubted"
 
 
 def marks(records: Iterable[Record], rows: Sequence[object]) -> list[tuple[str | None, str | None]]:
@@ -70,7 +70,7 @@ def _trouble(folder: Path, record: Record) -> Trouble:
     return Trouble(
         title=title(record),
         mark=mark(record) or "",
-        reason=doubt(record) or record.status,
+        reason=flag_text(record) or record.status,
         facts=facts,
         log=None if log is None else log.read_bytes()[-_LOG_BYTES:].decode(errors="replace"),
         log_name=None if log is None else str(log.relative_to(folder)),
@@ -82,7 +82,7 @@ def kept_in_mind(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
     found: dict[str, list[str]] = {}
     for one in records:
         for note in one.notes:
-            if note.text != doubt(one):
+            if note.text != flag_text(one):
                 found.setdefault(note.text, []).append(title(one))
     return list(found.items())
 

@@ -10,14 +10,14 @@ VOLATILE = ("load", "pressure", "mhz", "memory_bytes", "dirty", "cpus")
 """What differs from minute to minute, or follows from the rest."""
 
 
-def flat(card: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flat_card(card: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """What a card says that lasts, without levels: `packages.torch` for torch's version."""
     found: dict[str, Any] = {}
     for key, value in card.items():
         if not above and key in VOLATILE:
             continue
         if isinstance(value, Mapping):
-            found |= flat(value, f"{above}{key}.")
+            found |= flat_card(value, f"{above}{key}.")
         else:
             found[above + key] = value
     return found

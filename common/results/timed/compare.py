@@ -15,12 +15,13 @@ from typing import Any
 
 from scipy.stats import mannwhitneyu
 
-from common.results import cards, stats
-from common.results.faith import doubt
+from common.results import stats
 from common.results.records import Record
-from common.results.rows import difference
+from common.results.records.card import flat_card
 from common.results.stats import Difference, Repeats
-from common.results.table import PLACE, Column, Table, doubted, identity, significant
+from common.results.tables.table import PLACE, Column, Table, doubted, identity, significant
+from common.results.timed.rows import difference
+from common.results.validity import flag_text
 from dear.errors import UserError
 
 MOST_REPEATS = 100
@@ -55,7 +56,7 @@ class Pair:
     """Of the second sweep."""
     more_repeats: int | None = None
     """Of each side, which would probably decide; None where there is a word, or too many."""
-    doubt: str | None = None
+    flag: str | None = None
     reason: str | None = None
 
     @property
@@ -110,7 +111,7 @@ def rows(found: Sequence[tuple[Record, Record]]) -> list[Pair]:
         if reason is not None:
             status = "ok" if a.ok and b.ok else next(r.status for r in (a, b) if not r.ok)
             made.append(
-                Pair(**{**known, "status": status}, doubt=reason, reason=reason, **_rates(a, b))
+                Pair(**{**known, "status": status}, flag=reason, reason=reason, **_rates(a, b))
             )
             continue
         measured, word = next(words)
@@ -148,7 +149,7 @@ def _rate_of(record: Record) -> float:
 def _why(a: Record, b: Record) -> str | None:
     """Why a pair is not compared."""
     for side, record in (("first", a), ("second", b)):
-        found = doubt(record)
+        found = flag_text(record)
         if found is not None:
             return f"the {side}: {found}"
         if not any(record.repeats):
@@ -186,7 +187,7 @@ def geometric_mean(found: Iterable[Pair]) -> tuple[float, int] | None:
 
 def environment(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
     """What differs between the machines, a line each: `name: A -> B`."""
-    found = [cards.flat(records[0].machine) for records in (before, after)]
+    found = [flat_card(records[0].machine) for records in (before, after)]
     return [
         f"{name}: {found[0].get(name, '-')} -> {found[1].get(name, '-')}"
         for name in dict.fromkeys([*found[0], *found[1]])

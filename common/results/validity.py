@@ -42,7 +42,7 @@ class Flag:
     """Text for readers, in a few words. Code asks for the kind."""
 
 
-def doubt(record: Record) -> str | None:
+def flag_text(record: Record) -> str | None:
     """Returns the text of the record's flag; None for a valid record."""
     found = flag(record)
     return found and found.text

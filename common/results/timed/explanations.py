@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.results.answer import where
 from common.results.records import Record, Result
-from common.results.rows import Row
-from common.results.table import significant
+from common.results.tables.table import significant
+from common.results.timed.answers import where
+from common.results.timed.rows import Row
 
 FAR = 0.9
 """Below this share of its bound a row stands out."""
@@ -103,7 +103,7 @@ def sentences(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
     """
     places: dict[object, list[tuple[Row, Record]]] = {}
     for row, record in zip(rows, records, strict=True):
-        if row.status == "ok" and not row.doubt and row.world_size > 1:
+        if row.status == "ok" and not row.flag and row.world_size > 1:
             places.setdefault(row.place, []).append((row, record))
     lines = []
     for pairs in places.values():

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.results.exports.traces import merged
+from common.results.exports.traces.spans import aligned
 from common.results.records import Record
-from common.results.traces import merged
-from common.results.traces.spans import aligned
 from dear.errors import UserError
 
 MERGED = "merged.json"

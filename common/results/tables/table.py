@@ -189,7 +189,7 @@ class Table:
             if before is not None and before.model != row.model:
                 grid.add_section()
             before = row
-            usual = "dim" if getattr(row, "doubt", None) else ""
+            usual = "dim" if getattr(row, "flag", None) else ""
             styles = [_COLOURS.get(line[i], usual) for i in used]
             grid.add_row(*(Text(line[i], style=how) for i, how in zip(used, styles, strict=True)))
         console.print(grid)
@@ -259,7 +259,7 @@ def given(field: str, form: str, missing: str = "") -> Callable[[Any], str]:
 
 def doubted(row: Any, text: str) -> str:
     """A number in parentheses where the row's number may not be believed."""
-    return f"({text})" if text and row.doubt else text
+    return f"({text})" if text and row.flag else text
 
 
 def significant(value: float | None) -> str:

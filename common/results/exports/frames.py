@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from common.results import rows
 from common.results.learning import summary
 from common.results.records import Record, is_learning
 from common.results.store import Comparison
+from common.results.timed import rows
 from dear.errors import UserError
 
 

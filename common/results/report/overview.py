@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.results import answer, rows, why
 from common.results.learning import summary, tables
 from common.results.records import Record, is_learning
-from common.results.table import Table
+from common.results.tables.table import Table
+from common.results.timed import answers, explanations, rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ def overview(records: Sequence[Record], compare_to: str) -> Overview:
             rows=learned,
             table=tables.table(learned, compare_to),
             answers=tables.summary(learned),
-            remarks=[*tables.remarks(records), *answer.of_any(learned, records)],
+            remarks=[*tables.remarks(records), *answers.of_any(learned, records)],
         )
     found = rows.make_rows(records, compare_to)
     return Overview(
         kind=rows.Row,
         rows=found,
         table=rows.comparison(found, compare_to),
-        answers=answer.summary(found, compare_to),
-        remarks=[*why.sentences(found, records), *answer.remarks(found, records)],
+        answers=answers.summary(found, compare_to),
+        remarks=[*explanations.sentences(found, records), *answers.remarks(found, records)],
     )

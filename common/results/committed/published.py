@@ -1,5 +1,6 @@
-"""Compares published rates of others with ours: `python -m common.results.anchors` writes them
-into docs/validation.md, and a test holds the page to it.
+"""Published rates of others beside ours, for docs/validation.md.
+
+`python -m common.results.committed.published` writes them; a test checks that the page is current.
 
 Ours are measured where a committed record has the same place, else computed: an event model
 (`common.virtual`) takes the layer profile, the algorithm's plan, and published costs of all-reduce.
@@ -18,11 +19,11 @@ from typing import Any
 
 from common.models.profile import Profile, load, path_of
 from common.paths import CONFIGS, ROOT
-from common.results import shipped
-from common.results.faith import doubt
-from common.results.marked import written
+from common.results.committed import catalogue
+from common.results.committed.pages import written
 from common.results.records import Record
 from common.results.store import load as load_records
+from common.results.validity import flag_text
 from common.virtual.foresee import foresee, halved
 from dear.cost.collectives import TABLES
 from dear.cost.fit import AlphaBeta
@@ -154,7 +155,7 @@ def _measured(
         if record.fabric.kind == "emulated"
         and record.throughput is not None
         and not record.fault
-        and doubt(record) is None
+        and flag_text(record) is None
         and all(record.trial.get(key) == value for key, value in place.items())
     ]
     return rates[-1] if rates else None
@@ -246,9 +247,9 @@ def dear() -> str:
 def committed() -> list[Record]:
     """The records of docs/records that are not withdrawn."""
     found: list[Record] = []
-    for name in shipped.recipes():
-        if name not in shipped.withdrawn():
-            found += load_records(shipped.FOLDER / name / "records.jsonl")
+    for name in catalogue.recipes():
+        if name not in catalogue.withdrawn():
+            found += load_records(catalogue.FOLDER / name / "records.jsonl")
     return found
 
 

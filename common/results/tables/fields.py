@@ -47,7 +47,7 @@ class Compared:
 class Validity:
     """Validity of a row's number."""
 
-    doubt: str | None = None
+    flag: str | None = None
     """Reason why the number is flagged. A flagged number has no verdict."""
     reason: str | None = None
     """Reason why there is no number, or why it is flagged, and all other notes."""

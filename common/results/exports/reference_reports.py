@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.results.faith import doubt
 from common.results.records import Record
-from common.results.table import Column, Table, significant
+from common.results.tables.table import Column, Table, significant
+from common.results.validity import flag
 from dear.errors import UserError
 
 _ELEMENTS_PER_MB = (1 << 20) // 4
@@ -29,7 +29,7 @@ def reports(records: Iterable[Record]) -> dict[str, Any]:
     Raises:
         ValueError: two records would have the same place.
     """
-    records = [one for one in records if doubt(one) is None and one.trial["algorithm"] != "none"]
+    records = _reportable(records)
     lengths: dict[str, set[Any]] = {}
     for record in records:
         lengths.setdefault(_task(record), set()).add(record.trial["sentence_len"])
@@ -54,9 +54,8 @@ def reports(records: Iterable[Record]) -> dict[str, Any]:
 def report_lines(records: Sequence[Record]) -> list[str]:
     """What the reference suites print at the end: of each result mean and population standard
     deviation of its rates, then a line `rdma:R,METHOD,v1,v2` per method, v by world size."""
-    found = [one for one in records if doubt(one) is None and one.trial["algorithm"] != "none"]
     lines = []
-    for record in found:
+    for record in _reportable(records):
         rates = _rates(record)
         lines.append(f"Speed:  ({statistics.fmean(rates):.3f}, {statistics.pstdev(rates):.3f})")
     lines.append("==== All Reports ======")
@@ -65,6 +64,11 @@ def report_lines(records: Sequence[Record]) -> list[str]:
             for method, values in methods.items():
                 lines.append(",".join([f"rdma:{rdma}", method, *values]))
     return lines
+
+
+def _reportable(records: Iterable[Record]) -> list[Record]:
+    """Returns the valid records of several workers."""
+    return [r for r in records if flag(r) is None and r.trial["algorithm"] != "none"]
 
 
 def load_reports(path: Path) -> dict[str, Any]:

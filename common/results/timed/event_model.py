@@ -5,6 +5,7 @@ It knows nothing of how trials are emulated, so an error would have to be in bot
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from common.results.records import Record, Result
 from common.results.records.trust import Modelled, sending_costs
 from common.virtual.foresee import share_on_wire
 from common.virtual.link import Cost, Pairwise
-from common.virtual.passes import Bundle, UnmodelledError, messages_of, passes_of
+from common.virtual.passes import Bundle, Passes, UnmodelledError, messages_of, passes_of
 from common.virtual.step import FUSED, Prediction, predict
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_options
@@ -65,7 +66,7 @@ def prediction(record: Record) -> Prediction:
         raise UnmodelledError("its ranks average in groups, whose costs are not on record")
     if plan is None or not plan.groups:
         raise UnmodelledError("its plan is not on record")
-    passes = passes_of(_profile(trial), result.compute.update_s)
+    passes = trial_passes(trial, result.compute.update_s)
     bundles = [
         Bundle(
             nbytes=group.bytes,
@@ -83,6 +84,18 @@ def prediction(record: Record) -> Prediction:
     return predict(passes, messages, statement, _costs(result), trial["world_size"])
 
 
+def trial_passes(trial: Mapping[str, Any], update_s: float) -> Passes:
+    """Returns the passes of a trial's profile, with an update that took `update_s` seconds.
+
+    Args:
+        trial: settings of the trial, as in its record.
+
+    Raises:
+        UnmodelledError: the trial followed no profile of float32, or the profile is not here.
+    """
+    return passes_of(_profile(trial), update_s)
+
+
 def _costs(result: Result) -> dict[str, Cost]:
     costs: dict[str, Cost] = {**(sending_costs(result.costs, result.engine_costs) or {})}
     engine = result.engine_costs
@@ -93,7 +106,7 @@ def _costs(result: Result) -> dict[str, Cost]:
     return costs
 
 
-def _profile(trial: dict[str, Any]) -> Profile:
+def _profile(trial: Mapping[str, Any]) -> Profile:
     model, _, device = trial["model"].rpartition("@")
     if not model:
         raise UnmodelledError("its model has no profile")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results import stats
-from common.results.faith import doubt
-from common.results.fields import Compared, Identity, Validity
-from common.results.reach import Reach, note, percent, reach
 from common.results.records import Record, base_among
 from common.results.stats import Difference
-from common.results.table import PLACE, Column, Table, doubted, given, identity, significant
+from common.results.tables.fields import Compared, Identity, Validity
+from common.results.tables.table import PLACE, Column, Table, doubted, given, identity, significant
+from common.results.timed.bounds import Reach, note, percent, reach
+from common.results.validity import flag_text
 
 UNKNOWN = "-"
 LEGEND = (
@@ -125,7 +125,7 @@ def _measured(record: Record) -> dict[str, Any]:
     if throughput is None or record.check is None:
         return values | {"notes": [record.error and record.error.message]}
     rate = stats.throughput(record.repeats, trial["batch_size"] * trial["world_size"])
-    why = doubt(record)
+    why = flag_text(record)
     values |= {
         "throughput": rate.value,
         "unit": throughput.unit,
@@ -134,7 +134,7 @@ def _measured(record: Record) -> dict[str, Any]:
         "n": rate.n,
         "repeats": len(record.repeats),
         "correct": record.check.verdict,
-        "doubt": why,
+        "flag": why,
         "notes": [why, *(note.text for note in record.notes)],
         "step_s": record.step_s,
         "step_median_s": stats.percentile_step_s(record.repeats, 0.5),
@@ -180,7 +180,7 @@ def _compare(peers: Sequence[Record], compare_to: str, values: dict[int, dict[st
     if base is None:
         return
     rivals = [r for r in peers if r is not base and r.trial["algorithm"] != "none"]
-    valid = [record for record in rivals if doubt(record) is None and doubt(base) is None]
+    valid = [record for record in rivals if flag_text(record) is None and flag_text(base) is None]
     differences = [difference(record, base) for record in valid]
     for record in rivals:
         values[id(record)]["compared_to"] = base.label
@@ -203,7 +203,7 @@ def asked_precision(record: Record) -> float:
 
 def _lead(peers: Sequence[Record], values: dict[int, dict[str, Any]]) -> None:
     """Adds to the rows of a cell whether they are the fastest, or not distinguishable from it."""
-    rivals = [r for r in peers if doubt(r) is None and r.trial["algorithm"] != "none"]
+    rivals = [r for r in peers if flag_text(r) is None and r.trial["algorithm"] != "none"]
     if len(rivals) < 2:
         return
     rows = [values[id(record)] for record in rivals]
@@ -243,7 +243,7 @@ def _in_turn(records: Sequence[Record]) -> Callable[[int, int], bool]:
 
 def _efficiency(record: Record, single: Record | None) -> dict[str, float]:
     """Returns the efficiency relative to the single worker, if both are valid."""
-    if single is None or doubt(single) is not None or doubt(record) is not None:
+    if single is None or flag_text(single) is not None or flag_text(record) is not None:
         return {}
     value = single.step_s / record.step_s
     wide = stats.compare(record.repeats, single.repeats, paired=False).half_width

@@ -1,0 +1,1 @@
+"""Sweeps in the forms of other tools: pandas, the reference suites, Perfetto."""

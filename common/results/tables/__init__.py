@@ -1,0 +1,1 @@
+"""Tables of rows, and what they have in common."""

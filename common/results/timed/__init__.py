@@ -1,0 +1,1 @@
+"""Trials with timed steps: rows, comparisons, and the sentences below their table."""

@@ -22,7 +22,7 @@ from common.models import torchvision_cpu  # noqa: F401  (the file may import to
 from common.models.registry import FILE, brought_of
 from common.models.workload import Workload
 from dear.errors import UserError
-from dear.files import described, module_of
+from dear.training.files import described, module_of
 
 _PACKAGE = "user_models"
 

@@ -24,10 +24,10 @@ from dear.comm.communicator import Communicator
 from dear.cost.bounds import Bound, Traffic
 from dear.cost.overlap import Overlap, Unstated
 from dear.errors import Unavailable, UserError, unknown
-from dear.files import digest_of, module_of
 from dear.lazy import torch
 from dear.options import Options, OptionsT, build_options
 from dear.training.engine import AnyEngine, Distributed, Engine, Replica, distribute
+from dear.training.files import digest_of, module_of
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
 Consistency = Literal["synchronous", "delayed", "decentralized", "asynchronous"]
@@ -164,7 +164,7 @@ class Plugin:
     path: str
     """Absolute path, the same on every host."""
     digest: str
-    """Digest of the file and of the files in its folder that it imports (`dear.files`)."""
+    """Digest of the file and of the files in its folder that it imports (`dear.training.files`)."""
 
 
 _plugins: dict[str, Plugin] = {}

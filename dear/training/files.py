@@ -12,7 +12,7 @@ from types import ModuleType
 
 from dear.errors import UserError
 
-_PACKAGES = Path(__file__).parents[1]
+_PACKAGES = Path(__file__).parents[2]
 """Folder with the packages of this project."""
 
 

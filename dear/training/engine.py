@@ -84,11 +84,6 @@ class Engine(Generic[OptionsT_co]):
     def optimizer(self) -> torch.optim.Optimizer:
         return self.replica.optimizer
 
-    @property
-    def held(self) -> list[torch.nn.Parameter]:
-        """Returns all parameters of the optimizer, in the order of its groups."""
-        return _held(self.optimizer)
-
     def step(self, update: Update) -> object:
         """Averages gradients and calls `update`, the optimizer's own step, or defers it."""
         return update()
@@ -235,7 +230,7 @@ class Distributed(OptimizerBase):
         Returns:
             The norm before clipping, on all ranks.
         """
-        return self._engine.clip_grad_norm(_held(self), max_norm, norm_type)
+        return self._engine.clip_grad_norm(held(self), max_norm, norm_type)
 
     def statistics(self) -> dict[str, object]:
         """Returns the algorithm's counts on this rank so far, by name (JSON); may be empty."""
@@ -365,7 +360,7 @@ class GradScaling:
         if asked["found_inf"].item():
             return None
         if asked["grad_scale"] is not None:
-            for param in _held(self._optimizer):
+            for param in held(self._optimizer):
                 if param.grad is not None:
                     param.grad.div_(asked["grad_scale"])
         attributes.update(dict.fromkeys(asked))  # done; the optimizer cannot take them
@@ -436,16 +431,17 @@ def grouped(
     return [(sum(param.nbytes for param in params), params) for params in groups]
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def held(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Returns all parameters of the optimizer, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [param for param in _held(optimizer) if param.requires_grad]
+    return [param for param in held(optimizer) if param.requires_grad]
 
 
 def _check_all_managed(optimizer: Distributed) -> None:
-    for param in _held(optimizer):
+    for param in held(optimizer):
         if param.grad is not None and param not in optimizer._managed:
             raise UserError(
                 f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "

@@ -29,16 +29,12 @@ class _ModuleHook(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:  # for deepcopy, too
-        return _return_nothing, ()
+    def __reduce__(self) -> tuple[type[object], tuple[Callable[..., None]]]:  # for deepcopy, too
+        return _ModuleHook, (_nothing,)
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
     """Does nothing, in place of a hook in a copy of its model."""
-
-
-def _return_nothing() -> Callable[..., None]:
-    return _nothing
 
 
 class Hooks:
@@ -91,10 +87,10 @@ class Hooks:
 
     def before_state_dict(self, model: torch.nn.Module, call: Callable[[], None]) -> None:
         """Calls `call()` before any part of `model` gives away or takes in a state dict."""
+        self.before_load(model, call)
         hook = _ModuleHook(lambda *args: call())
         for module in model.modules():
             self._handles.append(module.register_state_dict_pre_hook(hook))
-            self._handles.append(module.register_load_state_dict_pre_hook(hook))
 
     def before_load(self, model: torch.nn.Module, call: Callable[[], None]) -> None:
         """Calls `call()` before any part of `model` takes in a state dict."""
@@ -190,30 +186,25 @@ class ReaderMap:
                 for module, read in self._reads.items()
             }
             standing: set[torch.nn.Parameter] = set()
-            self._stand_in(self._model, None, readers, standing)
+
+            def stand_in(module: torch.nn.Module, nearest: torch.nn.Module | None) -> None:
+                # A module that is never called is read by the nearest one around it that is.
+                if module in self._called:
+                    nearest = module
+                if nearest is not None:
+                    for param in module.parameters(recurse=False):
+                        if param in self._group_of:
+                            readers.setdefault(nearest, set()).add(self._group_of[param])
+                            standing.add(param)
+                for child in module.children():
+                    stand_in(child, nearest)
+
+            stand_in(self._model, None)
             self._unread = {
                 group for param, group in self._group_of.items() if param not in standing
             }
             self._map = readers
         return self._map
-
-    def _stand_in(
-        self,
-        module: torch.nn.Module,
-        nearest: torch.nn.Module | None,
-        readers: dict[torch.nn.Module, set[int]],
-        standing: set[torch.nn.Parameter],
-    ) -> None:
-        # A module that is never called is read by the nearest one around it that is.
-        if module in self._called:
-            nearest = module
-        if nearest is not None:
-            for param in module.parameters(recurse=False):
-                if param in self._group_of:
-                    readers.setdefault(nearest, set()).add(self._group_of[param])
-                    standing.add(param)
-        for child in module.children():
-            self._stand_in(child, nearest, readers, standing)
 
     def _enter(self, module: torch.nn.Module) -> None:
         self._running.append(module)

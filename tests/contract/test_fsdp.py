@@ -254,5 +254,5 @@ def test_what_cannot_be_sharded_is_refused_and_left_as_it_was(world):
         assert "LBFGS" in lbfgs
         assert "fused=False" in fused
         assert "option of fsdp 'min_mb'" in size
-        assert "unknown option of fsdp 'stage'" in stage
+        assert "option of fsdp 'stage': unknown value 1" in stage
         assert "FSDP" not in left and "hooks" not in left

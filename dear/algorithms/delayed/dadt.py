@@ -21,6 +21,7 @@ from dear.training.engine import (
     GradScaling,
     Replica,
     Update,
+    held,
     refuse_lbfgs,
     scaled,
     step_after_closure,
@@ -162,7 +163,7 @@ class DelayedEngine(GradientEngine[Dadt.Options]):
         pending = []
         for lap in self._held:
             means = lap.gradients()
-            gradients = [_copied(means.get(param)) for param in self.held]
+            gradients = [_copied(means.get(param)) for param in held(self.optimizer)]
             pending.append({"gradients": gradients, "scale": _copied(lap.scale)})
         return {**plain(), PENDING: pending}
 
@@ -175,7 +176,7 @@ class DelayedEngine(GradientEngine[Dadt.Options]):
             )
         self._drop_held()
         for entry in entries:
-            pairs = zip(self.held, entry["gradients"], strict=True)
+            pairs = zip(held(self.optimizer), entry["gradients"], strict=True)
             loaded = {param: _copied(value, like=param) for param, value in pairs}
             managed = {param: loaded[param] for param in self.params}
             self._held.append(Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))

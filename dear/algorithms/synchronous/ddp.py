@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
     from torch.optim.optimizer import StateDict
 
+    FutureTensor = torch.futures.Future[torch.Tensor]
+
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
 """Torch's sizes at which a bucket and the first bucket are closed, in MB of 2^20 bytes."""
 
@@ -267,7 +269,7 @@ class BucketHook(ABC):
         self.communicator = communicator
         self.passes = 0
 
-    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def average(self, bucket: GradBucket) -> FutureTensor:
         """Returns a future of the bucket's buffer with the mean over ranks."""
         buffer, dense = bucket.buffer(), self.passes < self.start
         self.passes += bucket.is_last()
@@ -277,7 +279,7 @@ class BucketHook(ABC):
         return self.carry(bucket, buffer)
 
     @abstractmethod
-    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> FutureTensor:
         """Returns a future of the bucket's buffer with an approximation of the mean."""
 
 
@@ -289,7 +291,7 @@ class BucketPayloads(BucketHook):
         self._options = options
         self._carriers: dict[tuple[int, ...], Carrier] = {}
 
-    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> FutureTensor:
         params = bucket.parameters()
         key = tuple(id(param) for param in params)
         if key not in self._carriers:
@@ -405,17 +407,15 @@ class PowerSgd(BucketHook):
         self._rank = options.powersgd_rank
         """Columns of P and Q."""
         self._buckets: dict[int, _Bucket] = {}
-        self._running: list[tuple[_Bucket, torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        self._running: list[tuple[_Bucket, FutureTensor, torch.Tensor]] = []
 
-    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> FutureTensor:
         if bucket.index() not in self._buckets:
             self._buckets[bucket.index()] = _Bucket(bucket.gradients(), self._rank)
         known = self._buckets[bucket.index()]
         known.send_left(bucket.gradients(), self.communicator)
         cuda = buffer.device.type == "cuda"
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if cuda else None
-        )
+        future: FutureTensor = torch.futures.Future(devices=[buffer.device] if cuda else None)
         self._running.append((known, future, buffer))
         if bucket.is_last():
             self._end()

@@ -36,7 +36,7 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Replica, Update, refuse_lbfgs
+from dear.training.engine import Replica, Update, held, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
 from dear.training.tuning import RAMPS, FusionOptions, FusionT, cost_of_gradients, regrouping
 
@@ -422,8 +422,8 @@ class DearEngine(DeferredEngine[Dear.Options]):
         if not isinstance(self._update, Sharded):
             return super().whole_state()
         # Parameters that are not trained may have state, which is not sharded.
-        held, kept = set(self.held), self.optimizer.state
-        others = {param: state for param, state in kept.items() if param in held}
+        known = set(held(self.optimizer))
+        others = {p: state for p, state in self.optimizer.state.items() if p in known}
         try:
             return {**others, **dict(self._update.whole_state())}
         except RuntimeError as error:

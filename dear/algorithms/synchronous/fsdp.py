@@ -17,7 +17,7 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Replica, Update, step_after_closure
+from dear.training.engine import Replica, Update, held, step_after_closure
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -198,11 +198,11 @@ class _FsdpEngine(AveragingEngine):
 
     def resume(self, state: StateDict) -> None:
         """Cuts whole state, of the script's own parameters or of sharded ones, into parts."""
-        held = self.optimizer.state
+        states = self.optimizer.state
         for param, sharded in self._sharded.of.items():
-            known = held.pop(param, None) or held.get(sharded)
+            known = states.pop(param, None) or states.get(sharded)
             if known:
-                held[sharded] = {
+                states[sharded] = {
                     key: shard(value, sharded) if _whole(value, sharded) else value
                     for key, value in known.items()
                 }
@@ -211,7 +211,7 @@ class _FsdpEngine(AveragingEngine):
         state = self.optimizer.state
         return {
             param: {key: full(value) for key, value in state[param].items()}
-            for param in self.held
+            for param in held(self.optimizer)
             if param in state
         }
 

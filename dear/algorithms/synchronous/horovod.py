@@ -25,7 +25,7 @@ from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Replica
+from dear.training.engine import Replica, held
 from dear.training.gradients import GradientEngine, gradient_of
 
 if TYPE_CHECKING:
@@ -213,11 +213,11 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
         self._name = f"optimizer.{next(_counter)}"
         named = [
             (f"{self._name}.{names.get(param, f'outside.{i}')}", param)
-            for i, param in enumerate(self.held)
+            for i, param in enumerate(held(self.optimizer))
         ]
         # Horovod makes a new optimizer of the given class, with parameters alone. Only its hooks
         # and its waiting are used, so any class will do; the user's may need arguments.
-        carrier = torch.optim.SGD(self.held, lr=0.0)
+        carrier = torch.optim.SGD(held(self.optimizer), lr=0.0)
         half = options.compression == "fp16"
         try:
             self._horovod = hvd.DistributedOptimizer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -113,7 +113,7 @@ class BucketOptimizers(Updater):
         Raises:
             UserError: another number of optimizers or schedules, or a scaler on one side only.
         """
-        parts: dict[str, list[_Stateful]] = {
+        parts: dict[str, list[Optimizer | LRScheduler]] = {
             "optimizers": [*self.optimizers.values()],
             "schedulers": [*self.schedulers.values()],
         }
@@ -132,10 +132,6 @@ class BucketOptimizers(Updater):
                 part.load_state_dict(saved)
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
-
-
-class _Stateful(Protocol):
-    def load_state_dict(self, state_dict: StateDict, /) -> None: ...
 
 
 class _Whole(Optimizer):

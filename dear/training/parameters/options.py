@@ -45,18 +45,10 @@ class GraphOptions(LocalOptions):
             raise unknown(option_of(self, "topology"), self.topology, TOPOLOGIES)
         super().__post_init__()
 
-    def graph(
-        self,
-        communicator: Communicator,
-        *,
-        doubly_stochastic: bool = False,
-        symmetric: bool = False,
-    ) -> nx.DiGraph:
-        """Returns the static graph of all ranks; for the arguments see `check_graph`."""
+    def graph(self, communicator: Communicator, **needs: bool) -> nx.DiGraph:
+        """Returns the static graph of all ranks; `needs` are those of `topology.check_graph`."""
         chosen = graph(self.topology, communicator.size)
-        check_graph(
-            chosen, communicator.size, doubly_stochastic=doubly_stochastic, symmetric=symmetric
-        )
+        check_graph(chosen, communicator.size, **needs)
         return chosen
 
 

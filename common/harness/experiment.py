@@ -16,8 +16,8 @@ from common.emulation.faults import check_fault
 from common.emulation.links import check as check_links
 from common.emulation.links.profile import network_profile
 from common.harness.custom import bring_model
-from common.harness.learn import LearnConfig
-from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
+from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
+from common.harness.trial import BASELINE, Cuda, Sources, Trial
 from common.launch.job import launcher_options
 from common.models import datasets
 from common.models.registry import (
@@ -413,14 +413,17 @@ class Experiment:
             time_scale=self.cluster.time_scale if self.cluster else None,
             fault=fault,
             learn=learn,
-            data_digest=data_digest,
-            profile_digest=profile,
-            network_digest=None if network is None else self.cluster.links_digest(network),
-            plugin=plugin_of(algorithm.name),
-            brought=brought_of(model.name, batch_size),
+            cuda=Cuda(tf32=self.tf32, cudnn_benchmark=self.cudnn_benchmark),
+            sources=Sources(
+                data_digest=data_digest,
+                profile_digest=profile,
+                network_digest=self.cluster.links_digest(network) if self.cluster else None,
+                plugin=plugin_of(algorithm.name),
+                brought=brought_of(model.name, batch_size),
+            ),
         )
 
 
 _SHOWN = 8
 _AS_GIVEN = ("launcher", "launcher_options", "device", "dtype", "seed", "optimizer", "measure")
-_AS_GIVEN += ("collective_timeout_s", "tf32", "cudnn_benchmark")
+_AS_GIVEN += ("collective_timeout_s",)

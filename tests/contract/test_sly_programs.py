@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.harness.trial import OptimizerConfig
+from common.harness.settings import OptimizerConfig
 from tests.contract.sly_programs import SLY, buffers, catching_up, own_reference, sly, stale
 from tests.contract.test_wrong_programs import ADAMW, check_of
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from common.harness.learn import LearnConfig
-from common.harness.trial import MeasureConfig, OptimizerConfig
+from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
 from dear.algorithms import reference as references
 from dear.training.algorithm import algorithm_names
 from tests.contract import wrong_programs

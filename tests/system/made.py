@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from common.emulation.config import Fault
-from common.harness.trial import MeasureConfig, OptimizerConfig, Trial, options_of
+from common.harness.settings import MeasureConfig, OptimizerConfig
+from common.harness.trial import Sources, Trial, options_of
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.replay import model as replay
 from common.models.workload import Workload
@@ -37,11 +38,13 @@ def make_trial(algorithm: str, world: int = 4, **more: Any) -> Trial:
     }
     options = options_of(algorithm, more.pop("options", {}))
     fault = Fault(**more.pop("fault")) if more.get("fault") else None
+    sources = {key: more.pop(key) for key in vars(Sources()) if key in more}
     return Trial(
         algorithm=algorithm,
         world_size=world,
         options=options,
         fault=fault,
+        sources=Sources(**sources),
         **{**fields, **more},
     )
 

@@ -392,14 +392,16 @@ def test_a_module_in_the_files_folder_that_another_hides_is_refused(tmp_path, mi
 
 def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):
     first = trial()
-    assert first.model == "mine.py@v100-modelled" and first.brought.source.startswith("file:/")
-    assert Path(first.brought.profile).is_absolute() and first.profile_digest
+    assert first.model == "mine.py@v100-modelled" and first.sources.brought.source.startswith(
+        "file:/"
+    )
+    assert Path(first.sources.brought.profile).is_absolute() and first.sources.profile_digest
     assert trial().hash == first.hash
     moved = tmp_path / "moved"
     moved.mkdir()
     shutil.copy(tmp_path / "mine.py", moved)
     there = trial(models=[{**EXPERIMENT["models"][0], "name": f"file:{moved}/mine.py"}])
-    assert there.hash == first.hash and there.brought.source != first.brought.source
+    assert there.hash == first.hash and there.sources.brought.source != first.sources.brought.source
     mine(TINY + "# another\n")
     assert trial().hash != first.hash
     assert trial(models=[{**EXPERIMENT["models"][0], "batch_size": 5}]).hash != first.hash
@@ -426,7 +428,7 @@ def test_one_value_is_as_good_as_a_list_of_one(tmp_path, trial):
     shutil.copy(ALGORITHM, tmp_path / "small_ones.py")
     (made,) = [trial(models="file:mine.py", plugins="small_ones.py", algorithms="small-ones")]
     assert (made.model, made.algorithm) == ("mine.py", "small-ones")
-    assert made.brought.source == f"file:{tmp_path}/mine.py"
+    assert made.sources.brought.source == f"file:{tmp_path}/mine.py"
 
 
 def test_an_algorithm_of_ones_own_is_compared_with_the_others_wherever_files_lie():
@@ -454,7 +456,7 @@ def test_an_algorithm_from_a_file_is_one_of_those_there_are(tmp_path, trial):
     path.write_text(text)
     made = trial(plugins=["small_ones.py"], algorithms=["small-ones", "ddp"])
     assert (made.algorithm, made.label) == ("small-ones", "small-ones")
-    assert made.plugin.path == str(path) and made.options.small_kb == 64
+    assert made.sources.plugin.path == str(path) and made.options.small_kb == 64
     assert "small-ones" in listing()["algorithms"]
     assert made.cell == trial().cell, "they are compared with each other"
     path.write_text(text + "# another\n")

@@ -20,7 +20,8 @@ from common.harness.running.launches import CellContext
 from common.harness.running.turn import Turn, order_seed, planned
 from common.harness.running.ui import Progress
 from common.harness.running.underway import Standing, Underway
-from common.harness.trial import MeasureConfig, Trial
+from common.harness.settings import MeasureConfig
+from common.harness.trial import Trial
 from common.launch.job import Outcome
 from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Strain

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.harness.learn import LearnConfig
 from common.harness.running.record import make_record
+from common.harness.settings import LearnConfig
 from common.harness.worker import judge
 from common.harness.worker.judge import Snapshots, set_floating
 from common.harness.worker.timing import evidence

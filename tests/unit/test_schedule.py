@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from common.harness.learn import LearnConfig, ScheduleConfig
-from common.harness.trial import Briefing, OptimizerConfig
+from common.harness.settings import LearnConfig, OptimizerConfig, ScheduleConfig
+from common.harness.trial import Briefing
 from common.harness.worker.learning import learn
 from common.harness.worker.schedule import make_schedule
 from common.models.datasets import Parts

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from common.harness.running.record import make_record
-from common.harness.trial import BASELINE, MeasureConfig
+from common.harness.settings import MeasureConfig
+from common.harness.trial import BASELINE
 from common.harness.worker import timed, training
 from common.harness.worker.checking import correctness, plain
 from common.harness.worker.checking.afresh import Afresh

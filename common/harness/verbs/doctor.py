@@ -44,7 +44,7 @@ HELP = "check this machine and suggest a fix for each problem"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
-    parser.add_argument("--json", action="store_true", help="on stdout")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -28,15 +28,15 @@ from common.results.committed.pages import written
 from dear.algorithms.aliases import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names
 
-HELP = "algorithms, models, experiments"
+HELP = "list algorithms, models and experiments"
 KEYS = "keys of an experiment"
 """Mark of the table in docs/experiments.md."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
-    parser.add_argument("--json", action="store_true", help="as JSON on stdout")
-    parser.add_argument("--keys", action="store_true", help="the keys of an experiment file")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+    parser.add_argument("--keys", action="store_true", help="keys of an experiment file")
     add_plugin(parser)
 
 

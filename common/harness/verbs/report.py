@@ -15,14 +15,17 @@ from dear.errors import UserError
 if TYPE_CHECKING:
     from common.results.report import page
 
-HELP = "a sweep as one HTML file"
+HELP = "write a sweep as one HTML file"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     add_sweep(parser)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="(default: report.html in the sweep's folder)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the sweep's folder",
     )
 
 

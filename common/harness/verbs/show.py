@@ -16,7 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     add_sweep(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="the records as JSON on stdout")
+    how.add_argument("--json", action="store_true", help="print the records as JSON on stdout")
     how.add_argument(
         "--breakdown",
         action="store_true",
@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--plan",
         action="store_true",
-        help="what travelled together, what was predicted of it, and what tuners have tried",
+        help="which gradients travelled together, their predicted times, and what tuners tried",
     )
 
 

@@ -10,7 +10,7 @@ from dear.buckets.flat import Bucket
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Update
-from dear.training.parameters.adapt_then_combine import AdaptAndCombine
+from dear.training.parameters.stepped import AdaptAndCombine
 from dear.training.parameters.windows import WindowAlgorithm, WindowExchange, WindowOptions
 
 LEAST_P = 1 / 16

@@ -14,9 +14,9 @@ from dear.options import option_of
 from dear.topology import from_matrix, matrix
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica, Update
-from dear.training.parameters.adapt_then_combine import AdaptThenCombine
 from dear.training.parameters.exchange import GraphExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, adapt_then_combine
+from dear.training.parameters.stepped import AdaptThenCombine
 
 _DIRECTED = ("ring-left", "ring-right", "exp2")
 

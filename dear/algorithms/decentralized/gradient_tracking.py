@@ -12,9 +12,9 @@ from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica, Update
-from dear.training.parameters.combine_then_adapt import CombineThenAdapt
 from dear.training.parameters.exchange import GraphExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, combine_then_adapt
+from dear.training.parameters.stepped import CombineThenAdapt
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict

@@ -17,8 +17,6 @@ from dear.topology import check_graph, graph
 from dear.topology.schedules import DynamicName, one_peer_machines, schedule
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters.adapt_then_combine import AdaptThenCombine
-from dear.training.parameters.combine_then_adapt import CombineThenAdapt
 from dear.training.parameters.engine import ParameterEngine
 from dear.training.parameters.exchange import GraphExchange, Rounds, always
 from dear.training.parameters.options import (
@@ -27,6 +25,7 @@ from dear.training.parameters.options import (
     adapt_then_combine,
     combine_then_adapt,
 )
+from dear.training.parameters.stepped import AdaptThenCombine, CombineThenAdapt
 
 
 class Neighbor(GraphAlgorithm["Neighbor.Options"]):

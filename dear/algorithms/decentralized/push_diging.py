@@ -13,9 +13,9 @@ from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica, Update
-from dear.training.parameters.adapt_then_combine import AdaptThenCombine
 from dear.training.parameters.exchange import GraphExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, adapt_then_combine
+from dear.training.parameters.stepped import AdaptThenCombine
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dear.buckets.flat import Bucket
-from dear.buckets.grouping import MIB, fuse, layers
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.engine import (
@@ -148,46 +147,3 @@ class ParameterEngine(Engine[LocalOptions], ABC):
 
     def statistics(self) -> dict[str, object]:
         return self.exchange.statistics()
-
-
-class SteppedEngine(ParameterEngine):
-    """Base of the engines that share all buckets at one moment, and adapt them in `step()`."""
-
-    def prepare(self) -> None:
-        self.members = fuse(layers(self.model, self.params), self.options.bucket_mb * MIB)
-        self.exchange.lay_out(self.members, self.steps)
-        self.unmixed: set[int] = set()
-        """Buckets that are shared and not mixed yet."""
-
-    def due(self) -> bool:
-        """Returns True if this step averages."""
-        return self.steps % self.every == self.every - 1
-
-    def adapt(self, update: Update, *, averages: bool) -> object:
-        """Runs the optimizer's step, as the exchange changes it in a step that averages."""
-
-        if not averages:
-            return self.scaling.step(update)
-        return self.exchange.adapt(lambda: self.scaling.step(update))
-
-    def share_all(self) -> None:
-        with torch.no_grad():
-            for bucket in self.buckets:
-                self.exchange.share(bucket, self.steps)
-        self.unmixed = set(range(len(self.buckets)))
-        self.exchange.shared()
-
-    def mix(self, index: int) -> None:
-        self.unmixed.discard(index)
-        # The state must outlive an evaluation in inference mode that settles.
-        with torch.inference_mode(False), torch.no_grad():
-            self.exchange.mix(self.buckets[index], self.steps)
-
-    def mix_all(self) -> None:
-        """Mixes all shared buckets."""
-        if not self.unmixed:
-            return
-        self.exchange.meet()
-        for index in sorted(self.unmixed):
-            self.mix(index)
-        self.exchange.meet()

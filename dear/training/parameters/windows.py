@@ -15,11 +15,10 @@ from dear.cost.overlap import Moment, Overlap, Transfer
 from dear.lazy import nx, torch
 from dear.options import at_least, option_of
 from dear.training.engine import Replica
-from dear.training.parameters.adapt_then_combine import AdaptAndCombine
-from dear.training.parameters.combine_then_adapt import CombineThenAdapt
 from dear.training.parameters.engine import ParameterEngine
 from dear.training.parameters.exchange import BucketExchange
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions
+from dear.training.parameters.stepped import AdaptAndCombine, CombineThenAdapt
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict

@@ -52,7 +52,7 @@ __all__ = sorted(_HOME)
 class _ShortNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import hook that maps short names to their modules, as in `from dear.mixing import x`."""
 
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self) if name in _MODULES else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
@@ -62,6 +62,7 @@ class _ShortNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Restores the module's own spec; the module was executed under its own name already."""
+        assert module.__spec__ is not None, "create_module has set it"
         module.__spec__ = module.__spec__.loader_state
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 
 class LazyModule:
@@ -20,7 +20,7 @@ class LazyModule:
         self._name = name
         self._module: ModuleType | None = None
 
-    def __getattr__(self, attribute: str) -> Any:
+    def __getattr__(self, attribute: str) -> object:
         if self._module is None:  # cached: training loops call this many times per step
             self._module = importlib.import_module(self._name)
         return getattr(self._module, attribute)

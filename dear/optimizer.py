@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +13,8 @@ from dear.comm import runtime
 from dear.errors import UserError
 from dear.options import positive
 from dear.training.algorithm import algorithm_class, algorithm_options
+from dear.training.engine import Distributed
+from dear.training.gradients import gradient_of
 from dear.training.hooks import Hooks
 
 
@@ -24,8 +25,8 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     *,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     norm_clip: float | None = None,
-    **options: Any,
-) -> Optimizer:
+    **options: object,
+) -> Distributed:
     """Makes `optimizer` and `model` train with `algorithm`; the training loop does not change.
 
     Args:
@@ -42,7 +43,7 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
             DeAR's first implementation are accepted, too (`dear.algorithms.aliases`).
 
     Returns:
-        The same optimizer, with the additional methods `synchronize()`, `no_sync()` and `close()`.
+        The same optimizer, with additional methods, e.g. `synchronize()`, `no_sync()`, `close()`.
 
     Raises:
         UserError: an unknown algorithm or option, or a model that the algorithm cannot train.
@@ -51,8 +52,8 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     if model is None:
         model, algorithm = _model_of(named_parameters), algorithm or "mgwfbp"
     halves = {param.dtype for param in model.parameters()} <= {torch.float16, torch.bfloat16}
-    algorithm, options = arguments(algorithm or "dear", options, halves)
-    chosen = algorithm_options(algorithm, options)
+    algorithm, given = arguments(algorithm or "dear", options, halves)
+    chosen = algorithm_options(algorithm, given)
     communicator = runtime.communicator()
     clipping = None
     if norm_clip is not None:
@@ -70,7 +71,7 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     return wrapped
 
 
-def _model_of(named_parameters: Any) -> torch.nn.Module:
+def _model_of(named_parameters: object) -> torch.nn.Module:
     """Returns the model of the generator `named_parameters`, which must not be consumed yet."""
     frame = getattr(named_parameters, "gi_frame", None)
     model = None if frame is None else frame.f_locals.get("self")
@@ -88,8 +89,9 @@ def _clip_each(params: Iterable[torch.nn.Parameter], max_norm: float) -> Hooks:
     """
 
     def clip(param: torch.nn.Parameter) -> None:
-        norm = torch.linalg.vector_norm(param.grad)
-        param.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        gradient = gradient_of(param)
+        norm = torch.linalg.vector_norm(gradient)
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     hooks = Hooks()
     hooks.on_gradient((param for param in params if param.requires_grad), clip)

@@ -8,16 +8,25 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from dear.errors import UserError, unknown
+from dear.lazy import torch
 
-T = TypeVar("T")
-Own = TypeVar("Own", bound="Options")
-_LATER = "later"
-LATER = {_LATER: True}
-"""Metadata of a field that was added after records existed. At its default value it is left out of
-a record's identity, so that older records keep theirs."""
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+OptionsT = TypeVar("OptionsT", bound="Options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,7 @@ class Options:
         """
         return False
 
-    def slowed(self: Own, factor: float) -> Own:
+    def slowed(self: OptionsT, factor: float) -> OptionsT:
         """Returns a copy for an emulated cluster that runs `factor` times slower than real time.
 
         Every time, i.e. every field whose name ends in `_ms`, is multiplied by `factor`.
@@ -57,23 +66,11 @@ class Options:
                 object.__setattr__(scaled, field.name, value * factor)
         return scaled
 
-    def refuse(self, params: Sequence[Any]) -> None:
+    def refuse(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Raises `UserError` if these settings do not support one of the trained `params`."""
 
 
-def said(options: Any) -> dict[str, Any]:
-    """Returns the fields of `options` and their values, without `LATER` fields at their default."""
-    defaults = type(options)()
-    left_out = {
-        field.name
-        for field in dataclasses.fields(options)
-        if _LATER in field.metadata
-        and getattr(options, field.name) == getattr(defaults, field.name)
-    }
-    return {key: v for key, v in dataclasses.asdict(options).items() if key not in left_out}
-
-
-def build_options(cls: type[T], given: Mapping[str, Any], what: str, path: str = "") -> T:
+def build_options(cls: type[T], given: Mapping[str, object], what: str, path: str = "") -> T:
     """Builds a `cls` from `given`; every key must be a field and every value of the field's type.
 
     Args:
@@ -103,14 +100,14 @@ def build_options(cls: type[T], given: Mapping[str, Any], what: str, path: str =
     return cls(**values)
 
 
-def option_of(options: Any, field: str) -> str:
+def option_of(options: Options, field: str) -> str:
     """Returns the name of an algorithm's option for messages, e.g. `option of dear 'density'`."""
     # An algorithm is named after its file.
     name = type(options).__module__.rpartition(".")[2].replace("_", "-")
     return f"option of {name} {field!r}"
 
 
-def only_with(options: Any, field: str, other: str, values: Sequence[str]) -> None:
+def only_with(options: Options, field: str, other: str, values: Sequence[object]) -> None:
     """Raises `UserError` if `field` is not at its default and `other` is not one of `values`.
 
     Some fields take effect only with certain values of another field. Without this check they
@@ -118,7 +115,7 @@ def only_with(options: Any, field: str, other: str, values: Sequence[str]) -> No
     """
     default = next(f.default for f in dataclasses.fields(options) if f.name == field)
     if getattr(options, field) != default and getattr(options, other) not in values:
-        *first, last = values
+        *first, last = map(str, values)
         wanted = f"{', '.join(first)} or {last}" if first else last
         raise UserError(
             f"{option_of(options, field)} goes with {other}={wanted}, got "
@@ -126,7 +123,7 @@ def only_with(options: Any, field: str, other: str, values: Sequence[str]) -> No
         )
 
 
-def _convert(value: Any, hint: Any, what: str, path: str) -> Any:
+def _convert(value: object, hint: Any, what: str, path: str) -> object:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), what, path)
@@ -150,7 +147,7 @@ def _convert(value: Any, hint: Any, what: str, path: str) -> Any:
     return _convert_scalar(value, hint, what, path)
 
 
-def _convert_union(value: Any, hints: tuple[Any, ...], what: str, path: str) -> Any:
+def _convert_union(value: object, hints: Sequence[object], what: str, path: str) -> object:
     if value is None and type(None) in hints:
         return None
     errors = []
@@ -164,7 +161,7 @@ def _convert_union(value: Any, hints: tuple[Any, ...], what: str, path: str) -> 
     raise errors[0]
 
 
-def _convert_scalar(value: Any, hint: Any, what: str, path: str) -> Any:
+def _convert_scalar(value: object, hint: type, what: str, path: str) -> object:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is float and isinstance(value, str):
@@ -180,7 +177,7 @@ def _convert_scalar(value: Any, hint: Any, what: str, path: str) -> Any:
     return value
 
 
-def _mismatch(what: str, path: str, value: Any, wanted: str) -> UserError:
+def _mismatch(what: str, path: str, value: object, wanted: str) -> UserError:
     return UserError(f"{what} {path!r}: must be {wanted}, got {value!r}")
 
 

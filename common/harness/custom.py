@@ -25,7 +25,7 @@ from common.models.profile import Profile
 from common.models.registry import FILE, HF, TIMM, Brought
 from common.profiling import gpus
 from dear.errors import UserError
-from dear.files import digest_of
+from dear.training.files import digest_of
 
 if TYPE_CHECKING:
     from common.models.workload import Workload

@@ -18,7 +18,6 @@ from common.models.replay.pace import Pace
 from common.results.records import typed
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
-from dear.files import digest_of
 from dear.training.algorithm import (
     Options,
     Plugin,
@@ -27,6 +26,7 @@ from dear.training.algorithm import (
     algorithm_options,
     load_plugin,
 )
+from dear.training.files import digest_of
 
 BASELINE = "none"
 """Algorithm of the single worker: the plain optimizer, no communication."""

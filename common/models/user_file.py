@@ -22,7 +22,7 @@ from common.models import torchvision_cpu  # noqa: F401  (the file may import to
 from common.models.registry import FILE, brought_of
 from common.models.workload import Workload
 from dear.errors import UserError
-from dear.files import module_of, told
+from dear.training.files import described, module_of
 
 _PACKAGE = "user_models"
 
@@ -122,7 +122,7 @@ def _call(path: Path, name: str, function: Callable[[], Any]) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path}: {name}() failed: {told(error, path)}") from error
+        raise UserError(f"{path}: {name}() failed: {described(error, path)}") from error
 
 
 def _tensors(path: Path, values: Any) -> tuple[torch.Tensor, ...]:

@@ -7,14 +7,15 @@ Method names and variables come from DeAR's benchmark suite (github.com/lzhangbv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names
 
 ELEMENT_BYTES, MIB = 4, 1 << 20
-ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
+Settings = dict[str, object]
+"""Options of an algorithm by name."""
+ALIASES: dict[str, tuple[str, Settings]] = {
     "bspa2a": ("allreduce", {}),
     "wfbp2": ("wfbp", {"channels": 2}),
     "mgwfbp2": ("mgwfbp", {"channels": 2}),
@@ -37,7 +38,7 @@ _WHOLE = 536870912
 its own threshold."""
 
 
-def resolved(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def resolved(name: str, options: Mapping[str, object]) -> tuple[str, Settings]:
     """Returns the algorithm behind `name`, and the alias's options overridden by `options`.
 
     Raises:
@@ -52,7 +53,7 @@ def resolved(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]
     return algorithm, {**defaults, **options}
 
 
-def method(name: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def method(name: str, variables: Mapping[str, str]) -> tuple[str, Settings]:
     """Returns the algorithm and options for a method of DeAR's suite with these variables.
 
     Args:
@@ -75,7 +76,7 @@ def method(name: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any]
     return algorithm, options
 
 
-def arguments(algorithm: str, given: Mapping[str, Any], halves: bool) -> tuple[str, dict[str, Any]]:
+def arguments(algorithm: str, given: Mapping[str, object], halves: bool) -> tuple[str, Settings]:
     """Returns algorithm and options for arguments of DeAR's first `DistributedOptimizer`, or ours.
 
     DeAR's arguments are `compression` (a name, or an object with a `name`), `is_sparse`, `density`,
@@ -117,7 +118,7 @@ _REFUSED = {
 }
 
 
-def _translate_compression(result: dict[str, Any]) -> None:
+def _translate_compression(result: Settings) -> None:
     compression = result.get("compression", "none")
     if not isinstance(compression, str):
         compression = getattr(compression, "name", None if compression is not None else "none")
@@ -134,17 +135,18 @@ def _translate_compression(result: dict[str, Any]) -> None:
         result.pop("compression", None)
 
 
-def _translate_times(name: str, result: dict[str, Any]) -> None:
+def _translate_times(name: str, result: Settings) -> None:
     names, times = result.pop("seq_layernames", None), result.pop("layerwise_times", None)
     if names is None and times is None:
         return
-    if names is None or times is None or len(names) != len(times):
-        raise UserError("seq_layernames and layerwise_times go together, one time for each name")
-    if name == "mgwfbp":  # the other algorithms do not plan by layer times
-        result["layer_times"] = dict(zip(names, map(float, times), strict=True))
+    if isinstance(names, Collection) and isinstance(times, Collection) and len(names) == len(times):
+        if name == "mgwfbp":  # the other algorithms do not plan by layer times
+            result["layer_times"] = dict(zip(names, map(float, times), strict=True))
+        return
+    raise UserError("seq_layernames and layerwise_times go together, one time for each name")
 
 
-def _translate_fusion(name: str, result: dict[str, Any]) -> None:
+def _translate_fusion(name: str, result: Settings) -> None:
     if "threshold" in result:
         threshold = result.pop("threshold")
         if "threshold_mb" in result:
@@ -161,9 +163,9 @@ def _translate_fusion(name: str, result: dict[str, Any]) -> None:
             )
         result["nearby_layers"] = result.pop("num_nearby_layers")
         result.setdefault("fusion", "nearby_layers")
-    if isinstance(result.get("exclude_parts"), str):
-        parts = result["exclude_parts"].replace(",", " ")
-        result["exclude_parts"] = tuple(parts.split())
+    parts = result.get("exclude_parts")
+    if isinstance(parts, str):
+        result["exclude_parts"] = tuple(parts.replace(",", " ").split())
         if not parts and name != "dear":
             del result["exclude_parts"]
 
@@ -174,14 +176,14 @@ class _Given:
     def __init__(self, name: str, variables: Mapping[str, str]) -> None:
         self._name, self._left = name, dict(variables)
 
-    def text(self, key: str, default: str = "") -> str:
-        return self._left.pop(key, default)
+    def text(self, key: str, default: object = "") -> str:
+        return self._left.pop(key, str(default))
 
     def has(self, key: str) -> bool:
         return key in self._left
 
-    def number(self, key: str, default: int, least: int = 0) -> int:
-        text = self.text(key, str(default))
+    def number(self, key: str, default: object, least: int = 0) -> int:
+        text = self.text(key, default)
         if not text.isdigit() or int(text) < least:
             raise UserError(f"{key}={text}: must be a whole number, at least {least}")
         return int(text)
@@ -217,7 +219,7 @@ VARIABLES = {
 nothing."""
 
 
-def _compression(given: _Given, options: dict[str, Any]) -> bool:
+def _compression(given: _Given, options: Settings) -> bool:
     """Puts the given compression into `options`; returns True if gradients are compressed."""
     name = given.text("compressor", options.get("compression", "none"))
     if name != "none":
@@ -236,7 +238,7 @@ def _compression(given: _Given, options: dict[str, Any]) -> bool:
     return name != "none"
 
 
-def _of_wfbp(given: _Given, options: dict[str, Any]) -> None:
+def _of_wfbp(given: _Given, options: Settings) -> None:
     streams = given.number("nstreams", options.pop("channels", 1), least=1)
     if streams > 1:
         options["channels"] = streams
@@ -260,12 +262,12 @@ def _of_wfbp(given: _Given, options: dict[str, Any]) -> None:
         options["merge"] = "threshold"
 
 
-def _of_mgwfbp(given: _Given, options: dict[str, Any]) -> None:
+def _of_mgwfbp(given: _Given, options: Settings) -> None:
     options.setdefault("merge", "greedy")
     _of_wfbp(given, options)
 
 
-def _of_dear(given: _Given, options: dict[str, Any]) -> None:
+def _of_dear(given: _Given, options: Settings) -> None:
     _compression(given, options)
     threshold = given.number("threshold", 0)
     if threshold not in (0, _WHOLE):
@@ -275,7 +277,7 @@ def _of_dear(given: _Given, options: dict[str, Any]) -> None:
         options["exclude_parts"] = parts
 
 
-def _of_horovod(given: _Given, options: dict[str, Any]) -> None:
+def _of_horovod(given: _Given, options: Settings) -> None:
     words = given.text("autotune").split()
     if words not in ([], ["0"], ["1"], ["--autotune"]):
         raise UserError(f"autotune={' '.join(words)}: must be 1 or --autotune")
@@ -283,7 +285,7 @@ def _of_horovod(given: _Given, options: dict[str, Any]) -> None:
         options["autotune"] = True
 
 
-def _of_bytescheduler(given: _Given, options: dict[str, Any]) -> None:
+def _of_bytescheduler(given: _Given, options: Settings) -> None:
     options["off"] = not given.switch("USE_BYTESCHEDULER", True)
     if given.switch("CREDIT_TUNING", False):
         raise UserError("CREDIT_TUNING=1: tuning is not supported; give CREDIT and PARTITION")
@@ -293,12 +295,12 @@ def _of_bytescheduler(given: _Given, options: dict[str, Any]) -> None:
         options |= {"credit_mb": _mb(credit), "partition_mb": _mb(partition)}
 
 
-def _of_ddp(given: _Given, options: dict[str, Any]) -> None:
+def _of_ddp(given: _Given, options: Settings) -> None:
     if given.switch("use_zero", False):
         options["zero"] = True
 
 
-def _of_others(given: _Given, options: dict[str, Any]) -> None:
+def _of_others(given: _Given, options: Settings) -> None:
     if given.text("compressor", "none") != "none":
         raise UserError(
             "compressor: the methods that compress are "
@@ -306,7 +308,7 @@ def _of_others(given: _Given, options: dict[str, Any]) -> None:
         )
 
 
-_METHODS: dict[str, Callable[[_Given, dict[str, Any]], None]] = {
+_METHODS: dict[str, Callable[[_Given, Settings], None]] = {
     "wfbp": _of_wfbp,
     "mgwfbp": _of_mgwfbp,
     "dear": _of_dear,

@@ -16,18 +16,46 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dear.buckets.compressors import SPARSE
+from dear.buckets.compressors import SPARSE, CompressedOptions
 from dear.lazy import torch
+from dear.options import Options
 from dear.topology import graph, matrix, splitting
 from dear.topology.schedules import TopologyReg, one_peer_machines, schedule
 from dear.training.algorithm import algorithm_class
 
+if TYPE_CHECKING:
+    from dear.algorithms.decentralized.decentralized import Decentralized
+    from dear.algorithms.decentralized.neighbor import Neighbor
+    from dear.training.parameters.options import GraphOptions
+    from dear.training.parameters.windows import WindowOptions
 
-def reference_of(name: str, options: Any) -> Callable[[Any, Any], Iterator[None]] | None:
+
+class Ranks(Protocol):
+    """Parameters, gradients and optimizers of all ranks."""
+
+    x: torch.Tensor
+    g: torch.Tensor
+    local_size: int
+
+    @property
+    def tensors(self) -> Sequence[slice]:
+        """Columns of each tensor."""
+        ...
+
+    def update(self, rank: int | None = None) -> None:
+        """Steps the optimizer of a rank; None: of each rank."""
+        ...
+
+
+Reference = Callable[[Ranks, Any], Iterator[None]]
+"""Reference by ranks and the algorithm's options."""
+
+
+def reference_of(name: str, options: Options) -> Reference | None:
     """Returns the reference of algorithm `name` with these options; None if it has none.
 
     An algorithm without a function here gets the one of its consistency: `average` for synchronous
@@ -37,7 +65,8 @@ def reference_of(name: str, options: Any) -> Callable[[Any, Any], Iterator[None]
     algorithm = algorithm_class(name)
     module = sys.modules[algorithm.__module__]
     if hasattr(module, "reference"):
-        return module.reference
+        reference: Reference = module.reference
+        return reference
     compression = getattr(options, "compression", "none")
     if getattr(options, "density", 1.0) < 1 and compression in SPARSE:
         return error_feedback if compression == "eftopk" else None
@@ -49,7 +78,7 @@ def reference_of(name: str, options: Any) -> Callable[[Any, Any], Iterator[None]
     return globals().get(name.replace("-", "_"), fallback)
 
 
-def average(ranks: Any, options: Any) -> Iterator[None]:
+def average(ranks: Ranks, options: object) -> Iterator[None]:
     """Update: x_i <- x_i - update(mean of all g); equal replicas stay equal."""
     while True:
         ranks.g = ranks.g.mean(0)
@@ -57,7 +86,7 @@ def average(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def error_feedback(ranks: Any, options: Any) -> Iterator[None]:
+def error_feedback(ranks: Ranks, options: CompressedOptions) -> Iterator[None]:
     """Sends the largest elements of each tensor; adds the rest to the next gradient."""
     rest = torch.zeros_like(ranks.g)
     while True:
@@ -84,7 +113,7 @@ mgs = average
 """Average with density=1; otherwise `error_feedback`, of merged groups instead of tensors."""
 
 
-def majority(ranks: Any, options: Any) -> Iterator[None]:
+def majority(ranks: Ranks, options: object) -> Iterator[None]:
     """Update: x_i <- x_i - update(sign of most g: 1 or -1; 0 in a tie)."""
     while True:
         ranks.g = torch.where(ranks.g >= 0, 1.0, -1.0).double().sum(0).sign()
@@ -92,9 +121,9 @@ def majority(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def delayed(ranks: Any, options: Any) -> Iterator[None]:
+def delayed(ranks: Ranks, options: Options) -> Iterator[None]:
     """Update: x <- x - update(mean of the g of some steps before); `close` applies the last g."""
-    held: deque[Any] = deque()
+    held: deque[torch.Tensor] = deque()
     try:
         while True:
             held.append(ranks.g.mean(0) if getattr(options, "average", True) else ranks.g.sum(0))
@@ -110,7 +139,7 @@ def delayed(ranks: Any, options: Any) -> Iterator[None]:
 dadt = delayed
 
 
-def neighbor(ranks: Any, options: Any) -> Iterator[None]:
+def neighbor(ranks: Ranks, options: Neighbor.Options) -> Iterator[None]:
     """Update, awc: x <- W' x - update(g(x)); atc: x <- W' (x - update(g(x)))."""
     for step in count():
         due = step % options.every == options.every - 1
@@ -125,7 +154,7 @@ def neighbor(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def decentralized(ranks: Any, options: Any) -> Iterator[None]:
+def decentralized(ranks: Ranks, options: Decentralized.Options) -> Iterator[None]:
     """Update: x <- (1 - a) x + a W' x - update(g(x)); ranks start equal, so the first W is 1."""
     size, node = len(ranks.x), options.ranks_per_node or ranks.local_size
     topology = TopologyReg.make(options.topology, world_size=size, rank=0, local_world_size=node)
@@ -140,7 +169,7 @@ def decentralized(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def gradient_tracking(ranks: Any, options: Any) -> Iterator[None]:
+def gradient_tracking(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
     """Update: y <- W' y + g - last g;  x <- W' x - update(y)."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     y = last = torch.zeros_like(ranks.x)
@@ -152,7 +181,7 @@ def gradient_tracking(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def exact_diffusion(ranks: Any, options: Any) -> Iterator[None]:
+def exact_diffusion(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
     """Update: psi = x - update(g);  x <- (W + 1)' / 2 (psi + x - last psi)."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     weights = (weights + torch.eye(len(ranks.x))) / 2
@@ -166,7 +195,7 @@ def exact_diffusion(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def push_diging(ranks: Any, options: Any) -> Iterator[None]:
+def push_diging(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
     """Update: u <- C (u - update(y)); v <- C v; x = u / v; y <- C y + g - last g.
 
     C splits a rank's values equally among itself and its targets.
@@ -184,7 +213,7 @@ def push_diging(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def _weights(options: Any, ranks: Any, step: int) -> Any:
+def _weights(options: Neighbor.Options, ranks: Ranks, step: int) -> torch.Tensor:
     """Returns `W[sender, receiver]` of round `step` of `neighbor`."""
     size, local_size = len(ranks.x), options.local_size or ranks.local_size
     machines = size // local_size if options.hierarchical else size
@@ -204,7 +233,7 @@ def _weights(options: Any, ranks: Any, step: int) -> Any:
     return weights
 
 
-def win_put(ranks: Any, options: Any) -> Iterator[None]:
+def win_put(ranks: Ranks, options: WindowOptions) -> Iterator[None]:
     """Update: x <- W' x - update(g(x)), with the values that each neighbour has put last."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     for step in count():
@@ -218,7 +247,7 @@ pull_get = win_put
 """Same update, with the values that each neighbour shows."""
 
 
-def push_sum(ranks: Any, options: Any) -> Iterator[None]:
+def push_sum(ranks: Ranks, options: WindowOptions) -> Iterator[None]:
     """Update: u <- C (u - update(g)); p <- C p; x = u / p, with C as for `push_diging`."""
     size = len(ranks.x)
     shares = torch.as_tensor(matrix(splitting(graph(options.topology, size)))).T
@@ -233,7 +262,7 @@ def push_sum(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def asyncddp(ranks: Any, options: Any) -> Iterator[None]:
+def asyncddp(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
     """Update, one rank after another: x_i <- w_i x_i + sum of w_j (last put of j) - update(g_i)."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     while True:

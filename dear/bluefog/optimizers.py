@@ -38,9 +38,8 @@ from dear.lazy import torch
 from dear.options import at_least
 from dear.training.engine import Replica, distribute
 from dear.training.hooks import Hooks, at_end_of_backward
-from dear.training.parameters.adapt_then_combine import AdaptThenCombine
-from dear.training.parameters.combine_then_adapt import CombineThenAdapt
 from dear.training.parameters.exchange import STREAMS, GraphExchange, Rounds, always
+from dear.training.parameters.stepped import AdaptThenCombine, CombineThenAdapt
 from dear.training.parameters.windows import Policy, WindowAlgorithm, WindowOptions
 
 

@@ -12,20 +12,22 @@ from __future__ import annotations
 import importlib
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import getattr_static
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Generic, Literal, get_args
 
 from dear.buckets.grouping import Arrived, Cost, Groups
 from dear.comm.communicator import Communicator
 from dear.cost.bounds import Bound, Traffic
 from dear.cost.overlap import Overlap, Unstated
 from dear.errors import Unavailable, UserError, unknown
-from dear.files import digest_of, module_of
 from dear.lazy import torch
-from dear.options import Options, build_options
-from dear.training.engine import Engine, Replica, distribute
+from dear.options import Options, OptionsT, build_options
+from dear.training.engine import AnyEngine, Distributed, Engine, Replica, distribute
+from dear.training.files import digest_of, module_of
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
 Consistency = Literal["synchronous", "delayed", "decentralized", "asynchronous"]
@@ -41,50 +43,51 @@ class Capabilities:
     min_world_size: int = 1
 
 
-class Algorithm(ABC):
-    """Consistency of the replicas."""
+class Algorithm(ABC, Generic[OptionsT]):
+    """Base of the algorithms; a subclass states its options, as `Algorithm["Mine.Options"]`."""
 
     Options: ClassVar[type[Options]] = Options
     capabilities: ClassVar[Capabilities]
     bound: ClassVar[Bound | None] = None
-    """Which formula of `dear.cost.bounds` says how short a step can be; None: none is known."""
+    """Formula of `dear.cost.bounds` for the shortest step; None: none is known."""
     overlap: ClassVar[Overlap | Unstated | None] = None
     """Statement of order (`dear.cost.overlap`). The tests refuse None."""
 
     @classmethod
-    def bound_of(cls, options: Any) -> Bound | None:
-        """The formula with these options."""
+    def bound_of(cls, options: OptionsT) -> Bound | None:
+        """Returns the formula for these options."""
         return cls.bound
 
     @classmethod
-    def overlap_of(cls, options: Any) -> Overlap | Unstated | None:
-        """The statement with these options."""
+    def overlap_of(cls, options: OptionsT) -> Overlap | Unstated | None:
+        """Returns the statement of order for these options."""
         return cls.overlap
 
     @classmethod
-    def sends_by(cls, options: Any) -> str | None:
-        """Name of the engine, if a library sends all gradients by an engine of its own, with
-        all-reduces (`dear.cost.foreign.Sender.name`). None: the communicator sends."""
+    def sends_by(cls, options: OptionsT) -> str | None:
+        """Returns the name of the library that all-reduces the gradients in place of the
+        communicator (`dear.cost.foreign.Sender.name`), or None."""
         return None
 
     @classmethod
-    def grouping(cls, options: Any, arrived: Arrived, cost: Cost) -> Groups | None:
-        """Which gradients travel together once it has settled, in the order in which they start.
+    def grouping(cls, options: OptionsT, arrived: Arrived, cost: Cost) -> Groups | None:
+        """Returns the groups of gradients that travel together after the settling steps.
 
-        By their places in the order of arrival. None: nobody knows without running it.
+        They are in the order in which they start. A gradient is given by its place in the order of
+        arrival. None: unknown before a run.
 
         Args:
-            options: of this algorithm.
             cost: seconds of an all-reduce by its bytes.
         """
         return None
 
     @classmethod
-    def traffic(cls, options: Any, world_size: int, local_size: int) -> Traffic | None:
-        """What ranks exchange with a few others; None: all take part in the same collectives.
+    def traffic(cls, options: OptionsT, world_size: int, local_size: int) -> Traffic | None:
+        """Returns the exchanges of ranks with some of the others.
+
+        None: all ranks take part in the same collectives.
 
         Args:
-            options: of this algorithm.
             local_size: ranks per host.
 
         Raises:
@@ -93,38 +96,41 @@ class Algorithm(ABC):
         return None
 
     @classmethod
-    def period(cls, options: Any, world_size: int, local_size: int) -> int:
-        """Steps after which what a rank does repeats; arguments and errors as of `traffic`.
+    def period(cls, options: OptionsT, world_size: int, local_size: int) -> int:
+        """Returns the number of steps after which a rank's exchanges repeat.
 
-        Only whole periods say how long a step takes in the mean.
+        A mean over steps needs whole periods. Arguments and errors are those of `traffic`.
         """
         traffic = cls.traffic(options, world_size, local_size)
         return 1 if traffic is None else len(traffic.steps)
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why the algorithm cannot run in this installation (no torch import), or None."""
+        """Returns the reason why the algorithm cannot run in this installation, or None.
+
+        It must not import torch.
+        """
         return None
 
-    def refuse(self, replica: Replica) -> None:
+    def refuse(self, replica: Replica[OptionsT]) -> None:
         """Raises `UserError` for a model or optimizer that the algorithm cannot train."""
         return
 
-    def alone(self, options: Any) -> bool:
-        """Whether the engine has something to do in a world of one; else training stays plain."""
+    def alone(self, options: OptionsT) -> bool:
+        """Returns True if a world of one needs the engine; otherwise training stays plain."""
         return False
 
     @abstractmethod
-    def engine(self, replica: Replica) -> Engine:
-        """What hooks into the training loop of `replica`: an engine, with moments overridden."""
+    def engine(self, replica: Replica[OptionsT]) -> AnyEngine:
+        """Returns the engine that acts in the training loop of `replica`."""
 
     def wrap(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         communicator: Communicator,
-        options: Any,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        options: OptionsT,
+    ) -> tuple[torch.nn.Module, Distributed]:
         """Makes `model` and `optimizer` train as one replica of many.
 
         Afterwards the ordinary loop trains: `zero_grad(); loss = criterion(model(x), y);
@@ -144,44 +150,44 @@ class Algorithm(ABC):
         replica = Replica(model, optimizer, communicator, options)
         self.refuse(replica)
         options.refuse(replica.params)
-        return model, distribute(optimizer, (self.engine if shared else Engine)(replica))
+        return model, distribute(optimizer, self.engine(replica) if shared else Engine(replica))
 
 
 _PLUGINS = "dear_plugins"
-"""The package that files from elsewhere seem to be in."""
+"""Package of the modules of plugins; it has no files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """The file of an algorithm that is none of dear's own."""
+    """File of an algorithm outside `dear.algorithms`."""
 
     path: str
-    """Absolute; on every host the same."""
+    """Absolute path, the same on every host."""
     digest: str
-    """Digest of the file and of the files beside it that it imports (`dear.files`)."""
+    """Digest of the file and of the files in its folder that it imports (`dear.training.files`)."""
 
 
 _plugins: dict[str, Plugin] = {}
 
 
 def load_plugin(path: Path, digest: str | None = None) -> str:
-    """Makes the file's algorithm one of those there are, in this process; its name.
+    """Registers the file's algorithm in this process and returns its name.
 
-    The name is that of the file, as with dear's own. A file that is loaded already stays as it was.
+    The name is that of the file, as for the algorithms of dear. A second call does nothing.
 
     Args:
-        digest: what it must be; None: whatever it is.
+        digest: expected digest; None: any.
 
     Raises:
         UserError: the file cannot be read or imported, defines no algorithm or several, has the
-            name of another one, or is not what it was.
+            name of another algorithm, or has another digest.
     """
     path = path.resolve()
-    found = Plugin(path=str(path), digest=digest_of(path))
+    plugin = Plugin(path=str(path), digest=digest_of(path))
     name = path.stem.replace("_", "-")
-    if digest not in (None, found.digest):
+    if digest not in (None, plugin.digest):
         raise UserError(f"{path}: not what it was when the sweep began; start it again")
-    if _plugins.get(name) == found:
+    if _plugins.get(name) == plugin:
         return name
     if re.fullmatch("[a-z][a-z0-9-]*", name) is None or path.suffix != ".py":
         raise UserError(
@@ -199,55 +205,56 @@ def load_plugin(path: Path, digest: str | None = None) -> str:
             f"{path}: must define one subclass of dear.training.algorithm.Algorithm, found {names}"
         )
     capabilities = getattr(kinds[0], "capabilities", None)
-    if getattr(capabilities, "consistency", None) not in get_args(Consistency):
+    consistency = getattr(capabilities, "consistency", None)
+    if consistency not in get_args(Consistency):
         raise UserError(
             f"{path}: {kinds[0].__name__} must say what replicas promise, e.g. "
             'capabilities = Capabilities(consistency="synchronous")'
         )
-    alike = capabilities.consistency in ("synchronous", "delayed")
-    if not alike and kinds[0].traffic.__func__ is Algorithm.traffic.__func__:
+    alike = consistency in ("synchronous", "delayed")
+    if not alike and getattr_static(kinds[0], "traffic") is getattr_static(Algorithm, "traffic"):
         raise UserError(
             f"{path}: {kinds[0].__name__}.traffic must say who sends to whom, for replicas are "
-            f"{capabilities.consistency}: only who averages alike takes part in the same "
+            f"{consistency}: only who averages alike takes part in the same "
             "collectives"
         )
-    _plugins[name] = found
+    _plugins[name] = plugin
     return name
 
 
 def plugin_of(name: str) -> Plugin | None:
-    """The file of algorithm `name`; None: it is dear's own."""
+    """Returns the plugin of algorithm `name`, or None if it is in `dear.algorithms`."""
     return _plugins.get(name)
 
 
 def _modules() -> dict[str, str]:
-    """Name of each algorithm -> its module."""
-    files = (path.relative_to(FOLDER).with_suffix("") for path in FOLDER.glob("*/[!_]*.py"))
-    own = {
-        file.name.replace("_", "-"): f"dear.algorithms.{file.parent.name}.{file.name}"
-        for file in files
+    """Returns name -> module of all algorithms."""
+    shipped = {
+        file.stem.replace("_", "-"): f"dear.algorithms.{file.parent.name}.{file.stem}"
+        for file in FOLDER.glob("*/[!_]*.py")
     }
-    return own | {name: f"{_PLUGINS}.{Path(one.path).stem}" for name, one in _plugins.items()}
+    plugins = {name: f"{_PLUGINS}.{Path(file.path).stem}" for name, file in _plugins.items()}
+    return shipped | plugins
 
 
 def algorithm_names() -> list[str]:
-    """Every algorithm there is, by the names of the files, sorted."""
+    """Returns the names of all algorithms, sorted."""
     return sorted(_modules())
 
 
-def algorithm_class(name: str) -> type[Algorithm]:
-    """The class in the file of algorithm `name`; raises `UserError` for an unknown name."""
+def algorithm_class(name: str) -> type[Algorithm[Any]]:
+    """Returns the class in the file of algorithm `name`; raises `UserError` for an unknown name."""
     modules = _modules()
     if name not in modules:
         raise unknown("algorithm", name, sorted(modules))
     module = importlib.import_module(modules[name])
-    found = _defined_in(module)
-    if len(found) != 1:
-        raise TypeError(f"{module.__file__} must define one Algorithm, found {len(found)}")
-    return found[0]
+    kinds = _defined_in(module)
+    if len(kinds) != 1:
+        raise TypeError(f"{module.__file__} must define one Algorithm, found {len(kinds)}")
+    return kinds[0]
 
 
-def _defined_in(module: ModuleType) -> list[type[Algorithm]]:
+def _defined_in(module: ModuleType) -> list[type[Algorithm[Any]]]:
     return [
         value
         for value in vars(module).values()
@@ -257,6 +264,10 @@ def _defined_in(module: ModuleType) -> list[type[Algorithm]]:
     ]
 
 
-def algorithm_options(name: str, given: dict[str, Any]) -> Options:
-    """Typed options of algorithm `name`; raises `UserError` for an unknown or invalid one."""
+def algorithm_options(name: str, given: Mapping[str, object]) -> Options:
+    """Returns the typed options of algorithm `name`.
+
+    Raises:
+        UserError: an option is unknown or invalid.
+    """
     return build_options(algorithm_class(name).Options, given, f"option of {name}")

@@ -4,67 +4,91 @@
 the algorithm, which calls the optimizer's own step:
 
     script                 here                                engine
-    optimizer.step() ----> _Distributed.step ----------------> Engine.step(update)
+    optimizer.step() ----> Distributed.step -----------------> Engine.step(update)
                            update = the class's own step           waits for gradients
                            <------------------------------------- update()   now, or in parts
                                                                    before the next forward
-    optimizer.zero_grad() -> _Distributed.zero_grad ----------> Engine.forget()
+    optimizer.zero_grad() -> Distributed.zero_grad -----------> Engine.forget()
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from dear.comm.communicator import Communicator
 from dear.cost.foreign import Sender
 from dear.errors import UserError
 from dear.lazy import torch
+from dear.options import Options
 from dear.training.hooks import Hooks
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
-@dataclass
-class Replica:
-    """One rank's model and optimizer, and its communicator."""
+    OptimizerBase = torch.optim.Optimizer
+else:
+    OptimizerBase = object
 
-    model: torch.nn.Module
-    optimizer: Any
-    """None: the engine's owner updates the parameters."""
-    communicator: Communicator
-    options: Any
-    """Options of the algorithm."""
-    params: list[torch.nn.Parameter] = field(init=False)
-    """Parameters that the optimizer updates and that need a gradient, in the model's order."""
-
-    def __post_init__(self) -> None:
-        self.params = _trained(self.model, self.optimizer)
+OptionsT_co = TypeVar("OptionsT_co", bound=Options, covariant=True)
+Update = Callable[[], object]
+"""An optimizer's own step, without a closure."""
+Closure = Callable[[], float]
+"""Passes of a step, for an optimizer that runs them; returns the loss (torch calls it a float)."""
+ClosureUpdate = Callable[[Closure | None], object]
+"""An optimizer's own step."""
 
 
-class Engine:
+class Replica(Generic[OptionsT_co]):
+    """One rank's model and optimizer, its communicator, and the options of the algorithm.
+
+    Args:
+        optimizer: None: the engine's owner updates the parameters.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        communicator: Communicator,
+        options: OptionsT_co,
+    ) -> None:
+        self.model, self.communicator, self.options = model, communicator, options
+        self.has_optimizer = optimizer is not None
+        self._optimizer = optimizer
+        self.params = _trained(model, optimizer)
+        """Parameters that the optimizer updates and that need a gradient, in the model's order."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        assert self._optimizer is not None, "the engine's owner updates the parameters"
+        return self._optimizer
+
+
+class Engine(Generic[OptionsT_co]):
     """Actions of an algorithm when the training loop uses its optimizer.
 
     This base class is the engine of a world of one: the plain optimizer, without hooks.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica[OptionsT_co]) -> None:
+        self.replica, self.options = replica, replica.options
         self.model, self.params = replica.model, replica.params
-        self.optimizer, self.options = replica.optimizer, replica.options
         self.communicator = replica.communicator
         self.hooks = Hooks()
 
     @property
-    def held(self) -> list[torch.nn.Parameter]:
-        """Returns all parameters of the optimizer, in the order of its groups."""
-        return _held(self.optimizer)
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.replica.optimizer
 
-    def step(self, update: Callable[[], Any]) -> Any:
+    def step(self, update: Update) -> object:
         """Averages gradients and calls `update`, the optimizer's own step, or defers it."""
         return update()
 
-    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
+    def step_closure(self, update: ClosureUpdate, closure: Closure) -> object:
         """Makes a step for `step(closure)`, in which the optimizer runs the backward passes."""
         return update(closure)
 
@@ -76,21 +100,21 @@ class Engine:
         """Discards the record of the gradients, for engines that keep one."""
         return
 
-    def flush(self, update: Callable[[], Any]) -> None:
+    def flush(self, update: Update) -> None:
         """Applies gradients that are held back for later steps, for engines that do so."""
         return
 
-    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def state_dict(self, plain: Callable[[], StateDict]) -> StateDict:
         """Returns the result of `plain`, the optimizer's own method, on whole and current state."""
         self.settle()
         kept = self.optimizer.state
-        self.optimizer.state = self.whole_state()
+        self.optimizer.state = defaultdict(dict, self.whole_state())
         try:
             return plain()
         finally:
             self.optimizer.state = kept
 
-    def whole_state(self) -> dict[torch.nn.Parameter, Any]:
+    def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
         """Returns the optimizer's state as in plain training, also if ranks keep parts of it."""
         return self.optimizer.state
 
@@ -99,22 +123,22 @@ class Engine:
         self.settle()
         plain()
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: StateDict) -> None:
         """Restores the entries of `state` that `state_dict` has added to the optimizer's own."""
         return
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> Any:
+    ) -> torch.Tensor:
         """Clips the averaged gradients of `params`; returns their norm before clipping."""
         self.synchronize()
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Returns the algorithm's counts so far, by name; most algorithms count nothing."""
         return {}
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> dict[str, object]:
         """Returns the algorithm's own measurements and choices, by name; those of rank 0 count.
 
         Values are JSON. Keys that end in `_s` are seconds of this machine; `wall_s` is not scaled
@@ -153,9 +177,10 @@ class Engine:
         self.hooks.remove()
 
 
-def step_after_closure(
-    engine: Engine, update: Callable[[Callable[[], Any] | None], Any], closure: Callable[[], Any]
-) -> Any:
+AnyEngine: TypeAlias = "Engine[Options]"
+
+
+def step_after_closure(engine: AnyEngine, update: ClosureUpdate, closure: Closure) -> object:
     """Runs the closure before the step: `step_closure` of engines that need whole backward passes.
 
     Optimizers other than LBFGS call the closure once, before they update.
@@ -166,15 +191,15 @@ def step_after_closure(
     return loss
 
 
-class _Distributed:
+class Distributed(OptimizerBase):
     """Base class that `distribute` adds to the class of the user's optimizer."""
 
-    _engine: Engine
+    _engine: Engine[Options]
     _managed: set[torch.nn.Parameter]
     """Trainable parameters at the time of wrapping, which the engine communicates."""
     _local: contextlib.ExitStack | None = None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> object:  # type: ignore[override]  # no overloads
         _check_all_managed(self)
         if closure is None:
             return self._engine.step(super().step)
@@ -182,7 +207,7 @@ class _Distributed:
 
     # Without this mark, Optimizer.load_state_dict wraps the class's step to run step hooks, which
     # the plain step already runs.
-    step.hooked = True
+    vars(step)["hooked"] = True
 
     def synchronize(self) -> None:
         """Waits for all communication: parameters are then current, and gradients averaged.
@@ -205,13 +230,13 @@ class _Distributed:
         Returns:
             The norm before clipping, on all ranks.
         """
-        return self._engine.clip_grad_norm(_held(self), max_norm, norm_type)
+        return self._engine.clip_grad_norm(held(self), max_norm, norm_type)
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Returns the algorithm's counts on this rank so far, by name (JSON); may be empty."""
         return self._engine.statistics()
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> dict[str, object]:
         """Returns the algorithm's own measurements and choices; those of rank 0 count."""
         return self._engine.findings()
 
@@ -241,14 +266,12 @@ class _Distributed:
 
     @local.setter
     def local(self, value: bool) -> None:
-        if value == self.local:
-            return
-        if value:
+        if value and self._local is None:
             self._local = contextlib.ExitStack()
             self._local.enter_context(self._engine.no_sync())
-        else:
-            left, self._local = self._local, None
-            left.close()
+        elif not value and self._local is not None:
+            self._local.close()
+            self._local = None
 
     def flush(self) -> None:
         """Applies the gradients that a delayed algorithm still holds back, at the end of training.
@@ -261,7 +284,7 @@ class _Distributed:
         self._engine.forget()
         super().zero_grad(set_to_none)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise UserError("a distributed optimizer cannot be copied; copy its state_dict()")
 
     def close(self) -> None:
@@ -271,23 +294,22 @@ class _Distributed:
         del self._engine, self._managed
         _change_class(self, type(self).__mro__[2])
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        plain = super().state_dict
-        return self._engine.state_dict(lambda: plain(*args, **kwargs))
+    def state_dict(self) -> StateDict:
+        return self._engine.state_dict(super().state_dict)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         plain = super().load_state_dict
         self._engine.load_state_dict(lambda: plain(state_dict))
         self._engine.resume(state_dict)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> NoReturn:
         raise UserError(
             "a distributed optimizer takes no further parameter groups: close() it, add the group, "
             "and wrap it again"
         )
 
 
-def distribute(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
+def distribute(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distributed:
     """Puts `engine` between `optimizer` and its caller; returns the same object.
 
     The object stays the same, so existing schedulers, scalers and loggers continue to work. Its
@@ -295,7 +317,8 @@ def distribute(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.
     """
     plain = type(optimizer)
     name = f"Distributed{plain.__name__}"
-    _change_class(optimizer, type(name, (_Distributed, plain), {"__doc__": plain.__doc__}))
+    _change_class(optimizer, type(name, (Distributed, plain), {"__doc__": plain.__doc__}))
+    assert isinstance(optimizer, Distributed), "its class was changed"
     optimizer._engine = engine
     optimizer._managed = set(_trainable(optimizer))
     return optimizer
@@ -312,13 +335,13 @@ class GradScaling:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer: Any = optimizer
+        self._optimizer = optimizer
         self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
-        optimizer._step_supports_amp_scaling = True
+        vars(optimizer)["_step_supports_amp_scaling"] = True
 
     def refuse(self) -> None:
         """Raises `UserError` if a scaler calls while gradients are not averaged yet."""
-        if hasattr(self._optimizer, "found_inf"):
+        if scaled(self._optimizer):
             self.refuse_early_unscaling()
 
     def refuse_early_unscaling(self) -> None:
@@ -328,43 +351,49 @@ class GradScaling:
             "scaler.step(optimizer): all ranks must judge the same averaged gradient"
         )
 
-    def step(self, update: Callable[[], Any]) -> Any:
+    def step(self, update: Update) -> object:
         """Unscales averaged gradients as the scaler asks, then updates or skips."""
-        optimizer = self._optimizer
-        if not hasattr(optimizer, "found_inf") or self._takes_scale:
+        if not scaled(self._optimizer) or self._takes_scale:
             return update()
-        if optimizer.found_inf.item():
+        attributes = vars(self._optimizer)
+        asked = {key: attributes[key] for key in ("found_inf", "grad_scale")}
+        if asked["found_inf"].item():
             return None
-        asked = optimizer.found_inf, optimizer.grad_scale
-        if optimizer.grad_scale is not None:
-            for param in _held(optimizer):
+        if asked["grad_scale"] is not None:
+            for param in held(self._optimizer):
                 if param.grad is not None:
-                    param.grad.div_(optimizer.grad_scale)
-        optimizer.found_inf = optimizer.grad_scale = None  # done; the optimizer cannot take them
+                    param.grad.div_(asked["grad_scale"])
+        attributes.update(dict.fromkeys(asked))  # done; the optimizer cannot take them
         try:
             return update()
         finally:
-            optimizer.found_inf, optimizer.grad_scale = asked
+            attributes.update(asked)
 
     def close(self) -> None:
         """Restores the optimizer's own declaration."""
-        self._optimizer._step_supports_amp_scaling = self._takes_scale
+        vars(self._optimizer)["_step_supports_amp_scaling"] = self._takes_scale
 
 
-def _change_class(optimizer: Any, to: type) -> None:
+def scaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if a GradScaler is calling the optimizer."""
+    return hasattr(optimizer, "found_inf")
+
+
+def _change_class(optimizer: torch.optim.Optimizer, to: type) -> None:
     optimizer.__class__ = to
-    if "step" not in optimizer.__dict__:
+    attributes = vars(optimizer)
+    if "step" not in attributes:
         return
     # An LR scheduler has put a wrapper of the former class's step into the instance. It expects its
     # own mark there, and a flag that the optimizer has stepped.
-    marked = hasattr(optimizer.__dict__.pop("step"), "_wrapped_by_lr_sched")
+    marked = hasattr(attributes.pop("step"), "_wrapped_by_lr_sched")
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
+    def step(*args: Any, **kwargs: Any) -> object:
+        attributes["_opt_called"] = True
         return type(optimizer).step(optimizer, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = marked
-    optimizer.step = step
+    vars(step)["_wrapped_by_lr_sched"] = marked
+    attributes["step"] = step
 
 
 def _trained(
@@ -372,7 +401,7 @@ def _trained(
 ) -> list[torch.nn.Parameter]:
     if optimizer is None:
         return [param for param in model.parameters() if param.requires_grad]
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, Distributed):
         raise UserError("this optimizer is distributed already; close() it first")
     wanted = set(_trainable(optimizer))
     params = [param for param in model.parameters() if param in wanted]
@@ -402,16 +431,17 @@ def grouped(
     return [(sum(param.nbytes for param in params), params) for params in groups]
 
 
-def _held(optimizer: Any) -> list[torch.nn.Parameter]:
+def held(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Returns all parameters of the optimizer, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _trainable(optimizer: Any) -> list[torch.nn.Parameter]:
-    return [param for param in _held(optimizer) if param.requires_grad]
+def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [param for param in held(optimizer) if param.requires_grad]
 
 
-def _check_all_managed(optimizer: Any) -> None:
-    for param in _held(optimizer):
+def _check_all_managed(optimizer: Distributed) -> None:
+    for param in held(optimizer):
         if param.grad is not None and param not in optimizer._managed:
             raise UserError(
                 f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "

@@ -16,13 +16,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.engine import Engine, GradScaling, Replica, grouped, step_after_closure
+from dear.training.engine import (
+    Closure,
+    ClosureUpdate,
+    Engine,
+    GradScaling,
+    OptionsT_co,
+    Replica,
+    Update,
+    grouped,
+    step_after_closure,
+)
 from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
 
 
@@ -126,7 +135,7 @@ class BackwardSchedule:
         self._completed: list[int] = []
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        if param.grad.layout is not torch.strided and not self._sparse:
+        if gradient_of(param).layout is not torch.strided and not self._sparse:
             raise UserError(
                 f"sparse gradient of shape {tuple(param.shape)}: only dense gradients are "
                 "communicated; build the embedding with sparse=False"
@@ -176,7 +185,13 @@ class BackwardSchedule:
         self._learnt = True
 
 
-class GradientEngine(Engine):
+def gradient_of(param: torch.nn.Parameter) -> torch.Tensor:
+    """Returns the gradient of a parameter that has one."""
+    assert param.grad is not None
+    return param.grad
+
+
+class GradientEngine(Engine[OptionsT_co]):
     """Base of the engines that average gradients: after `passed()`, each `p.grad` is the mean.
 
     Args:
@@ -187,6 +202,7 @@ class GradientEngine(Engine):
     """Moment `arrived(param)`; None: the algorithm does not use it."""
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         never = {"apply", "arrive", "finish"} & vars(cls).keys()
         if never and "DeferredEngine" not in [base.__name__ for base in cls.__mro__]:
             raise UserError(
@@ -196,7 +212,7 @@ class GradientEngine(Engine):
 
     def __init__(
         self,
-        replica: Replica,
+        replica: Replica[OptionsT_co],
         units: Sequence[Sequence[torch.nn.Parameter]],
         *,
         learn: bool = False,
@@ -230,14 +246,14 @@ class GradientEngine(Engine):
     def drop(self) -> None:
         """Waits for the transfers of a pass that ended early, and forgets them."""
 
-    def step(self, update: Callable[[], Any]) -> Any:
+    def step(self, update: Update) -> object:
         self.schedule.run_if_missing()
         self.schedule.restart()
         result = update()
         self.stepped()
         return result
 
-    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
+    def step_closure(self, update: ClosureUpdate, closure: Closure) -> object:
         self.schedule.restart()
         result = update(closure)
         self.stepped()
@@ -250,7 +266,7 @@ class GradientEngine(Engine):
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> Any:
+    ) -> torch.Tensor:
         # A rank whose loss did not depend on the model has averages to clip, too.
         self.schedule.run_if_missing()
         return super().clip_grad_norm(params, max_norm, norm_type)
@@ -263,14 +279,16 @@ class GradientEngine(Engine):
         self.schedule.forget()
 
 
-class DeferredEngine(GradientEngine):
+class DeferredEngine(GradientEngine[OptionsT_co]):
     """Base of the engines whose transfers outlast the pass, and whose updates may outlast `step()`.
 
     Until the update, `p.grad` is this rank's own gradient; `buckets` detect changes of it. After
     `synchronize()` gradients are means, and final.
     """
 
-    def __init__(self, replica: Replica, units: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    def __init__(
+        self, replica: Replica[OptionsT_co], units: Sequence[Sequence[torch.nn.Parameter]]
+    ) -> None:
         self.buckets: Sequence[Bucket] = [Bucket(replica.params)]
         """Buckets that detect changed gradients: at first one without flat memory."""
         self.averaged = False
@@ -286,11 +304,11 @@ class DeferredEngine(GradientEngine):
         """Starts the transfers that have not started yet."""
         self.schedule.run_if_missing()
 
-    def apply(self, update: Callable[[], Any]) -> Any:
+    def apply(self, update: Update) -> object:
         """Updates, or adds units to `pending` and lets `finish` update them."""
         raise NotImplementedError
 
-    def apply_averaged(self, update: Callable[[], Any]) -> Any:
+    def apply_averaged(self, update: Update) -> object:
         """Updates from means in `p.grad`; no transfer is under way before or afterwards."""
         return update()
 
@@ -301,7 +319,7 @@ class DeferredEngine(GradientEngine):
     def finish(self, index: int) -> None:
         """Makes the parameters of a bucket current."""
 
-    def step(self, update: Callable[[], Any]) -> Any:
+    def step(self, update: Update) -> object:
         if self.averaged and not self.schedule.unsent:
             # The script has synchronized, and may have clipped: the gradients are final.
             result = self.step_averaged(update)
@@ -320,7 +338,7 @@ class DeferredEngine(GradientEngine):
 
     step_closure = step_after_closure
 
-    def step_averaged(self, update: Callable[[], Any]) -> Any:
+    def step_averaged(self, update: Update) -> object:
         """Updates from means, as a GradScaler asks if one is calling."""
         self.averaged = False
         self.schedule.restart()

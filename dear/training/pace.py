@@ -1,4 +1,4 @@
-"""Ranks at their own pace: runs that end after a time, and batches that each rank draws itself."""
+"""Runs of ranks at their own pace: they end after a time, and each rank draws its own batches."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def run_for(
 ) -> Pace:
     """Calls `step`, which returns its number of samples, until the time is over; at least once.
 
-    Ranks start together (a barrier) and make different numbers of steps, so the steps must wait for
-    no other rank: that is for asynchronous algorithms. Afterwards `optimizer.close()` waits for
-    those that are still in their last step.
+    Ranks start together (a barrier) and make different numbers of steps, so steps must not wait for
+    other ranks: it is for asynchronous algorithms. Afterwards `optimizer.close()` waits for the
+    ranks that are still in their last step.
 
     Args:
-        clock: what counts as time, in seconds; None: the communicator's.
+        clock: returns the time in seconds; None: the communicator's clock.
 
     Raises:
-        UserError: no time.
+        UserError: `budget_s` is not positive.
     """
     positive("budget_s", budget_s)
     clock = clock or communicator.clock
@@ -56,16 +56,15 @@ def run_for(
 
 
 class LocalStepRandomBatchSampler(Sampler[list[int]]):
-    """Each rank goes through the whole data, in an order of its own that is new in each round.
+    """Sampler whose rounds go through the whole data, each in a new order of this rank.
 
-    The place in the round lasts beyond an iterator: the next one yields what is left of the round.
-    (A `DataLoader` with workers takes batches ahead of their use.)
+    The next iterator continues the round of the last one. A `DataLoader` with workers takes batches
+    ahead of their use.
 
     Args:
-        dataset: anything with a length, at least 1.
+        dataset: any object with a length of at least 1.
         batch_size: samples per batch.
         base_seed: the order of round k is drawn with `base_seed + 10000 * rank + k`.
-        rank: this process's.
         drop_last: leave out a smaller batch at the end of a round.
 
     Raises:
@@ -87,10 +86,10 @@ class LocalStepRandomBatchSampler(Sampler[list[int]]):
         self._seed = base_seed + SEED_PER_RANK * rank
         self._drop_last = drop_last
         self.local_step = 0
-        """Batches yielded so far; set it to go on from a checkpoint."""
+        """Batches yielded so far; set it to continue from a checkpoint."""
 
     def __len__(self) -> int:
-        """Batches of a whole round."""
+        """Returns the number of batches of a round."""
         whole, rest = divmod(self._size, self._batch_size)
         return whole + (rest > 0 and not self._drop_last)
 

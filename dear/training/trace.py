@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 MICROSECONDS = 1e6
 
@@ -14,7 +14,7 @@ class Timeline:
     """Spans on named rows of one rank.
 
     Args:
-        path: of the file; `-rankR` is put before its suffix, for every rank writes one.
+        path: of the file. `-rankR` is put before its suffix, since each rank writes its own.
     """
 
     def __init__(self, path: str, rank: int) -> None:
@@ -22,24 +22,24 @@ class Timeline:
         self.path = given.with_name(f"{given.stem}-rank{rank}{given.suffix or '.json'}")
         self._rank = rank
         self._rows: dict[str, int] = {}
-        self._events: list[dict[str, Any]] = []
+        self._events: list[tuple[float, dict[str, object]]] = []
+        """Start and description of each span."""
 
-    def add(self, row: str, name: str, began_s: float, ended_s: float, **facts: Any) -> None:
-        """One span; times in seconds on the communicator's clock."""
-        self._events.append(
-            {
-                "name": name,
-                "ph": "X",
-                "pid": self._rank,
-                "tid": self._rows.setdefault(row, len(self._rows)),
-                "ts": began_s * MICROSECONDS,
-                "dur": max(0.0, ended_s - began_s) * MICROSECONDS,
-                "args": facts,
-            }
-        )
+    def add(self, row: str, name: str, began_s: float, ended_s: float, **facts: object) -> None:
+        """Adds a span; its times are seconds on the communicator's clock."""
+        span = {
+            "name": name,
+            "ph": "X",
+            "pid": self._rank,
+            "tid": self._rows.setdefault(row, len(self._rows)),
+            "ts": began_s * MICROSECONDS,
+            "dur": max(0.0, ended_s - began_s) * MICROSECONDS,
+            "args": facts,
+        }
+        self._events.append((began_s, span))
 
     def add_transfers(self) -> None:
-        """What the comm core has moved so far, where it is in use; its clock is `monotonic`."""
+        """Adds the transfers of the comm core so far, if it is in use; its clock is `monotonic`."""
         core = sys.modules.get("comm_core")
         for event in core.events() if core is not None else ():
             self.add(
@@ -52,18 +52,18 @@ class Timeline:
             )
 
     def write(self, path: Path | None = None) -> None:
-        """Writes all spans so far, replacing what was written before.
+        """Writes all spans so far, and replaces the former file.
 
         Args:
-            path: instead of the usual one.
+            path: in place of the usual one.
         """
 
-        def named(what: str, name: str, **place: int) -> dict[str, Any]:
+        def named(what: str, name: str, **place: int) -> dict[str, object]:
             return {"name": what, "ph": "M", "pid": self._rank, **place, "args": {"name": name}}
 
         names = [named("thread_name", row, tid=tid) for row, tid in self._rows.items()]
         names.append(named("process_name", f"rank {self._rank}"))
         path = path or self.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        events = sorted(self._events, key=lambda event: event["ts"])
+        events = [span for _, span in sorted(self._events, key=itemgetter(0))]
         path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))

@@ -9,35 +9,89 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from dear.buckets.compressors import HalfOptions
+from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.grouping import Cost
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import measured_costs
+from dear.cost.collectives import BUDGET_S, SIZES, measured_costs
 from dear.cost.measurement import Operation
-from dear.errors import Unavailable
+from dear.errors import Unavailable, UserError
 from dear.lazy import torch
+from dear.options import only_with, option_of, positive
 from dear.training.hooks import Hooks, at_end_of_backward
 
+if TYPE_CHECKING:
+    from bayes_opt import BayesianOptimization
+
+    Mark = float | torch.cuda.Event
+    """Seconds of the communicator's clock, or an event of the device."""
+
+T = TypeVar("T")
 log = logging.getLogger("dear")
+
+RAMPS = ("threshold", "tuned")
+"""Rules of fusion by which groups grow inwards from both ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionOptions(CompressedOptions):
+    """Rule by which layers form groups, and compression."""
+
+    fusion: Literal["threshold", "none", "nearby_layers", "wait_time", "tuned"] = "threshold"
+    """`threshold`: neighbouring layers up to `threshold_mb`; `none`: every tensor alone;
+    `nearby_layers`: that number of layers together; `wait_time`: layers whose gradients arrive
+    within one `cycle_time_ms`, as measured in the first 5 steps; `tuned`: like `threshold`, with a
+    threshold from the first 52 steps (Bayesian optimisation, 1 to 256 MB, 10 trials)."""
+    threshold_mb: float = 25.0
+    """Size below which layers are joined, in MB of 2^20 bytes; first value of `tuned`."""
+    first_mb: float | None = None
+    """Size of the groups at both ends of the model, whose transfers nothing hides, in MB of 2^20
+    bytes; groups grow inwards. null: the size whose bytes take as long as the start-up of a
+    message, by measured costs. At `threshold_mb` and above, all groups have that size."""
+    nearby_layers: int = 4
+    """Layers per group with fusion=nearby_layers; negative: one group."""
+    cycle_time_ms: float = 5.0
+    """Length of a cycle with fusion=wait_time, in milliseconds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("threshold_mb", "first_mb", "cycle_time_ms"):
+            positive(option_of(self, field), getattr(self, field))
+        if self.nearby_layers == 0:
+            raise UserError(f"{option_of(self, 'nearby_layers')} must not be 0")
+        for field in ("threshold_mb", "first_mb"):
+            only_with(self, field, "fusion", RAMPS)
+        only_with(self, "nearby_layers", "fusion", ["nearby_layers"])
+        only_with(self, "cycle_time_ms", "fusion", ["wait_time"])
+
+    def settling_steps(self) -> int:
+        regroups = {"wait_time": WATCHED_STEPS, "tuned": tuning_steps(TRIALS)}
+        return max(super().settling_steps(), regroups.get(self.fusion, 0))
+
+    def slowed(self: FusionT, factor: float) -> FusionT:
+        # Other rules do not use the time, and reject it when options change (tuned).
+        return super().slowed(factor) if self.fusion == "wait_time" else self
+
+
+FusionT = TypeVar("FusionT", bound=FusionOptions)
 
 LEAST_MB, MOST_MB = 1.0, 256.0
 TRIALS = 10
 EXPLORATION = 0.1
-# Variance of a measured relative step time, about (1.5 %)^2.
 NOISE = 2e-4
+"""Variance of a measured relative step time, about (1.5 %)^2."""
 
 
 class Tuner:
     """Proposes thresholds in MB (2^20 bytes) and learns how long a step takes with each.
 
-    Expected improvement with xi 0.1 on the step time relative to the first trial's, over the
-    logarithm of the threshold: twice as much is as far from 2 MB as from 100 MB.
+    It maximizes the expected improvement (xi 0.1) of the step time relative to the first trial's,
+    over the logarithm of the threshold: from 2 to 4 MB is as far as from 100 to 200 MB.
 
     Args:
-        first_mb: what the first trial uses; moved into the bounds.
-        trials: how many thresholds are tried before the best of them is taken.
+        first_mb: threshold of the first trial; moved into the bounds.
+        trials: number of thresholds that are tried before the best of them is taken.
     """
 
     def __init__(self, *, first_mb: float = 25.0, trials: int = TRIALS, seed: int = 0) -> None:
@@ -46,10 +100,10 @@ class Tuner:
         """Thresholds in MB with their step times in seconds."""
         self._current = min(max(first_mb, LEAST_MB), MOST_MB)
         self._seed = seed
-        self._model: Any = None
+        self._model: BayesianOptimization | None = None
 
     def observe(self, step_s: float) -> None:
-        """The step time of the threshold proposed last (at first: the first one)."""
+        """Takes the step time of the last proposed threshold, or of the first one."""
         log.info(
             "BO Tuning step [%d], param: %.4f, iteration time: %.4f",
             len(self.tried),
@@ -61,18 +115,18 @@ class Tuner:
         self._optimizer().register(params={"x": math.log2(self._current)}, target=-relative)
 
     def propose(self) -> float:
-        """The threshold to try next, in MB."""
+        """Returns the threshold to try next, in MB."""
         exponent = float(self._optimizer().suggest()["x"])
         self._current = min(max(2.0**exponent, LEAST_MB), MOST_MB)
         return self._current
 
     def best(self) -> float:
-        """The threshold with the shortest step so far, in MB."""
+        """Returns the threshold with the shortest step so far, in MB."""
         threshold_mb, step_s = min(self.tried, key=lambda tried: tried[1])
         log.info("BO Tuning optimal param: %.4f, optimal iteration time %.4f", threshold_mb, step_s)
         return threshold_mb
 
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> BayesianOptimization:
         if self._model is None:
             from bayes_opt import BayesianOptimization, acquisition
 
@@ -96,40 +150,36 @@ FIRST_DURATIONS, DURATIONS = 3, 2
 
 
 def tuning_steps(trials: int) -> int:
-    """The number of the step after which the best of `trials` thresholds is in use."""
+    """Returns the number of the step after which the best of `trials` thresholds is in use."""
     return FIRST_SAMPLE + SAMPLE_EVERY * (trials - 1) + 1
 
 
 class Regrouping:
-    """One rule, from the first step on.
-
-    Args:
-        options: of `dear`; see `dear.buckets.grouping.group`.
-    """
+    """Rule of groups that stays the same."""
 
     watches = False
-    """Arrival times are wanted after the first step, too."""
+    """True if arrival times are needed after the first step, too."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: FusionOptions) -> None:
         self.options = options
-        """The rule for groups that are made now."""
+        """Current rule, for `dear.buckets.grouping.group`."""
 
     def after_step(self) -> bool:
-        """A step has ended; true if groups must be made anew, which all ranks say together."""
+        """Ends a step; returns True, on all ranks, if groups must be made again."""
         return False
 
-    def findings(self) -> dict[str, Any]:
-        """As of an engine."""
+    def findings(self) -> dict[str, object]:
+        """Returns entries for `Engine.findings`."""
         return {}
 
 
 class ByWaitTime(Regrouping):
-    """One group at first; after some steps, groups by how long gradients wait there."""
+    """Rule of one group at first, and later of groups by the measured waits of gradients."""
 
     watches = True
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(type(options)(fusion="nearby_layers", nearby_layers=-1))
+    def __init__(self, options: FusionOptions) -> None:
+        super().__init__(FusionOptions(fusion="nearby_layers", nearby_layers=-1))
         self._wanted = options
         self._steps = 0
 
@@ -143,13 +193,12 @@ class ByWaitTime(Regrouping):
 
 
 class Tuned(Regrouping):
-    """Thresholds that rank 0's tuner chooses from its step times, then the best of them.
+    """Rule of thresholds that rank 0's tuner chooses by its step times, then of the best of them.
 
-    Rank 0 tells the others at fixed steps, also if its tuner fails; a rank that dies is noticed
-    there at the latest.
+    Rank 0 broadcasts at fixed steps, also if its tuner fails.
     """
 
-    def __init__(self, options: Any, tuner: Tuner, communicator: Communicator) -> None:
+    def __init__(self, options: FusionOptions, tuner: Tuner, communicator: Communicator) -> None:
         super().__init__(options)
         self._tuner = tuner
         self._communicator = communicator
@@ -176,8 +225,8 @@ class Tuned(Regrouping):
             return False
         return self._follow(self._tuner.propose)
 
-    def _attempt(self, call: Callable[[], Any]) -> Any:
-        """Calls on rank 0; a failure is kept for `_follow`, since the others wait there."""
+    def _attempt(self, call: Callable[[], T]) -> T | None:
+        """Calls on rank 0; a failure is kept for `_follow`, where the other ranks wait."""
         if self._communicator.rank or self._failure:
             return None
         began_s = self._communicator.clock()
@@ -189,7 +238,7 @@ class Tuned(Regrouping):
         finally:
             self._thinking_s += self._communicator.clock() - began_s
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> dict[str, object]:
         tried = [{"threshold_mb": mb, "step_s": step_s} for mb, step_s in self._tuner.tried]
         done = self._steps >= self.last_step
         return {
@@ -205,13 +254,14 @@ class Tuned(Regrouping):
         threshold_mb, failure = self._communicator.broadcast_object((chosen, self._failure))
         if failure:
             raise RuntimeError(f"the tuner of rank 0 failed: {failure}")
-        before = self.options
-        self.options = dataclasses.replace(before, threshold_mb=threshold_mb)
-        return self.options != before
+        assert threshold_mb is not None, "rank 0 has chosen or failed"
+        changed = threshold_mb != self.options.threshold_mb
+        self.options = dataclasses.replace(self.options, threshold_mb=threshold_mb)
+        return changed
 
 
-def regrouping(options: Any, communicator: Communicator) -> Regrouping:
-    """What `options.fusion` asks for.
+def regrouping(options: FusionOptions, communicator: Communicator) -> Regrouping:
+    """Returns the rule that `options.fusion` names.
 
     Raises:
         Unavailable: the package bayesian-optimization is missing.
@@ -229,37 +279,39 @@ def cost_of_gradients(
     communicator: Communicator,
     options: HalfOptions,
     like: torch.Tensor,
-    **within: Any,
+    *,
+    largest: int = SIZES[-1],
+    budget_s: float = BUDGET_S,
 ) -> Cost:
-    """Seconds of a message by bytes of gradients like `like`, as measured on these ranks.
+    """Returns the measured seconds of a message by its bytes, for gradients like `like`.
 
     Args:
-        options: how gradients are compressed; payloads are all-gathered, others all-reduced.
-        within: `largest` and `budget_s`, as for `measured_costs`.
+        options: compression; payloads are all-gathered, other gradients all-reduced.
+        largest, budget_s: as for `measured_costs`.
     """
     operation: Operation = "all_gather" if options.gathers else "all_reduce"
-    cost = measured_costs(communicator, operation, like.device, **within)
+    cost = measured_costs(communicator, operation, like.device, largest, budget_s)
     share = options.share(like.element_size()) * (communicator.size if options.gathers else 1)
     return lambda nbytes: cost(nbytes * share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardProfile:
-    """The passes of one rank, medians; parameters by their place in the list that was watched."""
+    """Median times of one rank's passes; a parameter is given by its place in the watched list."""
 
     order: list[int]
-    """Parameters as their gradients arrive; those that never got one come last."""
+    """Parameters in the order of their gradients; those without a gradient come last."""
     arrivals_s: list[float]
-    """In that order, never falling: seconds from the start of the backward pass."""
+    """Seconds from the start of the backward pass, in that order, never falling."""
     forward_s: float = 0.0
     backward_s: float = 0.0
 
 
 class LayerTimes:
-    """Watches passes from its construction until `stop`.
+    """Measures passes from its construction until `stop`.
 
-    The backward pass is taken to start where the model's forward ends: the loss counts with it.
-    On CUDA the times are the device's. Nothing should communicate during a pass that is watched.
+    The backward pass starts where the model's forward ends, so it includes the loss. On CUDA the
+    times are the device's. Nothing should communicate during a measured pass.
     """
 
     def __init__(
@@ -273,17 +325,20 @@ class LayerTimes:
         self._clock = communicator.clock
         self._hooks = Hooks()
         self._index = {param: i for i, param in enumerate(self._params)}
-        self._began: Any = None
-        self._turned: Any = None
-        self._marks: dict[int, Any] = {}
+        self._began: Mark | None = None
+        self._turned: Mark | None = None
+        self._marks: dict[int, Mark] = {}
         self._in_pass = False
-        self._passes: list[tuple[Any, Any, dict[int, Any], Any]] = []
+        self._passes: list[tuple[Mark, Mark, dict[int, Mark], Mark]] = []
         self._hooks.before_forward([model], self._before_forward)
         self._hooks.after_forward(model, self._after_forward)
         self._hooks.on_gradient(self._params, self._on_gradient)
 
     def stop(self) -> BackwardProfile:
-        """Takes the hooks out; without a backward pass: the reverse order, all at once."""
+        """Removes the hooks and returns the times.
+
+        Without a backward pass, all gradients arrive at once, in the reverse order.
+        """
         self._hooks.remove()
         count = len(self._params)
         if not self._passes:
@@ -294,16 +349,17 @@ class LayerTimes:
         middle, between, passes = statistics.median_low, self._between, self._passes
         forward = middle(between(began, turned) for began, turned, _, _ in passes)
         backward = middle(between(turned, end) for _, turned, _, end in passes)
-        arrivals = []
+        arrivals: dict[int, float] = {}
         for i in range(count):
             seen = [between(turned, marks[i]) for _, turned, marks, _ in passes if i in marks]
-            arrivals.append(middle(seen) if seen else None)
-        never = max([backward, *(time for time in arrivals if time is not None)])
+            if seen:
+                arrivals[i] = middle(seen)
+        last = max([backward, *arrivals.values()])
         # Among parameters that arrive together, the last registered came first, as in the pass.
-        order = sorted(range(count), key=lambda i: (arrivals[i] is None, arrivals[i] or 0.0, -i))
+        order = sorted(range(count), key=lambda i: (i not in arrivals, arrivals.get(i, 0.0), -i))
         return BackwardProfile(
             order=order,
-            arrivals_s=[never if arrivals[i] is None else arrivals[i] for i in order],
+            arrivals_s=[arrivals.get(i, last) for i in order],
             forward_s=forward,
             backward_s=backward,
         )
@@ -327,14 +383,19 @@ class LayerTimes:
     def _end(self) -> None:
         if self._in_pass:
             self._in_pass = False
+            assert self._began is not None and self._turned is not None, "the forward came first"
             self._passes.append((self._began, self._turned, self._marks, self._now()))
 
-    def _now(self) -> Any:
+    def _now(self) -> Mark:
         if not self._cuda:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _between(self, first: Any, second: Any) -> float:
-        return first.elapsed_time(second) / 1e3 if self._cuda else second - first
+    def _between(self, first: Mark, second: Mark) -> float:
+        if isinstance(first, torch.cuda.Event):
+            assert isinstance(second, torch.cuda.Event)
+            return float(first.elapsed_time(second)) / 1e3
+        assert not isinstance(second, torch.cuda.Event)
+        return second - first

@@ -22,7 +22,7 @@ from dear.buckets import carriers, halves, updates
 from dear.buckets.flat import with_gradients
 from dear.comm import windows
 from dear.training import gradients, tuning
-from dear.training.parameters import combine_then_adapt, engine, exchange, overlapped
+from dear.training.parameters import engine, exchange, overlapped, stepped
 from dear.training.parameters import windows as parameter_windows
 from tests.contract import test_order as suite
 from tests.contract.algorithms import algorithm_class, algorithm_options, dears_own
@@ -393,7 +393,7 @@ def shares_all_at_the_end(patch: Patch) -> None:
 
 @cut("neighbor", "starts in step.., stated is 'model'", **BUCKETS)
 def shares_in_step(patch: Patch) -> None:
-    patch.setattr(combine_then_adapt.CombineThenAdapt, "_before_model", lambda self, module: None)
+    patch.setattr(stepped.CombineThenAdapt, "_before_model", lambda self, module: None)
 
 
 @cut("neighbor", "is waited for before the forward pass", **BUCKETS)
@@ -403,11 +403,11 @@ def waits_before_the_forward(patch: Patch) -> None:
 
 @cut("neighbor", "something is sent in a step that should send nothing", every=2)
 def averages_in_every_step(patch: Patch) -> None:
-    patch.setattr(engine.SteppedEngine, "due", lambda self: True)
+    patch.setattr(stepped.SteppedEngine, "due", lambda self: True)
 
 
 def _combines_in_step(patch: Patch) -> None:
-    _then(patch, engine.SteppedEngine, "share_all", lambda self: self.mix_all())
+    _then(patch, stepped.SteppedEngine, "share_all", lambda self: self.mix_all())
 
 
 for _name, _options in [
@@ -483,7 +483,7 @@ def barrier_is_ignored(patch: Patch) -> None:
 
 @cut("pull-get", "starts in step.., stated is 'model'", **BUCKETS)
 def reads_in_step(patch: Patch) -> None:
-    patch.setattr(combine_then_adapt.CombineThenAdapt, "_before_model", lambda self, module: None)
+    patch.setattr(stepped.CombineThenAdapt, "_before_model", lambda self, module: None)
 
 
 @cut("pull-get", "is waited for before the forward pass", **BUCKETS)

@@ -24,9 +24,9 @@ from common.models.registry import Brought
 from common.profiling import gpus, layers, modelled
 from common.results.timed import rows
 from dear.errors import UserError
-from dear.files import digest_of
 from dear.training import algorithm as algorithms
 from dear.training.algorithm import Plugin
+from dear.training.files import digest_of
 from tests.unit.made_record import record
 
 ROOT = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Literal
 
 from dear.buckets.flat import Bucket
 from dear.comm.backends import missing_comm_core
@@ -70,11 +71,13 @@ class AsyncExchange(WindowExchange):
         began = clock()
         timeout = self.communicator.timeout
         patience_s = DEFAULT_PATIENCE_S if timeout is None else timeout.total_seconds()
+        departures = self.peers.departures
+        assert departures is not None, "peers of an exchange that is apart have them"
         while True:
             source_steps = last.steps_in(source)
             if source_steps is None or steps - source_steps <= limit:
                 break
-            if self.peers.departures.gone(source):
+            if departures.gone(source):
                 break
             if clock() - began > patience_s:
                 raise RuntimeError(
@@ -87,7 +90,7 @@ class AsyncExchange(WindowExchange):
         self.communicator.held_up(began, reported=False)
 
 
-class AsyncDdp(GraphAlgorithm):
+class AsyncDdp(GraphAlgorithm["AsyncDdp.Options"]):
     """Asynchronous data parallelism over one-sided windows (after the asyncddp fork of BlueFog).
 
         x <- w x + sum of w_j (what j has put last) - update(gradient at x)
@@ -127,7 +130,7 @@ class AsyncDdp(GraphAlgorithm):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
-        at = "gradient" if options.update == "backward" else "step"
+        at: Literal["gradient", "step"] = "gradient" if options.update == "backward" else "step"
         follows = options.max_staleness is not None
         sent = Transfer(
             kind="put",
@@ -144,7 +147,7 @@ class AsyncDdp(GraphAlgorithm):
             return "networkx is not installed; topologies need it"
         return missing_comm_core()
 
-    def engine(self, replica: Replica) -> Overlapped:
+    def engine(self, replica: Replica[Options]) -> Overlapped:
         options, communicator = replica.options, replica.communicator
         graph = options.graph(communicator)
         part = Round.of(graph, communicator.rank)

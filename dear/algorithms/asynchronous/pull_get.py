@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dear.buckets.flat import Bucket
 from dear.comm.neighbors import timed
 from dear.cost.overlap import Overlap, Transfer
-from dear.lazy import torch
+from dear.lazy import dist, torch
 from dear.training.algorithm import Capabilities
 from dear.training.parameters.windows import WindowAlgorithm, WindowExchange, WindowOptions
 
@@ -22,7 +21,7 @@ class PullExchange(WindowExchange):
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
         super().lay_out(members, steps)
-        self._reading: dict[Bucket, list[tuple[int, torch.Tensor, Any]]] = {}
+        self._reading: dict[Bucket, list[tuple[int, torch.Tensor, dist.Work]]] = {}
 
     def refill(self, steps: int) -> None:
         """Does nothing: no rank puts values into slots."""
@@ -49,7 +48,7 @@ class PullExchange(WindowExchange):
         bucket.touched()
 
 
-class PullGet(WindowAlgorithm):
+class PullGet(WindowAlgorithm["PullGet.Options"]):
     """Averages with the parameters that each neighbour shows, read while both passes run.
 
     The pull-get optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): every rank shows the

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dear.buckets.flat import Bucket
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
-from dear.training.parameters.adapt_then_combine import AdaptAndCombine
+from dear.training.engine import Update
+from dear.training.parameters.stepped import AdaptAndCombine
 from dear.training.parameters.windows import WindowAlgorithm, WindowExchange, WindowOptions
 
 LEAST_P = 1 / 16
 """Smallest weight p with which a rank that runs without barrier still sends shares."""
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 
 class PushSumExchange(WindowExchange):
@@ -43,7 +47,7 @@ class PushSumExchange(WindowExchange):
             window.clear()
         self.meet()
 
-    def adapt(self, update: Callable[[], Any]) -> Any:
+    def adapt(self, update: Update) -> object:
         """Updates the parameters, and computes the numerators."""
         with torch.no_grad():
             if not self.policy.waits():
@@ -75,7 +79,7 @@ class PushSumExchange(WindowExchange):
         torch.div(numerator, window.p, out=bucket.values)
         bucket.touched()
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Adds to `Peers.statistics`, per bucket: this rank's weight `p`, and `p_arrived`, the
         weight in its slots. While no message is under way, both of all ranks sum to the world
         size."""
@@ -85,16 +89,16 @@ class PushSumExchange(WindowExchange):
             "p_arrived": [window.p_arrived() for window in windows],
         }
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> StateDict:
         return {"p": [window.p for window in self.windows.values()]}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    def restore(self, saved: StateDict | None) -> None:
         super().restore(saved)
         for index, window in enumerate(self.windows.values()):
             window.p = 1.0 if saved is None else saved["p"][index]
 
 
-class PushSum(WindowAlgorithm):
+class PushSum(WindowAlgorithm["PushSum.Options"]):
     """Stochastic gradient push (Assran, Loizou, Ballas and Rabbat, ICML 2019, arXiv 1811.10792).
 
     Ranks send shares of their parameters together with a weight p. The model holds the quotient,

@@ -8,7 +8,7 @@ from dear.training.algorithm import Capabilities
 from dear.training.parameters.windows import WindowAlgorithm, WindowOptions
 
 
-class WinPut(WindowAlgorithm):
+class WinPut(WindowAlgorithm["WinPut.Options"]):
     """Averages with the latest parameters that each neighbour has put; waits for no rank.
 
     The win-put optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): asynchronous

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from dear.buckets.flat import Bucket, value_bucket
 from dear.comm import runtime
 from dear.comm.communicator import Communicator, sub_communicators
+from dear.comm.work import Work
 from dear.cost.bounds import Traffic
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
@@ -25,8 +26,11 @@ from dear.training.parameters.overlapped import Overlapped, UpdateIn, overlapped
 CHANNEL = 1
 """Channel of the averages, so that the script's own communication does not queue behind models."""
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
-class Decentralized(Algorithm):
+
+class Decentralized(Algorithm["Decentralized.Options"]):
     """D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056), overlapped as in Decent-DP.
 
     Invariant: x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))). Each rank computes its
@@ -71,7 +75,7 @@ class Decentralized(Algorithm):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
-        at = "gradient" if options.update == "backward" else "step"
+        at: Literal["gradient", "step"] = "gradient" if options.update == "backward" else "step"
         sent = Transfer(
             kind="exchange", carries=("parameters",), starts=at, awaited=at, steps_later=1
         )
@@ -82,7 +86,7 @@ class Decentralized(Algorithm):
         topology = _topology(options, world_size, 0, options.ranks_per_node or local_size)
         return Traffic.in_groups(topology, world_size)
 
-    def engine(self, replica: Replica) -> Overlapped:
+    def engine(self, replica: Replica[Options]) -> Overlapped:
         options, communicator = replica.options, replica.communicator
         node = options.ranks_per_node or _ranks_per_node()
         topology = _topology(options, communicator.size, communicator.rank, node)
@@ -116,6 +120,8 @@ class GroupExchange(BucketExchange):
         self.topology = topology
         self.factor = 1.0
         """Weight of the average, 0 .. 1: `(1 - factor) * own + factor * average`."""
+        self.pending: dict[Bucket, Work] = {}
+        """Transfers under way."""
         self._views = views
         self._resumed = False
         """True if a state was loaded, whose values no rank has sent again yet."""
@@ -181,13 +187,13 @@ class GroupExchange(BucketExchange):
             else:
                 group = self._groups[tuple(edge.ranks)]
                 work = group.all_reduce(bucket.spare, op="sum")
-        self.pending[bucket] = [work]
+        self.pending[bucket] = work
 
     def mix(self, bucket: Bucket, steps: int) -> None:
-        works = self.pending.pop(bucket, None)
-        if works is None:
+        work = self.pending.pop(bucket, None)
+        if work is None:
             return
-        works[0].wait()
+        work.wait()
         edge = self.topology.get_edge(steps - 1)
         if self._swaps(edge):
             bucket.values.lerp_(bucket.spare, self.factor * (1 - edge.weight))
@@ -201,9 +207,17 @@ class GroupExchange(BucketExchange):
         bucket.values.add_(bucket.spare, alpha=self.factor)
         bucket.push()
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    def wait(self) -> None:
+        for work in self.pending.values():
+            work.wait()
+
+    def drop(self) -> None:
+        super().drop()
+        self.pending.clear()
+
+    def restore(self, saved: StateDict | None) -> None:
         self.drop()
-        self._resumed = saved is not None and saved["steps"] > 0
+        self._resumed = bool(saved and saved["steps"])
 
     def release(self) -> None:
         for group in self._groups.values():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dear.comm.neighbors import Round
 from dear.cost.overlap import Overlap
@@ -13,15 +13,18 @@ from dear.lazy import np, torch
 from dear.options import option_of
 from dear.topology import from_matrix, matrix
 from dear.training.algorithm import Capabilities
-from dear.training.engine import Replica
-from dear.training.parameters.adapt_then_combine import AdaptThenCombine
+from dear.training.engine import Replica, Update
 from dear.training.parameters.exchange import GraphExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, adapt_then_combine
+from dear.training.parameters.stepped import AdaptThenCombine
 
 _DIRECTED = ("ring-left", "ring-right", "exp2")
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
-class ExactDiffusion(GraphAlgorithm):
+
+class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
     """Exact diffusion (Yuan, Ying, Zhao and Sayed, IEEE Trans. Signal Process. 2019, 1702.05122).
 
     `psi = x - update; x <- W' (psi + x - last psi)` with W' = (W + 1) / 2. A step updates, adds the
@@ -51,7 +54,7 @@ class ExactDiffusion(GraphAlgorithm):
     bound = "after_update"
     overlap = Overlap(transfers=(adapt_then_combine("parameters"),))
 
-    def engine(self, replica: Replica) -> AdaptThenCombine:
+    def engine(self, replica: Replica[Options]) -> AdaptThenCombine:
         weights = matrix(replica.options.graph(replica.communicator, symmetric=True))
         halved = (weights + np.eye(len(weights))) / 2
         part = Round.of(from_matrix(halved), replica.communicator.rank)
@@ -68,7 +71,7 @@ class ExactDiffusionExchange(GraphExchange):
         self._psi = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
         self._started = False
 
-    def adapt(self, update: Callable[[], Any]) -> Any:
+    def adapt(self, update: Update) -> object:
         with torch.no_grad():
             if self._started:
                 for bucket, correction in self._psi.items():
@@ -81,11 +84,11 @@ class ExactDiffusionExchange(GraphExchange):
                 correction.copy_(psi)
         return result
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> StateDict:
         copies = [psi.clone() for psi in self._psi.values()]
         return {"psi": copies if self._started else None}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    def restore(self, saved: StateDict | None) -> None:
         copies = None if saved is None else saved["psi"]
         self._started = copies is not None
         for index, psi in enumerate(self._psi.values()):

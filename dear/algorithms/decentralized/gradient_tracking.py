@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dear.buckets.flat import Bucket, with_gradients
 from dear.comm.neighbors import Round
 from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
-from dear.training.engine import Replica
-from dear.training.parameters.combine_then_adapt import CombineThenAdapt
+from dear.training.engine import Replica, Update
 from dear.training.parameters.exchange import GraphExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, combine_then_adapt
+from dear.training.parameters.stepped import CombineThenAdapt
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 
-class GradientTracking(GraphAlgorithm):
+class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
     """DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
     `y <- W y + g - last g; x <- W x - update(y)`. Plain averaging with a constant step size stops
@@ -41,7 +44,7 @@ class GradientTracking(GraphAlgorithm):
 
     copies = 2
 
-    def engine(self, replica: Replica) -> CombineThenAdapt:
+    def engine(self, replica: Replica[Options]) -> CombineThenAdapt:
         graph = replica.options.graph(replica.communicator, doubly_stochastic=True)
         part = Round.of(graph, replica.communicator.rank)
         return CombineThenAdapt(replica, GradientTrackingExchange(always(part)))
@@ -63,7 +66,7 @@ class Trackers:
         self._last = {bucket: torch.zeros_like(bucket.values) for bucket in estimates}
         self._used: set[torch.nn.Parameter] = set()
 
-    def update(self, update: Callable[[], Any]) -> Any:
+    def update(self, update: Update) -> object:
         """Adds this rank's gradients to the estimates, and calls `update` with these as gradients.
 
         The caller must have averaged the estimates since the last call.
@@ -106,11 +109,11 @@ class GradientTrackingExchange(GraphExchange):
     def carried(self, bucket: Bucket) -> Sequence[torch.Tensor]:
         return [bucket.values, self._trackers.estimates[bucket]]
 
-    def adapt(self, update: Callable[[], Any]) -> Any:
+    def adapt(self, update: Update) -> object:
         return self._trackers.update(update)
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> StateDict:
         return {"trackers": self._trackers.saved()}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    def restore(self, saved: StateDict | None) -> None:
         self._trackers.restore(None if saved is None else saved["trackers"])

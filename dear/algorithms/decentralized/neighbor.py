@@ -17,8 +17,6 @@ from dear.topology import check_graph, graph
 from dear.topology.schedules import DynamicName, one_peer_machines, schedule
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters.adapt_then_combine import AdaptThenCombine
-from dear.training.parameters.combine_then_adapt import CombineThenAdapt
 from dear.training.parameters.engine import ParameterEngine
 from dear.training.parameters.exchange import GraphExchange, Rounds, always
 from dear.training.parameters.options import (
@@ -27,9 +25,10 @@ from dear.training.parameters.options import (
     adapt_then_combine,
     combine_then_adapt,
 )
+from dear.training.parameters.stepped import AdaptThenCombine, CombineThenAdapt
 
 
-class Neighbor(GraphAlgorithm):
+class Neighbor(GraphAlgorithm["Neighbor.Options"]):
     """Decentralized SGD: each rank steps with its own gradient and averages with its neighbours.
 
     D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056) in the orders AWC and ATC of BlueFog (Ying
@@ -98,7 +97,7 @@ class Neighbor(GraphAlgorithm):
     def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
         return _traffic(options, world_size, options.local_size or local_size).every(options.every)
 
-    def engine(self, replica: Replica) -> ParameterEngine:
+    def engine(self, replica: Replica[Options]) -> ParameterEngine:
         options, communicator = replica.options, replica.communicator
         machines = None
         if options.hierarchical:

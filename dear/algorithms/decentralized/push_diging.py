@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dear.algorithms.decentralized.gradient_tracking import Trackers
 from dear.buckets.flat import Bucket
@@ -12,13 +12,16 @@ from dear.comm.neighbors import Round
 from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
-from dear.training.engine import Replica
-from dear.training.parameters.adapt_then_combine import AdaptThenCombine
+from dear.training.engine import Replica, Update
 from dear.training.parameters.exchange import GraphExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, adapt_then_combine
+from dear.training.parameters.stepped import AdaptThenCombine
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 
-class PushDiging(GraphAlgorithm):
+class PushDiging(GraphAlgorithm["PushDiging.Options"]):
     """Push-DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
     `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`. C splits a rank's values
@@ -42,7 +45,7 @@ class PushDiging(GraphAlgorithm):
 
     copies = 2
 
-    def engine(self, replica: Replica) -> AdaptThenCombine:
+    def engine(self, replica: Replica[Options]) -> AdaptThenCombine:
         graph = replica.options.graph(replica.communicator)
         part = Round.splitting(graph, replica.communicator.rank)
         return AdaptThenCombine(replica, PushDigingExchange(always(part)))
@@ -65,7 +68,7 @@ class PushDigingExchange(GraphExchange):
             self._numerators[bucket], estimates[bucket] = message[:size], message[size:-1]
         self._trackers = Trackers(estimates)
 
-    def adapt(self, update: Callable[[], Any]) -> Any:
+    def adapt(self, update: Update) -> object:
         with torch.no_grad():
             for bucket, numerator in self._numerators.items():
                 # u = x * v + (x after - x before), without a copy of x. The present x is used, so
@@ -83,11 +86,11 @@ class PushDigingExchange(GraphExchange):
         super().mix(bucket, steps)
         torch.div(self._numerators[bucket], self._messages[bucket][-1], out=bucket.values)
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> StateDict:
         weights = [message[-1].item() for message in self._messages.values()]
         return {"trackers": self._trackers.saved(), "weights": weights}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    def restore(self, saved: StateDict | None) -> None:
         self._trackers.restore(None if saved is None else saved["trackers"])
         for index, message in enumerate(self._messages.values()):
             message[-1] = 1.0 if saved is None else saved["weights"][index]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dear.buckets.carriers import SparseSum
 from dear.buckets.flat import Bucket, packed_buckets
-from dear.buckets.grouping import MIB, RunOrder, agree, ready_groups
-from dear.comm.communicator import Communicator, Work
+from dear.buckets.grouping import RunOrder, agree, ready_groups
+from dear.comm.communicator import Communicator
+from dear.comm.work import Work
 from dear.errors import UserError
 from dear.lazy import torch
+from dear.options import Options
 from dear.training.engine import Replica
+from dear.training.gradients import gradient_of
 from dear.training.trace import Timeline
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ class SparseMessage:
         self.work = self._sum.work
 
     def means(self) -> Gradients:
+        assert self._sum is not None, "sent before"
         return {self.params[0]: self._sum.result()}
 
 
@@ -134,11 +138,18 @@ class Lap:
 
 
 class Arrivals:
-    """Arrival times of gradients in the first pass, and the groups that they give."""
+    """Arrival times of gradients in the first pass, and the groups that they give.
 
-    def __init__(self, replica: Replica) -> None:
+    Args:
+        buffer_bytes, cycle_s: as for `ready_groups`.
+    """
+
+    def __init__(
+        self, replica: Replica[Options], *, buffer_bytes: float, cycle_s: float | None
+    ) -> None:
         self._model, self._params = replica.model, replica.params
-        self._communicator, self._options = replica.communicator, replica.options
+        self._communicator = replica.communicator
+        self._buffer_bytes, self._cycle_s = buffer_bytes, cycle_s
         self._times_s: dict[torch.nn.Parameter, float] = {}
 
     def note(self, param: torch.nn.Parameter) -> None:
@@ -169,18 +180,17 @@ class Arrivals:
         if not order.arrivals:
             return None
         sparse = self._agreed_sparse(
-            {index_of[param]: param.grad.layout is torch.sparse_coo for param in seen}
+            {index_of[param]: gradient_of(param).layout is torch.sparse_coo for param in seen}
         )
         if sparse:
             self._communicator.ensure_channels(2)
         dense = [param for param in self._params if param not in set(sparse)]
-        cycle_ms = self._options.cycle_time_ms
         groups = ready_groups(
             self._params,
             dense,
             order,
-            buffer_bytes=self._options.buffer_mb * MIB,
-            cycle_s=None if cycle_ms is None else cycle_ms / 1e3,
+            buffer_bytes=self._buffer_bytes,
+            cycle_s=self._cycle_s,
         )
         return groups, sparse
 
@@ -211,7 +221,9 @@ class UpdateTimes:
     def __init__(self, path: str, communicator: Communicator) -> None:
         self._timeline = Timeline(path, communicator.rank)
         self._clock = communicator.clock
-        self._applied: list[tuple[dict[str, int], Any, Work | None, float | None]] = []
+        self._applied: list[
+            tuple[dict[str, int], tuple[float, float] | None, Work | None, float | None]
+        ] = []
         communicator.record_times = True
 
     def note(self, lap: Lap, applied_s: float | None) -> None:

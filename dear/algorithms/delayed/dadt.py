@@ -5,28 +5,39 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dear.algorithms.delayed._laps import Arrivals, DenseMessage, Lap, UpdateTimes
 from dear.buckets.carriers import gather_entries
 from dear.buckets.flat import Bucket, with_gradients
+from dear.buckets.grouping import MIB
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import GradScaling, Replica, refuse_lbfgs, step_after_closure
+from dear.training.engine import (
+    GradScaling,
+    Replica,
+    Update,
+    held,
+    refuse_lbfgs,
+    scaled,
+    step_after_closure,
+)
 from dear.training.gradients import GradientEngine
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
     from dear.algorithms.delayed._laps import Gradients, Groups
 
 PENDING = "delayed_gradients"
 """Key in an optimizer's state dict for the gradients that no update has applied yet."""
 
 
-class Dadt(Algorithm):
+class Dadt(Algorithm["Dadt.Options"]):
     """DADT, delayed data-parallel training, as Pipe-SGD (Li et al., NeurIPS 2018, 1811.03619).
 
     Update: w(t+1) = w(t) - lr * mean over ranks of g(t - delay). The all-reduce may therefore take
@@ -80,17 +91,17 @@ class Dadt(Algorithm):
         )
         return Overlap(transfers=(sent,))
 
-    def refuse(self, replica: Replica) -> None:
+    def refuse(self, replica: Replica[Options]) -> None:
         refuse_lbfgs(replica.optimizer, "dadt")
 
     def alone(self, options: Options) -> bool:
         return True  # updates are delayed with one rank, too
 
-    def engine(self, replica: Replica) -> DelayedEngine:
+    def engine(self, replica: Replica[Options]) -> DelayedEngine:
         return DelayedEngine(replica)
 
 
-class DelayedEngine(GradientEngine):
+class DelayedEngine(GradientEngine[Dadt.Options]):
     """Engine whose step t applies the averaged gradients of step t - delay, if there was one.
 
     The first pass records the order of the gradients and sends them at its end. In later passes
@@ -98,14 +109,19 @@ class DelayedEngine(GradientEngine):
     step that is `delay` steps earlier.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica[Dadt.Options]) -> None:
         super().__init__(replica, [[param] for param in replica.params], sparse=True)
         self._scaling = GradScaling(self.optimizer)
         self._timeline: UpdateTimes | None = None
         if self.options.timeline is not None:
             self._timeline = UpdateTimes(self.options.timeline, self.communicator)
         self._step = 0
-        self._arrivals = Arrivals(replica)
+        cycle_ms = self.options.cycle_time_ms
+        self._arrivals = Arrivals(
+            replica,
+            buffer_bytes=self.options.buffer_mb * MIB,
+            cycle_s=None if cycle_ms is None else cycle_ms / 1e3,
+        )
         self._groups: Groups | None = None
         """None until the first pass."""
         self._filling: Lap | None = None
@@ -116,7 +132,7 @@ class DelayedEngine(GradientEngine):
         """True while `p.grad` holds the gradients that the next update applies."""
         self._watched = Bucket(self.params)
 
-    def step(self, update: Callable[[], Any]) -> Any:
+    def step(self, update: Update) -> object:
         if self._presented:
             return self._step_presented(update)
         self._scaling.refuse()
@@ -135,7 +151,7 @@ class DelayedEngine(GradientEngine):
         elif not self._presented:
             self._present()
 
-    def flush(self, update: Callable[[], Any]) -> None:
+    def flush(self, update: Update) -> None:
         self._presented = False
         while self._held:
             self._apply(update)
@@ -143,15 +159,15 @@ class DelayedEngine(GradientEngine):
     def drop(self) -> None:
         self._presented = False
 
-    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def state_dict(self, plain: Callable[[], StateDict]) -> StateDict:
         pending = []
         for lap in self._held:
             means = lap.gradients()
-            gradients = [_copied(means.get(param)) for param in self.held]
+            gradients = [_copied(means.get(param)) for param in held(self.optimizer)]
             pending.append({"gradients": gradients, "scale": _copied(lap.scale)})
         return {**plain(), PENDING: pending}
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: StateDict) -> None:
         entries = state.get(PENDING, [])
         if len(entries) > self.options.delay:
             raise UserError(
@@ -160,7 +176,7 @@ class DelayedEngine(GradientEngine):
             )
         self._drop_held()
         for entry in entries:
-            pairs = zip(self.held, entry["gradients"], strict=True)
+            pairs = zip(held(self.optimizer), entry["gradients"], strict=True)
             loaded = {param: _copied(value, like=param) for param, value in pairs}
             managed = {param: loaded[param] for param in self.params}
             self._held.append(Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
@@ -217,13 +233,13 @@ class DelayedEngine(GradientEngine):
                 self.schedule.regroup(units, range(len(units)))
                 for unit in range(len(units)):
                     self.ready(unit)
-        sparse = self._filling.sparse if self._filling is not None else []
-        if sparse:
+        messages = self._filling.sparse if self._filling is not None else []
+        if messages:
             # One all-gather for all sizes, on a channel without large transfers.
-            gradients = [message.mine for message in sparse]
-            device = sparse[0].params[0].device
+            gradients = [message.mine for message in messages]
+            device = messages[0].params[0].device
             counts = gather_entries(gradients, device, self.communicator, channel=1)
-            for message, entries in zip(sparse, counts, strict=True):
+            for message, entries in zip(messages, counts, strict=True):
                 message.send(entries, self.communicator)
         self._watched.note()
 
@@ -244,7 +260,7 @@ class DelayedEngine(GradientEngine):
         lap.step, lap.scale = self._step, scale
         self._held.append(lap)
 
-    def _apply(self, update: Callable[[], Any]) -> Any:
+    def _apply(self, update: Update) -> object:
         """Runs `update` with the oldest gradients that are held back."""
         lap = self._held.popleft()
         gradients = lap.due()
@@ -271,24 +287,23 @@ class DelayedEngine(GradientEngine):
                     param.grad = torch.zeros_like(param.grad)
         self._presented = True
 
-    def _step_presented(self, update: Callable[[], Any]) -> Any:
-        optimizer = self.optimizer
-        calling = hasattr(optimizer, "found_inf")
-        if calling and optimizer.grad_scale is None:
+    def _step_presented(self, update: Update) -> object:
+        calling, attributes = scaled(self.optimizer), vars(self.optimizer)
+        if calling and attributes["grad_scale"] is None:
             raise UserError(
                 "scaler.unscale_(optimizer) divides by the present scale, but these gradients "
                 "belong to an earlier step: leave unscaling to scaler.step(optimizer)"
             )
         self._presented = False
         self.schedule.restart()
-        self._hold(optimizer.grad_scale.clone() if calling else None)
+        self._hold(attributes["grad_scale"].clone() if calling else None)
         if not self._due:
             return None
         lap = self._held.popleft()
         began = self.communicator.clock()
         try:
             if calling:
-                optimizer.grad_scale = lap.scale
+                attributes["grad_scale"] = lap.scale
             elif lap.scale is not None and not _unscale(
                 {param: param.grad for param in self.params}, lap.scale
             ):

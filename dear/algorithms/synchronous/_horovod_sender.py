@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from dear.comm.communicator import Communicator
 from dear.lazy import torch
@@ -27,7 +26,7 @@ class HorovodSender:
     def __init__(
         self,
         communicator: Communicator,
-        send: Callable[[torch.Tensor, str], Any],
+        send: Callable[[torch.Tensor, str], int],
         *,
         name: str,
         fusion_bytes: float,
@@ -55,7 +54,7 @@ class HorovodSender:
 
         return timed
 
-    def _end_s(self, handle: Any) -> float:
+    def _end_s(self, handle: int) -> float:
         while not self._hvd.poll(handle):
             self._communicator.pause(self._poll_s)
         ended_s = self._communicator.clock()

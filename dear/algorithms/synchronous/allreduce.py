@@ -12,7 +12,7 @@ from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
 
 
-class AllReduce(Algorithm):
+class AllReduce(Algorithm["AllReduce.Options"]):
     """Plain bulk-synchronous SGD: averages every gradient when the backward pass has ended.
 
     Readable reference that every synchronous algorithm must match.
@@ -34,5 +34,5 @@ class AllReduce(Algorithm):
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
         return by_count(len(arrived.sizes), 1)
 
-    def engine(self, replica: Replica) -> AveragingEngine:
+    def engine(self, replica: Replica[Options]) -> AveragingEngine:
         return AveragingEngine(replica, replica.params, overlap=False)

@@ -8,21 +8,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import packed_bucket, with_gradients
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, fuse, layers
 from dear.buckets.updates import PartialUpdate
-from dear.comm.communicator import Work
+from dear.comm.work import Work
 from dear.cost.collectives import measured_costs
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Replica, refuse_lbfgs
+from dear.training.engine import Replica, Update, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
 from dear.training.tuning import BackwardProfile, LayerTimes
 
@@ -30,7 +30,7 @@ CREDIT_MB = 16.0
 LEVELS = 4
 
 
-class ByteScheduler(Algorithm):
+class ByteScheduler(Algorithm["ByteScheduler.Options"]):
     """ByteScheduler (Peng et al., SOSP 2019): partitions, sent in the order in which layers run.
 
     The gradients of each layer are cut into partitions. Partitions of layers that run first in a
@@ -94,7 +94,7 @@ class ByteScheduler(Algorithm):
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
         return arrived.by_layer()
 
-    def refuse(self, replica: Replica) -> None:
+    def refuse(self, replica: Replica[Options]) -> None:
         refuse_lbfgs(replica.optimizer, "bytescheduler")
         levels, communicator = replica.options.levels, replica.communicator
         if levels is not None and not communicator.native:
@@ -103,7 +103,7 @@ class ByteScheduler(Algorithm):
                 "priorities; use credit_mb"
             )
 
-    def engine(self, replica: Replica) -> PartitionedEngine:
+    def engine(self, replica: Replica[Options]) -> PartitionedEngine:
         return PartitionedEngine(replica)
 
 
@@ -118,7 +118,7 @@ class Partition:
     """Bytes on the wire."""
 
 
-class PartitionedEngine(DeferredEngine):
+class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
     """All-reduces the partitions of each layer; those of layers that run first are urgent.
 
     In the first `profile_steps` steps everything is sent at the end of the backward pass. Then rank
@@ -128,7 +128,7 @@ class PartitionedEngine(DeferredEngine):
     different priority, and the backend lets urgent partitions overtake others in mid-flight.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica[ByteScheduler.Options]) -> None:
         communicator, options = replica.communicator, replica.options
         groups = fuse(layers(replica.model, replica.params), threshold=0)
         self._members = [param for params in groups for param in params]
@@ -207,7 +207,7 @@ class PartitionedEngine(DeferredEngine):
         for param, gradient in self._means().items():
             param.grad = None if gradient is None else gradient.clone()
 
-    def apply(self, update: Callable[[], Any]) -> Any:
+    def apply(self, update: Update) -> object:
         if not self._update.possible():
             return with_gradients(self._means(), update)
         self._update.note()
@@ -225,7 +225,7 @@ class PartitionedEngine(DeferredEngine):
                 self._make_plan(self._times.stop())
                 self._times = None
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> dict[str, object]:
         credit_mb = None if math.isinf(self._credit) else self._credit / MIB
         return {
             "partitions": len(self._partitions),
@@ -305,8 +305,9 @@ class PartitionedEngine(DeferredEngine):
     def _issue(self, task: int) -> None:
         part = self._partitions[task]
         level = self._level_of[part.group]
-        queue = {"channel": level + 1, "priority": self._levels - 1 - level}
-        work = self._works[task] = part.carrier.send(part.piece, **queue)
+        priority = self._levels - 1 - level
+        work = part.carrier.send(part.piece, channel=level + 1, priority=priority)
+        self._works[task] = work
         if self._credit < math.inf:
             issuer = self._issuers[level]
             work.on_complete(lambda: issuer.finished(part.nbytes))

@@ -5,32 +5,46 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compressors import CompressedOptions, Compression
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total
 from dear.buckets.updates import beside, run_hooks
-from dear.comm.communicator import Communicator, Work
+from dear.comm.communicator import Communicator
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Engine, Replica, step_after_closure
+from dear.training.ddp_hooks import BucketPayloads, PowerSgd
+from dear.training.engine import (
+    Closure,
+    ClosureUpdate,
+    Engine,
+    Replica,
+    Update,
+    step_after_closure,
+)
 from dear.training.hooks import at_end_of_backward
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+    from torch.optim.optimizer import StateDict
+
+    from dear.training.ddp_hooks import FutureTensor
+
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
-"""Torch's: sizes at which a bucket and the first bucket are closed, in MB of 2^20 bytes."""
+"""Torch's sizes at which a bucket and the first bucket are closed, in MB of 2^20 bytes."""
 
 
-class Ddp(Algorithm):
+class Ddp(Algorithm["Ddp.Options"]):
     """PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704): bucketed all-reduce in the backward.
 
-    The real DDP reducer, attached to the model in place (its own steps before and after a forward,
-    as hooks), so that the training script keeps using its model.
+    This runs DDP's own reducer. Its steps before and after a forward are hooks of the model, so the
+    training script keeps using its model.
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
     Bytes move: during the backward pass, bucket by bucket; buffers are broadcast before a forward.
     Cost per step and rank: one all-reduce per bucket, 2 (P-1)/P of the model's bytes in a ring.
@@ -38,10 +52,10 @@ class Ddp(Algorithm):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CompressedOptions):
-        """DDP's own arguments, with its own defaults; how buckets are compressed; ZeRO-1."""
+        """DDP's own arguments, with its own defaults; compression of buckets; ZeRO-1."""
 
-        compression: Literal[Compression, "powersgd"] = "none"
-        """As elsewhere, by bucket, as communication hooks: all but fp16 and bf16 start after the
+        compression: Literal[Compression, "powersgd"] = "none"  # type: ignore[assignment]  # one more
+        """Compression of each bucket, by communication hooks. All but fp16 and bf16 start after the
         first passes, which make the buckets. `powersgd`: PowerSGD (Vogels et al. 2019, arXiv
         1905.13727), matrices of low rank with error feedback."""
         powersgd_rank: int = 1
@@ -74,7 +88,7 @@ class Ddp(Algorithm):
             only_with(self, "powersgd_start_step", "compression", ["powersgd"])
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """torch's hooks divide behind the rounding, which rounds small ones once more."""
+            """Returns the gradient as it travels; torch's hooks divide after rounding."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")
@@ -88,8 +102,8 @@ class Ddp(Algorithm):
 
     @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
-        """As torch makes buckets anew after the first pass; but where it searches for unused
-        parameters, it keeps those that it has made from the front of the model."""
+        """Returns the buckets that torch makes after the first pass. If it searches for unused
+        parameters, it keeps its first buckets, made from the front of the model."""
         cap_mb, first = options.bucket_cap_mb, None
         if cap_mb is None:
             cap_mb, first = DEFAULT_CAP_MB, DEFAULT_FIRST_MB * MIB
@@ -100,14 +114,14 @@ class Ddp(Algorithm):
         return [[last - place for place in reversed(group)] for group in reversed(groups)]
 
     def alone(self, options: Options) -> bool:
-        return True  # DDP's reducer is there all the same
+        return True  # DDP's reducer also runs then
 
-    def engine(self, replica: Replica) -> _DdpEngine:
+    def engine(self, replica: Replica[Options]) -> _DdpEngine:
         return _DdpEngine(replica)
 
 
-class _DdpEngine(Engine):
-    def __init__(self, replica: Replica) -> None:
+class _DdpEngine(Engine[Ddp.Options]):
+    def __init__(self, replica: Replica[Ddp.Options]) -> None:
         super().__init__(replica)
         model, communicator, options = self.model, self.communicator, self.options
         self._zero: ZeroUpdate | None = None
@@ -116,7 +130,9 @@ class _DdpEngine(Engine):
         # torch 2.13 renames this argument; 2.11 has the old name only.
         known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
         new = "forward_sync_buffers"
-        buffers = {new if new in known else "broadcast_buffers": options.broadcast_buffers}
+        buffers: dict[str, Any] = {
+            new if new in known else "broadcast_buffers": options.broadcast_buffers
+        }
         self._ddp = torch.nn.parallel.DistributedDataParallel(
             model,
             process_group=communicator.groups[0],
@@ -127,13 +143,15 @@ class _DdpEngine(Engine):
             **buffers,
         )
         ddp = self._ddp
-        if communicator.size > 1:
-            add_hook(ddp, communicator, options)
+        hook = bucket_hook(communicator, options) if communicator.size > 1 else None
+        if hook is not None:
+            # DDP reads annotations, which are texts here. A lambda has none.
+            ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
         # A static graph is learnt in the first pass, which must be a whole one.
         self._learning = options.static_graph
         self._unsent = False
 
-        def after_forward(output: Any) -> Any:
+        def after_forward(output: object) -> object:
             if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
                 self._unsent = False
                 self._learning = False
@@ -146,8 +164,8 @@ class _DdpEngine(Engine):
             after=after_forward,
         )
 
-    def _watch(self, output: Any) -> None:
-        """Tells the communicator, after the next backward pass, that DDP has waited.
+    def _watch(self, output: object) -> None:
+        """Notes in the communicator, after the next backward pass, that DDP has waited.
 
         DDP's reducer waits in a callback that autograd runs at the end of the pass. A callback that
         another callback queues runs after all of those.
@@ -161,31 +179,31 @@ class _DdpEngine(Engine):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(begun)
 
-    def step(self, update: Callable[[], Any]) -> Any:
+    def step(self, update: Update) -> object:
         self._refuse_unsent()
         return update() if self._zero is None else self._zero.step()
 
-    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
+    def step_closure(self, update: ClosureUpdate, closure: Closure) -> object:
         if self._zero is None:
             return update(closure)
         return step_after_closure(self, update, closure)
 
-    def whole_state(self) -> dict[torch.nn.Parameter, Any]:
+    def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
         kept = self.optimizer.state
         return kept if self._zero is None else {**kept, **self._zero.whole_state()}
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: StateDict) -> None:
         if self._zero is not None:
             self._zero.take_state()
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-        """By bytes only, as DDP tells: the buckets that it has rebuilt after the first pass."""
-        told = self._ddp._get_ddp_logging_data()
-        sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or "")
+        """Returns the bytes of the buckets, which DDP reports after its first pass."""
+        logged = self._ddp._get_ddp_logging_data()
+        sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
         return [(int(size), ()) for size in sizes.split(",") if size.strip()]
 
     def synchronize(self) -> None:
-        """Nothing to do: gradients are averages when `backward()` returns."""
+        """Does nothing: gradients are averages when `backward()` returns."""
         self._refuse_unsent()
 
     @contextlib.contextmanager
@@ -212,76 +230,34 @@ class _DdpEngine(Engine):
         del self._ddp  # the reducer takes out its autograd hooks when it is destroyed
 
 
-FIRST = 2
-"""Passes after which buckets stay what they are: DDP makes them anew after the first."""
-
-
-def add_hook(ddp: Any, communicator: Communicator, options: Ddp.Options) -> None:
-    """Registers with `ddp` what `options.compression` names."""
+def bucket_hook(
+    communicator: Communicator, options: Ddp.Options
+) -> Callable[[GradBucket], FutureTensor] | None:
+    """Returns the communication hook that `options.compression` names."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    group = communicator.groups[0]
-    if options.compression == "fp16":
-        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    elif options.compression == "bf16":
-        # DDP knows this hook by name, and takes it with NCCL only; the hook itself runs anywhere.
-        ddp.register_comm_hook(
-            group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
-        )
-    elif options.compression == "powersgd":
-        ddp.register_comm_hook(PowerSgd(communicator, options), _carry)
-    elif options.gathers:
-        ddp.register_comm_hook(BucketPayloads(communicator, options), _carry)
-
-
-def _carry(state, bucket):  # DDP looks at the annotations, which must not be texts
-    buffer, dense = bucket.buffer(), state.passes < state.start
-    state.passes += bucket.is_last()
-    if dense:
-        work = state.communicator.all_reduce(buffer, op="mean")
-        return work.future().then(lambda _: buffer)
-    return state.carry(bucket, buffer)
-
-
-class BucketPayloads:
-    """Buckets as payloads that are all-gathered; dense until the buckets stay what they are."""
-
-    start = FIRST
-
-    def __init__(self, communicator: Communicator, options: Ddp.Options) -> None:
-        self.communicator = communicator
-        self._options = options
-        self.passes = 0
-        self._carriers: dict[tuple[int, ...], Carrier] = {}
-
-    def carry(self, bucket: Any, buffer: torch.Tensor) -> torch.futures.Future:
-        """A future of the bucket's buffer with what stands for the mean over ranks."""
-        params = bucket.parameters()
-        key = tuple(id(param) for param in params)
-        if key not in self._carriers:
-            sizes = [param.numel() for param in params]
-            self._carriers[key] = make_carrier(self._options, self.communicator, buffer, sizes)
-        carrier = self._carriers[key]
-        work = carrier.send(buffer, [param.grad is not None for param in params])
-
-        def received(_: Any) -> torch.Tensor:
-            carrier.receive(buffer)
-            return buffer
-
-        return work.future().then(received)
+    if options.compression == "powersgd":
+        rank, start = options.powersgd_rank, options.powersgd_start_step
+        return PowerSgd(communicator, rank=rank, start=start)
+    if options.gathers:
+        return BucketPayloads(communicator, options)
+    # DDP recognizes torch's bf16 hook, and accepts it with NCCL only; the hook runs anywhere.
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    hook = hooks.get(options.compression)
+    return None if hook is None else partial(hook, communicator.groups[0])
 
 
 class ZeroUpdate:
-    """Each rank updates some of the parameters, holds the state of those, and sends them on.
+    """Updates in which each rank updates some of the parameters, holds their state, and sends them.
 
     Hyper-parameters are those of the script's optimizer at the time of each step. Its own `state`
     is empty meanwhile; `whole_state` collects it.
 
     Args:
-        optimizer: of its own, plain class yet.
+        optimizer: before `distribute` changes its class.
 
     Raises:
-        UserError: the optimizer or its parameters are of a kind that ZeRO cannot split.
+        UserError: ZeRO cannot split the optimizer or its parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
@@ -292,12 +268,12 @@ class ZeroUpdate:
                 "option of ddp 'zero' cannot be had with LBFGS, which needs all parameters at "
                 "once; use zero=False"
             )
-        self._optimizer: Any = optimizer
+        self._optimizer = optimizer
         self._communicator = communicator
         try:
             self._zero = ZeroRedundancyOptimizer(
                 [dict(group) for group in optimizer.param_groups],
-                optimizer_class=self._local,
+                optimizer_class=self._local,  # type: ignore[arg-type]  # called like a class
                 process_group=communicator.groups[0],
             )
         except ValueError as error:
@@ -307,10 +283,10 @@ class ZeroUpdate:
             ) from None
         self.take_state()
 
-    def _local(self, groups: Sequence[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-        """An optimizer of the same kind, whatever its class wants to be made with."""
+    def _local(self, groups: Sequence[dict[str, object]], **_: object) -> torch.optim.Optimizer:
+        """Returns an optimizer of the same class, without a call of its constructor."""
         local = object.__new__(type(self._optimizer))
-        # A scheduler's wrapper of `step` is about the script's optimizer, and so are its hooks.
+        # A scheduler's wrapper of `step` belongs to the script's optimizer, and so do its hooks.
         local.__dict__.update({k: v for k, v in vars(self._optimizer).items() if k != "step"})
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(local, name, OrderedDict())
@@ -318,11 +294,11 @@ class ZeroUpdate:
         local.state = defaultdict(dict)
         return local
 
-    def step(self) -> Any:
-        """One update from the gradients there are, with the optimizer's step hooks around it."""
+    def step(self) -> object:
+        """Updates from the present gradients, with the optimizer's step hooks around."""
         return run_hooks(self._optimizer, self._step)
 
-    def _step(self) -> Any:
+    def _step(self) -> object:
         ours, given = self._zero.param_groups, self._optimizer.param_groups
         _copy_settings(given, ours)
         result = self._zero.step()
@@ -330,14 +306,14 @@ class ZeroUpdate:
         return result
 
     def take_state(self) -> None:
-        """Takes this rank's part of the optimizer's own, whole state; the rest is let go."""
+        """Takes this rank's part of the optimizer's whole state, and drops the rest."""
         mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
         whole = self._optimizer.state
         self._zero.optim.state.update({p: state for p, state in whole.items() if p in mine})
         whole.clear()
 
-    def whole_state(self) -> dict[Any, Any]:
-        """Everybody's state, on every rank; a collective call."""
+    def whole_state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """Returns the state of all ranks; a collective call."""
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         place = {param: i for i, param in enumerate(params)}
         mine = {place[param]: state for param, state in self._zero.optim.state.items() if state}
@@ -350,126 +326,6 @@ class ZeroUpdate:
         return result
 
 
-def _copy_settings(source: Sequence[dict[str, Any]], to: Sequence[dict[str, Any]]) -> None:
-    for one, other in zip(source, to, strict=True):
-        other.update({key: value for key, value in one.items() if key != "params"})
-
-
-class PowerSgd:
-    """A communication hook for DDP (Vogels et al. 2019, arXiv 1905.13727), with error feedback.
-
-    A matrix M becomes P = M Q, whose mean is made orthogonal, and Q = M' P, whose mean starts the
-    next pass; P Q' stands for the mean of M. What is too small for that travels as it is. The first
-    halves overlap the backward pass, the second ones follow it, bucket by bucket: so all ranks
-    start them in one order, and no collective waits in another one's callback, which torch's own
-    hook does and which only NCCL bears.
-    """
-
-    def __init__(self, communicator: Communicator, options: Ddp.Options) -> None:
-        self.communicator = communicator
-        self._rank = options.powersgd_rank
-        """Columns of P and Q."""
-        self.start = options.powersgd_start_step
-        self.passes = 0
-        self._buckets: dict[int, _Bucket] = {}
-        self._running: list[tuple[_Bucket, torch.futures.Future, torch.Tensor]] = []
-
-    def carry(self, bucket: Any, buffer: torch.Tensor) -> torch.futures.Future:
-        """As `BucketPayloads`; the futures of a pass end together with its last bucket."""
-        if bucket.index() not in self._buckets:
-            self._buckets[bucket.index()] = _Bucket(bucket.gradients(), self._rank)
-        known = self._buckets[bucket.index()]
-        known.send_left(bucket.gradients(), self.communicator)
-        cuda = buffer.device.type == "cuda"
-        future = torch.futures.Future(devices=[buffer.device] if cuda else None)
-        self._running.append((known, future, buffer))
-        if bucket.is_last():
-            self._end()
-        return future
-
-    def _end(self) -> None:
-        for bucket, _, _ in self._running:
-            bucket.send_right(self.communicator)
-        for bucket, future, buffer in self._running:
-            bucket.finish()
-            future.set_result(buffer)
-        self._running.clear()
-
-
-class _Bucket:
-    """The factors of the matrices of one bucket, and what they have not carried yet."""
-
-    def __init__(self, gradients: list[torch.Tensor], rank: int) -> None:
-        self._rank = rank
-        self._large = [_worth(gradient, rank) for gradient in gradients]
-        # The same on all ranks.
-        generator = torch.Generator().manual_seed(0)
-        self._right, self._errors = [], []
-        for matrix in self._matrices(gradients):
-            start = torch.randn(matrix.shape[1], rank, generator=generator)
-            self._right.append(start.to(matrix.device, matrix.dtype))
-            self._errors.append(torch.zeros_like(matrix))
-        self._left: list[torch.Tensor] = []
-        self._work: Work | None = None
-
-    def send_left(self, gradients: list[torch.Tensor], communicator: Communicator) -> None:
-        self._found = self._matrices(gradients)
-        self._small = [g for g, large in zip(gradients, self._large, strict=True) if not large]
-        self._whole = [m + e for m, e in zip(self._found, self._errors, strict=True)]
-        left = [m @ q for m, q in zip(self._whole, self._right, strict=True)]
-        self._sent = _joined(left + self._small)
-        self._work = communicator.all_reduce(self._sent, op="mean")
-
-    def send_right(self, communicator: Communicator) -> None:
-        self._work.wait()
-        shapes = [(matrix.shape[0], self._rank) for matrix in self._found]
-        means = _split(self._sent, shapes + [gradient.shape for gradient in self._small])
-        for gradient, mean in zip(self._small, means[len(shapes) :], strict=True):
-            gradient.copy_(mean)
-        self._left = [_orthogonal(mean) for mean in means[: len(shapes)]]
-        right = [m.t() @ p for m, p in zip(self._whole, self._left, strict=True)]
-        self._sent = _joined(right) if right else self._sent.new_zeros(0)
-        self._work = communicator.all_reduce(self._sent, op="mean") if right else None
-
-    def finish(self) -> None:
-        if self._work is None:
-            return
-        self._work.wait()
-        self._right = [
-            mean.clone() for mean in _split(self._sent, [right.shape for right in self._right])
-        ]
-        for i, gradient in enumerate(self._found):
-            stands = self._left[i] @ self._right[i].t()
-            error = self._whole[i] - stands
-            # A gradient that has overflowed must not stay for ever.
-            self._errors[i] = torch.where(torch.isfinite(error).all(), error, self._errors[i])
-            gradient.copy_(stands)
-            if not torch.isfinite(self._right[i]).all():
-                self._right[i] = torch.ones_like(self._right[i])
-        self._whole.clear()
-
-    def _matrices(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        pairs = zip(gradients, self._large, strict=True)
-        return [gradient.view(gradient.shape[0], -1) for gradient, large in pairs if large]
-
-
-def _worth(gradient: torch.Tensor, rank: int) -> bool:
-    """True if the factors have less than half as many elements."""
-    if gradient.dim() < 2 or not gradient.numel() or not gradient.is_contiguous():
-        return False
-    rows = gradient.shape[0]
-    return 2 * rank * (rows + gradient.numel() // rows) < gradient.numel()
-
-
-def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    wide = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
-    return torch.linalg.qr(matrix.to(wide)).Q.to(matrix.dtype)
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _split(flat: torch.Tensor, shapes: list[Any]) -> list[torch.Tensor]:
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+def _copy_settings(source: Sequence[dict[str, object]], to: Sequence[dict[str, object]]) -> None:
+    for group, other in zip(source, to, strict=True):
+        other.update({key: value for key, value in group.items() if key != "params"})

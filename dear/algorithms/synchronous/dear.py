@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from dear.buckets.compressors import CompressedOptions
 from dear.buckets.flat import Bucket, adopt, flatten
 from dear.buckets.grouping import (
     KIB,
@@ -35,25 +34,20 @@ from dear.cost.collectives import start_up_bytes
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least, only_with, positive
+from dear.options import at_least, only_with, option_of
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Replica, refuse_lbfgs
+from dear.training.engine import Replica, Update, held, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
-from dear.training.tuning import (
-    TRIALS,
-    WATCHED_STEPS,
-    cost_of_gradients,
-    regrouping,
-    tuning_steps,
-)
+from dear.training.tuning import RAMPS, FusionOptions, FusionT, cost_of_gradients, regrouping
 
-RAMPS = ("threshold", "tuned")
-"""Rules of fusion by which groups grow inwards from both ends."""
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
 BUDGET_S = 1.0
 """Seconds of the first step in which the cost of messages is measured."""
 
 
-class Dear(Algorithm):
+class Dear(Algorithm["Dear.Options"]):
     """DeAR (Zhang et al., ICDCS 2023, arXiv 2302.12445).
 
     An all-reduce is a reduce-scatter and an all-gather. The first half of each group of layers runs
@@ -76,7 +70,7 @@ class Dear(Algorithm):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(CompressedOptions):
+    class Options(FusionOptions):
         """Groups of tensors, compression, and distribution of the updates.
 
         fp16 and bf16 are wire types of gradients; parameters always travel in their own type. With
@@ -84,25 +78,10 @@ class Dear(Algorithm):
         moves nothing, and updates are replicated.
         """
 
-        fusion: Literal["threshold", "none", "nearby_layers", "wait_time", "tuned"] = "threshold"
-        """`threshold`: neighbouring layers up to `threshold_mb`; `none`: every tensor alone;
-        `nearby_layers`: that number of layers together; `wait_time`: layers whose gradients arrive
-        within one `cycle_time_ms`, as measured in the first 5 steps; `tuned`: like `threshold`,
-        with a threshold from the first 52 steps (Bayesian optimisation, 1 to 256 MB, 10 trials)."""
-        threshold_mb: float = 25.0
-        """Size below which layers are joined, in MB of 2^20 bytes; first value of `tuned`."""
-        first_mb: float | None = None
-        """Size of the groups at both ends of the model, whose transfers nothing hides, in MB of
-        2^20 bytes; groups grow inwards. null: the size whose bytes take as long as the start-up of
-        a message, by measured costs. At `threshold_mb` and above, all groups have that size."""
         small_kb: float = 8.0
         """Largest group that is all-reduced in the first half and has no second, in KB of 2^10
         bytes: its cost does not depend on its size. 0: every group has two halves, as by default
         with reduce_broadcast and exclude_parts."""
-        nearby_layers: int = 4
-        """Layers per group with fusion=nearby_layers; negative: one group."""
-        cycle_time_ms: float = 5.0
-        """Length of a cycle with fusion=wait_time, in milliseconds."""
         update: Literal["auto", "sharded", "replicated"] = "auto"
         """`sharded`: each rank updates the part that it owns and sends the parameters; it holds 1/P
         of the optimizer's state. Only for optimizers that work element by element. `replicated`:
@@ -116,29 +95,12 @@ class Dear(Algorithm):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            positive("option of dear 'threshold_mb'", self.threshold_mb)
-            positive("option of dear 'first_mb'", self.first_mb)
-            at_least("option of dear 'small_kb'", self.small_kb, 0)
-            positive("option of dear 'cycle_time_ms'", self.cycle_time_ms)
-            if self.nearby_layers == 0:
-                raise UserError("option of dear 'nearby_layers' must not be 0")
-            for field in ("threshold_mb", "first_mb"):
-                only_with(self, field, "fusion", RAMPS)
-            only_with(self, "nearby_layers", "fusion", ["nearby_layers"])
-            only_with(self, "cycle_time_ms", "fusion", ["wait_time"])
+            at_least(option_of(self, "small_kb"), self.small_kb, 0)
             if self.small_kb:
                 only_with(self, "small_kb", "decouple", ["reduce_scatter_all_gather"])
                 only_with(self, "small_kb", "exclude_parts", [()])
             if self.gathers:
                 self._refuse_halves()
-
-        def settling_steps(self) -> int:
-            regroups = {"wait_time": WATCHED_STEPS, "tuned": tuning_steps(TRIALS)}
-            return max(super().settling_steps(), regroups.get(self.fusion, 0))
-
-        def slowed(self, factor: float) -> Dear.Options:
-            # Other rules do not use the time, and reject it when options change (tuned).
-            return super().slowed(factor) if self.fusion == "wait_time" else self
 
         def _refuse_halves(self) -> None:
             for field, usual in (
@@ -199,7 +161,7 @@ class Dear(Algorithm):
         """Returns the groups; with `tuned`, those at the start of the search."""
         return by_layers(arrived, with_first(options, lambda: cost))
 
-    def refuse(self, replica: Replica) -> None:
+    def refuse(self, replica: Replica[Options]) -> None:
         refuse_lbfgs(replica.optimizer, "dear")
         if replica.options.update == "sharded" and not element_wise(replica.optimizer):
             raise UserError(
@@ -212,18 +174,18 @@ class Dear(Algorithm):
     def alone(self, options: Options) -> bool:
         return bool(options.exclude_parts)  # a world of one omits the same parts
 
-    def engine(self, replica: Replica) -> DearEngine:
+    def engine(self, replica: Replica[Options]) -> DearEngine:
         return DearEngine(replica)
 
 
-def with_first(options: Dear.Options, cost: Callable[[], Cost]) -> Dear.Options:
+def with_first(options: FusionT, cost: Callable[[], Cost]) -> FusionT:
     """Returns the options with a `first_mb` from the cost of messages, if none is given."""
     if options.first_mb is not None or options.fusion not in RAMPS:
         return options
     return dataclasses.replace(options, first_mb=start_up_bytes(cost()) / MIB)
 
 
-class DearEngine(DeferredEngine):
+class DearEngine(DeferredEngine[Dear.Options]):
     """Engine of DeAR. Buckets are numbered in the order in which forward passes need them.
 
     The first passes only observe. The first step lays out buckets in the observed order. Afterwards
@@ -232,7 +194,7 @@ class DearEngine(DeferredEngine):
     run waits for the second halves of the parameters that it reads (`finish`).
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica[Dear.Options]) -> None:
         super().__init__(replica, [[param] for param in replica.params])
         options = self.options
         self._sharded = (
@@ -294,11 +256,12 @@ class DearEngine(DeferredEngine):
                 "step(); move the model before the forward pass"
             )
 
-    def apply(self, update: Callable[[], Any]) -> Any:
+    def apply(self, update: Update) -> object:
         if self._sharded and has_hooks(self.optimizer):  # hooks expect all means in `p.grad`
             self.refuse_touched()
             self.arrive()
             return self.step_averaged(update)
+        assert self._update is not None, "the pass has laid buckets out"
         self.pending = self._update.step(update, self._launched)
         self.finish_unread()
         return None
@@ -319,31 +282,36 @@ class DearEngine(DeferredEngine):
     ) -> set[torch.nn.Parameter]:
         """Returns parameters without a gradient on any rank, after their first halves ended."""
         if self.options.gathers:
-            return {param for part in self._parts for param in part.unused()}
+            return {param for part in _gathered(self._parts) for param in part.unused()}
         return self._usage.unused(params)
 
-    def apply_averaged(self, update: Callable[[], Any]) -> Any:
+    def apply_averaged(self, update: Update) -> object:
+        assert self._update is not None, "the pass has laid buckets out"
         return self._update.step_averaged(update)
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> Any:
+    ) -> torch.Tensor:
         whole = self.averaged and not self.schedule.unsent
         if whole or not self._sharded or norm_type <= 0:
             return super().clip_grad_norm(params, max_norm, norm_type)
         self.settle()
         self.complete_pass()
         self.refuse_touched()
+        assert isinstance(self._update, Sharded), "the pass has laid buckets out"
         return self._update.clip(max_norm, norm_type)
 
     def stepped(self) -> None:
         if self._rule.after_step():
             self._lay_out(learn=self._watching)
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> dict[str, object]:
         first_mb = self._rule.options.first_mb
-        measured = self.options.first_mb is None and first_mb is not None
-        return ({"first_mb": first_mb} if measured else {}) | self._rule.findings()
+        measured, rule = (
+            self.options.first_mb is None and first_mb is not None,
+            self._rule.findings(),
+        )
+        return {"first_mb": first_mb} | rule if measured else rule
 
     # --- forward pass -----------------------------------------------------------------------------
 
@@ -353,6 +321,7 @@ class DearEngine(DeferredEngine):
             self._lay_out(learn=False)
 
     def finish(self, index: int) -> None:
+        assert self._update is not None, "only laid out buckets are pending"
         self._update.finish(index)
 
     # --- memory -----------------------------------------------------------------------------------
@@ -387,10 +356,9 @@ class DearEngine(DeferredEngine):
             )
             for index, bucket in enumerate(self.buckets)
         ]
-        if options.gathers:
-            kept = {param: rest for part in before for param, rest in part.kept().items()}
-            for part in self._parts:
-                part.keep(kept)
+        kept = {param: rest for part in _gathered(before) for param, rest in part.kept().items()}
+        for part in _gathered(self._parts):
+            part.keep(kept)
         former = self._update
         self._update = (Sharded if self._sharded else Replicated)(
             self.optimizer,
@@ -401,7 +369,7 @@ class DearEngine(DeferredEngine):
             frozen="allgather" in options.exclude_parts,
         )
         if isinstance(self._update, Sharded):
-            self._update.take_state(former)
+            self._update.take_state(former if isinstance(former, Sharded) else None)
         self._views = {
             param: view
             for bucket in self.buckets
@@ -436,7 +404,7 @@ class DearEngine(DeferredEngine):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: StateDict) -> None:
         if isinstance(self._update, Sharded):
             self._update.take_state()
 
@@ -450,14 +418,14 @@ class DearEngine(DeferredEngine):
             part.finish_reduce()  # of a pass that no step followed
             part.bucket.release()
 
-    def whole_state(self) -> dict[torch.nn.Parameter, Any]:
+    def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
         if not isinstance(self._update, Sharded):
             return super().whole_state()
         # Parameters that are not trained may have state, which is not sharded.
-        held, kept = set(self.held), self.optimizer.state
-        others = {param: state for param, state in kept.items() if param in held}
+        known = set(held(self.optimizer))
+        others = {p: state for p, state in self.optimizer.state.items() if p in known}
         try:
-            return others | dict(self._update.whole_state())
+            return {**others, **dict(self._update.whole_state())}
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} (the optimizer's state is spread over the ranks: every rank must call "
@@ -483,6 +451,10 @@ def _halves(
     small = 0 < bucket.gradients.nbytes <= options.small_kb * KIB and not options.exclude_parts
     kind = AllReduced if small else ScatterGather
     return kind(bucket, communicator, marks=marks, wire=options.wire, skip=skip)
+
+
+def _gathered(parts: Iterable[Decoupled]) -> list[Gathered]:
+    return [part for part in parts if isinstance(part, Gathered)]
 
 
 def _message_cost(engine: DearEngine) -> Cost:

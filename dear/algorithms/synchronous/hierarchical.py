@@ -1,4 +1,4 @@
-"""All-reduce of merged gradients in three legs, where some ranks are nearer than others."""
+"""Hierarchical all-reduce of merged gradients in three legs."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from dear.training.engine import Replica
 from dear.training.gradients import GradientEngine
 
 
-class Hierarchical(Algorithm):
+class Hierarchical(Algorithm["Hierarchical.Options"]):
     """Hierarchical all-reduce (Mikami et al. 2018, arXiv 1811.05233; Horovod has one, too).
 
-    Ranks are in blocks that have a fast network among themselves: a machine's, or a site's. A
-    group of gradients is reduce-scattered inside the block, its shares are all-reduced between
-    blocks, and all-gathered inside (`dear.comm.hierarchy`).
+    The ranks of a block, e.g. of a machine or a site, share a fast network. A group of gradients is
+    reduce-scattered inside each block. The shares are all-reduced between blocks, and all-gathered
+    inside each block (`dear.comm.hierarchy`).
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
-    Bytes move: during the backward pass, each group as soon as its last gradient is there, and its
-    three legs beside those of other groups.
+    Bytes move: during the backward pass, each group when its last gradient arrives; its three legs
+    overlap those of other groups.
     Cost per step and rank: per group of n bytes, in blocks of L ranks, a reduce-scatter and an
     all-gather of n inside the block, and an all-reduce of n / L between the B blocks. A block sends
     and receives 2 (B-1)/B of the model's bytes.
-    No bound is known where `local_size` is given: such a block may have any network inside.
+    With `local_size` no bound is known, since such a block may have any network inside.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HalfOptions):
-        """Which ranks make a block, which gradients travel together, and in what type."""
+        """Ranks of a block, gradients that travel together, and their type."""
 
         local_size: int | None = None
-        """Ranks per block, neighbours by their numbers; None: those of a machine, as started."""
+        """Number of consecutive ranks in a block; None: the ranks of a machine."""
         threshold_mb: float = 25.0
-        """Neighbouring tensors travel together up to so many MB of 2^20 bytes; 0: each alone."""
+        """Largest size of neighbouring tensors that travel together, in MB of 2^20 bytes; 0: each
+        tensor travels alone."""
 
         def __post_init__(self) -> None:
             at_least("option of hierarchical 'local_size'", self.local_size, 1)
@@ -65,14 +66,14 @@ class Hierarchical(Algorithm):
         between = [GroupMean(ranks=tuple(ranks), share=1 / len(places)) for ranks in places]
         return Traffic(world_size=world_size, steps=((*inside, *between),))
 
-    def engine(self, replica: Replica) -> BlockEngine:
+    def engine(self, replica: Replica[Options]) -> BlockEngine:
         return BlockEngine(replica)
 
 
-class BlockEngine(GradientEngine):
-    """Averages groups of gradients as they are complete."""
+class BlockEngine(GradientEngine[Hierarchical.Options]):
+    """Engine that averages each group of gradients when it is complete."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica[Hierarchical.Options]) -> None:
         options, communicator = replica.options, replica.communicator
         local_size = options.local_size or ranks_per_machine(communicator)
         self._averaging = in_blocks(communicator, local_size)
@@ -104,7 +105,7 @@ class BlockEngine(GradientEngine):
 
 
 class LegsSender:
-    """Measures how long all-reduces in three legs take (a `dear.cost.foreign.Sender`)."""
+    """Measures all-reduces in three legs (a `dear.cost.foreign.Sender`)."""
 
     name, fusion_bytes = "three legs", 0.0
 

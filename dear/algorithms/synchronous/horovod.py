@@ -9,10 +9,10 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from dear.algorithms.synchronous._horovod_sender import HorovodSender
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_count
@@ -22,23 +22,24 @@ from dear.comm.runtime import address_of
 from dear.cost.overlap import Cycles, Unstated
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch
-from dear.options import LATER, at_least, positive
 from dear.options import Options as AlgorithmOptions
+from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Replica
-from dear.training.gradients import GradientEngine
+from dear.training.engine import Replica, held
+from dear.training.gradients import GradientEngine, gradient_of
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo
 
 
-class Horovod(Algorithm):
+class Horovod(Algorithm["Horovod.Options"]):
     """Horovod (Sergeev and Del Balso 2018, arXiv 1802.05799): negotiated, fused all-reduce.
 
-    The real library: its hooks start an all-reduce per gradient, its background thread agrees on
-    what is ready everywhere and fuses it.
-    Invariant: after `backward()` returns, `p.grad` is the mean over ranks (Horovod alone waits in
-    `step()`; waiting at the end of the pass lets accumulation and clipping work as in plain torch).
+    This runs the library itself. Its hooks start an all-reduce per gradient. Its background thread
+    agrees with other ranks on the gradients that are ready everywhere, and fuses them.
+    Invariant: after `backward()` returns, `p.grad` is the mean over ranks. (Horovod itself waits in
+    `step()`. With the wait at the end of the pass, accumulation and clipping work as in plain
+    torch.)
     Bytes move: during the backward pass, once per cycle.
     Cost per step and rank: one all-reduce per fused buffer, and a negotiation per cycle.
     """
@@ -47,35 +48,34 @@ class Horovod(Algorithm):
     class Options(AlgorithmOptions):
         """Horovod's own settings; None leaves them to its environment variables and defaults.
 
-        Those from `controller` to `autotune` are read once, when Horovod starts in this process: a
-        later wrap with other values is refused.
+        Horovod reads the settings from `controller` to `autotune` once, at its start in this
+        process. A later wrap with other values is refused.
         """
 
         controller: Literal["gloo", "mpi"] = "gloo"
-        """Who negotiates and reduces: Horovod's own Gloo, or MPI (needs mpirun and a build with
-        MPI)."""
+        """Library that negotiates and reduces: Horovod's own Gloo, or MPI (needs mpirun and a build
+        with MPI)."""
         fusion_threshold_mb: float | None = None
         """Size of the fused buffer, in MB of 2^20 bytes; 0: nothing is fused."""
         cycle_time_ms: float | None = None
         """Time between two negotiations, in milliseconds."""
         cache_capacity: int | None = None
-        """Responses of negotiations that are kept; 0: every tensor is negotiated in every step."""
+        """Size of the cache of negotiations; 0: every tensor is negotiated in every step."""
         autotune: bool = False
-        """Let Horovod look for threshold and cycle time by Bayesian optimisation; those that are
-        given above stay. It goes on for hundreds of steps and does not tell when it has ended."""
+        """True: Horovod tunes threshold and cycle time by Bayesian optimisation, unless they are
+        given above. This takes hundreds of steps, and Horovod does not report its end."""
         compression: Literal["none", "fp16"] = "none"
         """`fp16`: gradients travel in half precision, divided before the sum."""
         adasum: bool = False
-        """Adaptive summation (Maleki et al. 2020, arXiv 2006.02924) of gradients instead of their
-        mean: `p.grad` is that. Needs controller=mpi, a number of ranks that is a power of 2."""
-
-        gradient_predivide_factor: float = field(default=1.0, metadata=LATER)
-        """How the division that makes the mean is shared out: gradients are divided by this before
-        the sum, and by the rest after it. `compression=fp16` divides by all of it before."""
-        groups: int | None = field(default=None, metadata=LATER)
-        """Gradients are sent in so many groups, in the order of the parameters, each when all of it
-        is there; every rank must then use the same parameters in a step. None: each by itself,
-        fused as they come."""
+        """True: `p.grad` is the adaptive sum of gradients (Maleki et al. 2020, arXiv 2006.02924),
+        not their mean. Needs controller=mpi and a power of 2 as the number of ranks."""
+        gradient_predivide_factor: float = 1.0
+        """Divisor of gradients before the sum; the sum is divided by the rest of the number of
+        ranks. `compression=fp16` divides by the number of ranks before the sum."""
+        groups: int | None = None
+        """Number of groups of gradients, in the order of the parameters. A group is sent when all
+        its gradients have arrived, so every rank must use the same parameters in a step. None: no
+        groups; Horovod fuses gradients that are ready together."""
 
         def __post_init__(self) -> None:
             positive(
@@ -102,7 +102,7 @@ class Horovod(Algorithm):
 
         def slowed(self, factor: float) -> Horovod.Options:
             given = self.cycle_time_ms
-            if factor == 1 or (given is None and self.autotune):  # it looks for one by itself
+            if factor == 1 or (given is None and self.autotune):  # Horovod chooses one
                 return self
             if given is None:
                 variable = os.environ.get(_VARIABLES["cycle_time_ms"])
@@ -116,11 +116,11 @@ class Horovod(Algorithm):
 
         @property
         def wire(self) -> torch.dtype | None:
-            """The type in which gradients travel, None if it is their own."""
+            """dtype in which gradients travel; None: their own."""
             return torch.float16 if self.compression == "fp16" else None
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Horovod divides what it has rounded."""
+            """Returns the gradient as it travels; Horovod divides after rounding."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")
@@ -128,7 +128,7 @@ class Horovod(Algorithm):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Unstated:
-        """The rule of its thread is known for cached tensors that travel one by one."""
+        """Returns the rule of Horovod's thread, which is known for cached single tensors."""
         ruled = not (options.autotune or options.adasum or options.groups)
         ruled = ruled and options.cache_capacity != 0 and options.controller == "gloo"
         cycle = options.cycle_time_ms
@@ -161,7 +161,7 @@ class Horovod(Algorithm):
         reason = note.read_text().strip() if note.exists() else "not installed"
         return f"Horovod is missing ({reason}); build it with `make horovod`"
 
-    def refuse(self, replica: Replica) -> None:
+    def refuse(self, replica: Replica[Options]) -> None:
         if replica.params[0].is_cuda and not _moves_cuda_tensors():
             raise Unavailable(
                 "this Horovod is built for CPU tensors; where there is an nvcc, `make horovod` "
@@ -176,7 +176,7 @@ class Horovod(Algorithm):
     def alone(self, options: Options) -> bool:
         return True  # the library runs all the same
 
-    def engine(self, replica: Replica) -> _HorovodEngine:
+    def engine(self, replica: Replica[Options]) -> _HorovodEngine:
         start(replica.communicator, replica.options)
         return _HorovodEngine(replica)
 
@@ -194,31 +194,30 @@ CYCLE_TIME_MS = 1.0
 FUSION_THRESHOLD_MB = 128.0
 """Horovod's own default (horovod/common/global_state.h)."""
 AGREEMENT_BYTES = 256
-"""Some bits per tensor, by which ranks agree on cached ones in each cycle."""
-
+"""Size of the bits per tensor by which ranks agree on cached tensors in each cycle."""
 POLL_PERIOD_S = 50e-6
-"""Between two looks whether Horovod is done; a sleep is not much shorter on Linux."""
+"""Seconds between two checks whether Horovod is done; a sleep is not much shorter on Linux."""
 
 
-class _HorovodEngine(GradientEngine):
-    """Lets Horovod's own hooks send; what is left are the end of a pass, and accumulation."""
+class _HorovodEngine(GradientEngine[Horovod.Options]):
+    """Engine that waits at the end of a pass for the transfers of Horovod's own hooks."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica[Horovod.Options]) -> None:
         import horovod.torch as hvd
 
         super().__init__(replica, [replica.params], sparse=True)
         self._hvd, options = hvd, self.options
-        # Horovod insists on a name for everything that the optimizer holds.
+        # Horovod needs a name for each parameter of the optimizer.
         names = {param: name for name, param in self.model.named_parameters()}
-        # Names must differ between optimizers, too: several may be under way at a time.
+        # Names must also differ between optimizers: transfers of several may overlap.
         self._name = f"optimizer.{next(_counter)}"
         named = [
             (f"{self._name}.{names.get(param, f'outside.{i}')}", param)
-            for i, param in enumerate(self.held)
+            for i, param in enumerate(held(self.optimizer))
         ]
-        # Horovod makes a new optimizer of the class that it is given, with parameters alone. Only
-        # its hooks and its waiting are used, so any class will do; the user's may need arguments.
-        carrier = torch.optim.SGD(self.held, lr=0.0)
+        # Horovod makes a new optimizer of the given class, with parameters alone. Only its hooks
+        # and its waiting are used, so any class will do; the user's may need arguments.
+        carrier = torch.optim.SGD(held(self.optimizer), lr=0.0)
         half = options.compression == "fp16"
         try:
             self._horovod = hvd.DistributedOptimizer(
@@ -240,12 +239,13 @@ class _HorovodEngine(GradientEngine):
         self._laid_out: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def arrived(self, param: torch.nn.Parameter) -> None:
-        if self.communicator.size > 1 and not param.grad.is_contiguous():
-            # Horovod takes no channels_last, and torch's fused updates need it again.
-            self._laid_out[param], param.grad = param.grad, param.grad.contiguous()
+        gradient = gradient_of(param)
+        if self.communicator.size > 1 and not gradient.is_contiguous():
+            # Horovod does not take channels_last; `passed` restores it for torch's fused updates.
+            self._laid_out[param], param.grad = gradient, gradient.contiguous()
 
     def ready(self, unit: int) -> None:
-        """Horovod has sent each gradient by itself."""
+        """Does nothing: Horovod's hooks send each gradient."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -279,17 +279,18 @@ class _HorovodEngine(GradientEngine):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """In which gradients travel."""
+        """dtype in which gradients travel."""
         return self.options.wire or self.params[0].dtype
 
-    def _send(self, tensor: torch.Tensor, name: str) -> Any:
-        """Starts an all-reduce as Horovod's hooks start those of gradients."""
+    def _send(self, tensor: torch.Tensor, name: str) -> int:
+        """Starts an all-reduce as Horovod's hooks do; returns its handle."""
         op, before = self._horovod.op, 1.0
         if op == self._hvd.Average:
             before = 1.0 / self._horovod.gradient_predivide_factor
-        return self._hvd.allreduce_async_(
+        handle: int = self._hvd.allreduce_async_(
             tensor, name=name, op=op, prescale_factor=before, postscale_factor=1.0 / before
         )
+        return handle
 
     def passed(self) -> None:
         if self.communicator.size == 1:
@@ -297,13 +298,13 @@ class _HorovodEngine(GradientEngine):
         for param in self.params:
             if param.grad is not None:  # of an earlier pass, if this one has no backward
                 self.arrived(param)
-        # Horovod gives every parameter a gradient, zero where there was none. One that no rank
-        # used must stay without, or weight decay and momentum would move it.
+        # Horovod gives every parameter a gradient, zero if there was none. A parameter that no rank
+        # used must get none, or weight decay and momentum would move it.
         used = torch.tensor([param.grad is not None for param in self.params], dtype=self._dtype)
         name = f"{self._name}.used"
-        if self.options.adasum:  # what it makes of marks may be zero
+        if self.options.adasum:  # an adaptive sum of marks may be zero
             exchange = self._hvd.allreduce_async_(used, op=self._hvd.Sum, name=name)
-        else:  # like a gradient, so that they are fused with those that come last
+        else:  # like a gradient, so that they are fused with the last gradients
             exchange = self._send(used, name)
         self._rest_until([handle for handle, _ in self._horovod._handles.values()] + [exchange])
         self._horovod.synchronize()
@@ -316,15 +317,15 @@ class _HorovodEngine(GradientEngine):
                 param.grad = gradient.copy_(param.grad)
         self._laid_out.clear()
 
-    def _rest_until(self, handles: Sequence[Any]) -> None:
+    def _rest_until(self, handles: Sequence[object]) -> None:
         """Returns when these all-reduces have ended.
 
-        Horovod's own waiting asks again and again and never sleeps. It takes a core from the
-        threads that communicate, and looks like computing to whoever measures this thread.
+        Horovod's own waiting polls and never sleeps. It takes a core from the threads that
+        communicate, and counts as compute time of this thread.
         """
         began = self.communicator.clock()
         for handle in handles:
-            if isinstance(handle, int):  # else a gradient that waits by itself, or was not sent
+            if isinstance(handle, int):  # otherwise Horovod waits elsewhere, or nothing was sent
                 while not self._hvd.poll(handle):
                     self.communicator.pause(POLL_PERIOD_S)
         self.communicator.held_up(began, reported=False)
@@ -336,15 +337,15 @@ _VARIABLES = {
     "cache_capacity": "HOROVOD_CACHE_CAPACITY",
     "autotune": "HOROVOD_AUTOTUNE",
 }
-_running: dict[str, Any] = {}
-"""The values of options with which Horovod has been started here."""
+_running: dict[str, object] = {}
+"""Values of options with which Horovod was started in this process."""
 
 
-def start(communicator: Communicator, options: Any) -> None:
-    """Joins Horovod's own job of the same ranks, with its settings from `options`.
+def start(communicator: Communicator, options: Horovod.Options) -> None:
+    """Starts Horovod's own job of the same ranks, with its settings from `options`.
 
     Raises:
-        UserError: Horovod runs already, with other settings than these.
+        UserError: Horovod runs already, with other settings.
     """
     import horovod.torch as hvd
 
@@ -364,20 +365,20 @@ def start(communicator: Communicator, options: Any) -> None:
         os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "mpi"
     else:
         _rendezvous(communicator, facts)
-    with _settings(wanted):
+    with _settings(options):
         hvd.init()
     _running.clear()
     _running.update(wanted)
     runtime.at_shutdown(hvd.shutdown)
 
 
-def _refuse_others(wanted: dict[str, Any]) -> None:
+def _refuse_others(wanted: Mapping[str, object]) -> None:
     import horovod.torch as hvd
 
     now = _running
-    if not now:  # the script has started it itself
-        now = {**dict.fromkeys(_VARIABLES), "autotune": False}
-        now["controller"] = "mpi" if hvd.mpi_enabled() else "gloo"
+    if not now:  # the script has started Horovod
+        controller = "mpi" if hvd.mpi_enabled() else "gloo"
+        now = {**dict.fromkeys(_VARIABLES), "autotune": False, "controller": controller}
     for name, value in wanted.items():
         if value != now[name]:
             raise UserError(
@@ -387,11 +388,11 @@ def _refuse_others(wanted: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _settings(wanted: dict[str, Any]) -> Iterator[None]:
-    """The environment variables that Horovod reads while it starts; afterwards as they were."""
+def _settings(options: Horovod.Options) -> Iterator[None]:
+    """Sets the environment variables that Horovod reads at its start; restores them afterwards."""
     values = {}
     for name, variable in _VARIABLES.items():
-        value = wanted[name]
+        value = getattr(options, name)
         if name == "fusion_threshold_mb" and value is not None:
             value = int(value * MIB)
         if value is not None and value is not False:
@@ -407,7 +408,7 @@ def _settings(wanted: dict[str, Any]) -> Iterator[None]:
 
 
 def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
-    """Does what horovodrun would: a key-value server on rank 0, and the ranks' places."""
+    """Acts as horovodrun: starts a key-value server on rank 0, and gives each rank its place."""
     from horovod.runner.http.http_server import RendezvousServer
 
     from dear.comm import runtime
@@ -432,7 +433,7 @@ def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
 
 
 def _whereabouts(facts: RankFacts) -> tuple[str, str, str]:
-    """This host's name, its address for the other ranks, and the interface of that address."""
+    """Returns this host's name, its address for other ranks, and the interface of the address."""
     if facts.one_host:
         return "localhost", "127.0.0.1", "lo"
     name = socket.gethostname()
@@ -444,7 +445,7 @@ def _whereabouts(facts: RankFacts) -> tuple[str, str, str]:
 
 
 def _slots(places: Sequence[tuple[str, int]]) -> list[SlotInfo]:
-    """Horovod's view of the ranks, whose hosts and numbers on them are `places`."""
+    """Returns Horovod's description of the ranks, whose hosts and local ranks are `places`."""
     from horovod.runner.common.util.hosts import SlotInfo
 
     slots = []

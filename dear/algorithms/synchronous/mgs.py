@@ -3,71 +3,64 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from dear.algorithms.synchronous.mgwfbp import MergedEngine
-from dear.buckets.compressors import CompressedOptions, make_compressor
+from dear.algorithms.synchronous.mgwfbp import Gradients, MergedEngine, ProfiledOptions
+from dear.buckets.compressors import make_compressor
 from dear.buckets.grouping import Groups, greedy, optimal
 from dear.cost.collectives import measured_call
 from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import torch
-from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
 
 
-class Mgs(Algorithm):
+class Mgs(Algorithm["Mgs.Options"]):
     """MGS-SGD (Shi et al., INFOCOM 2020): merged groups, of which the largest elements travel.
 
-    As `mgwfbp`, but each rank all-gathers the share `density` of its elements of largest magnitude
-    with their places; the rest is added to its next gradient (error feedback), unless told
-    otherwise. The cost of a message is that of finding the elements and of gathering them, both
-    measured.
-    Invariant: after `backward()` returns, `p.grad` is on all ranks the same sum of what travelled,
-    divided by the number of ranks. With density=1 it is the mean.
+    It works like `mgwfbp`, but each rank all-gathers a share `density` of its elements, those of
+    largest magnitude, with their indices. The rest is added to its next gradient (error feedback),
+    except with `compression=topk`. The cost of a message is the measured time of selecting the
+    elements and of gathering them.
+    Invariant: after `backward()` returns, `p.grad` is the same on all ranks: the sum of the
+    elements sent, divided by the number of ranks. With density=1 it is the mean.
     Bytes move: during the backward pass, each group as soon as its last gradient is there.
     Cost per step and rank: one all-gather per group of 8 bytes per travelling float32 element.
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(CompressedOptions):
+    class Options(ProfiledOptions):
         """Density of the sent elements, and the rule that merges tensors."""
 
         compression: Literal["topk", "eftopk", "gaussian", "dgcsampling"] = "eftopk"
         """Method that selects the elements. All but `topk` keep the rest for later steps."""
         merge: Literal["greedy", "optimal"] = "greedy"
-        """Costs of an all-reduce, as for `mgwfbp`."""
-        profile_steps: int = 2
-        """Steps that are measured before the groups are made; they send everything, and do not
-        overlap anything."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            at_least("option of mgs 'profile_steps'", self.profile_steps, 1)
-
-        def settling_steps(self) -> int:
-            return max(super().settling_steps(), self.profile_steps)
+        """Rule that merges, as for `mgwfbp`."""
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
-    def engine(self, replica: Replica) -> SparsifyingEngine:
+    def engine(self, replica: Replica[Options]) -> SparsifyingEngine:
         return SparsifyingEngine(replica)
 
 
-class SparsifyingEngine(MergedEngine):
-    """Plans with what finding the elements costs, too."""
+class SparsifyingEngine(MergedEngine[Mgs.Options]):
+    """Engine whose plan includes the time of selecting the elements."""
 
-    def plan(self, sizes: list[int], like: torch.Tensor, **given: Any) -> Groups:
-        select = measured_call(self.communicator, self._select, like.device)
-        gather = self.cost(like)
+    def plan(self, gradients: Gradients) -> Groups:
+        select = measured_call(self.communicator, self._select, gradients.like.device)
+        gather = self.cost(gradients.like)
         rule = optimal if self.options.merge == "optimal" else greedy
 
         def cost(nbytes: float) -> float:
             return select(nbytes) + gather(nbytes)
 
-        return self.foreseen(rule(sizes, cost=cost, **given), sizes, cost, **given)
+        groups = rule(
+            gradients.sizes, arrivals=gradients.arrivals, cost=cost, kinds=gradients.kinds
+        )
+        self.predict(groups, gradients, cost)
+        return groups
 
     def _select(self, gradient: torch.Tensor) -> None:
         kind = gradient.numel(), gradient.dtype, gradient.device

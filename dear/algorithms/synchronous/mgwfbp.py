@@ -1,22 +1,24 @@
-"""Merged-gradient wait-free back-propagation, and the engine of all that merge as they measure."""
+"""Merged-gradient wait-free back-propagation, and the engine of algorithms that merge gradients."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from dear.buckets.carriers import Payloads, make_carrier
 from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.flat import packed_bucket
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total, ends, fuse, greedy, optimal
-from dear.comm.communicator import Communicator, Work
+from dear.comm.communicator import Communicator
+from dear.comm.work import Work
 from dear.cost.collectives import table_costs
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError, unknown
 from dear.lazy import torch
-from dear.options import LATER, at_least, only_with
+from dear.options import Options, at_least, only_with, option_of
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
 from dear.training.gradients import GradientEngine
@@ -26,7 +28,26 @@ PROFILING_MB = 25
 FLOAT32_BYTES = 4
 
 
-class MgWfbp(Algorithm):
+@dataclass(frozen=True, kw_only=True)
+class ProfiledOptions(CompressedOptions):
+    """Length of the measurement before groups are made, and compression."""
+
+    profile_steps: int = 2
+    """Steps that are measured before the groups are made. They send everything at the end of the
+    backward pass, and overlap nothing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(option_of(self, "profile_steps"), self.profile_steps, 1)
+
+    def settling_steps(self) -> int:
+        return max(super().settling_steps(), self.profile_steps)
+
+
+ProfiledT_co = TypeVar("ProfiledT_co", bound=ProfiledOptions, covariant=True)
+
+
+class MgWfbp(Algorithm["MgWfbp.Options"]):
     """MG-WFBP (Shi, Chu and Li, INFOCOM 2019, arXiv 1811.11141): gradients merged by a cost model.
 
     Neighbouring gradients share an all-reduce where that ends the communication earlier, given when
@@ -38,35 +59,32 @@ class MgWfbp(Algorithm):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(CompressedOptions):
-        """Which rule merges, where its numbers come from, and how each group is compressed."""
+    class Options(ProfiledOptions):
+        """Rule that merges, source of its numbers, and compression of the groups."""
 
         merge: Literal["greedy", "asc", "optimal", "threshold"] = "greedy"
         """`greedy`: the paper's rule; `asc`: only what could not start yet is merged (ASC-WFBP,
         INFOCOM 2021); `optimal`: the best groups under the cost model, by dynamic programming;
         `threshold`: a group is closed once it has `threshold_mb`."""
         costs: Literal["measured", "10gbe", "56gbib"] = "measured"
-        """What an all-reduce costs: measured on these ranks, or a published table (for comparison;
-        between its numbers of workers it is interpolated)."""
+        """Costs of an all-reduce: measured on these ranks, or from a published table, which is
+        interpolated between its numbers of workers (for comparison)."""
         small_elements: int = 0
-        """Greedy and asc: groups with fewer elements always take in the next gradient (DeAR's
-        programs: 8192)."""
+        """Greedy and asc: groups with fewer elements always include the next gradient (DeAR's
+        suite: 8192)."""
         threshold_mb: float | None = None
         """Size for merge=threshold, in MB of 2^20 bytes; 0: every gradient alone."""
-        profile_steps: int = 2
-        """Steps that are measured before the groups are made; they do not overlap anything."""
-        layer_times: dict[str, float] = field(default_factory=dict, metadata=LATER)
-        """Seconds of the backward pass that each parameter takes, by its name: used in place of
-        times that are measured. Those not named take none."""
+        layer_times: dict[str, float] = field(default_factory=dict)
+        """Seconds that each parameter takes in the backward pass, by name, in place of measured
+        times; 0 for the others."""
         channels: int = 1
-        """Groups take turns on so many channels, each a process group of its own; 2 is `mgwfbp2`
-        and `asc2` of DeAR's programs. The plan takes them for one."""
+        """Number of channels that groups use in turn, each with its own process group; 2 is
+        `mgwfbp2` and `asc2` of DeAR's suite. The plan assumes one channel."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             at_least("option of mgwfbp 'channels'", self.channels, 1)
             at_least("option of mgwfbp 'small_elements'", self.small_elements, 0)
-            at_least("option of mgwfbp 'profile_steps'", self.profile_steps, 1)
             if (self.threshold_mb is None) == (self.merge == "threshold"):
                 raise UserError(
                     "option of mgwfbp 'threshold_mb' goes with merge='threshold' and only with it, "
@@ -84,35 +102,45 @@ class MgWfbp(Algorithm):
                 )
             only_with(self, "small_elements", "merge", ["greedy", "asc"])
 
-        def settling_steps(self) -> int:
-            return max(super().settling_steps(), self.profile_steps)
-
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
-        """With times and costs as they are given, instead of measured ones."""
+        """Returns the groups for the given times and costs."""
         return merged(options, arrived.sizes, arrived.arrivals_s, cost, FLOAT32_BYTES)
 
-    def engine(self, replica: Replica) -> MergedEngine:
+    def engine(self, replica: Replica[Options]) -> MgWfbpEngine:
         options = replica.options
-        return MergedEngine(replica, channels=options.channels, layer_times=options.layer_times)
+        return MgWfbpEngine(replica, channels=options.channels, layer_times=options.layer_times)
 
 
-class MergedEngine(GradientEngine):
-    """Averages groups of gradients as they arrive; the groups are found while the first steps run.
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients of a pass, in the order of their arrival."""
 
-    In the first `profile_steps` steps everything is sent when the backward pass has ended, so that
-    nothing disturbs the times at which gradients arrive. Then `plan` is called on every rank,
-    rank 0's result holds everywhere, and the groups stay. The options (a `CompressedOptions` with
-    `profile_steps`) hold from then on.
+    like: torch.Tensor
+    """Parameter of the first gradient."""
+    sizes: Sequence[int]
+    """Bytes."""
+    arrivals: Sequence[float]
+    """Seconds from the start of the backward pass."""
+    kinds: Sequence[Hashable]
+    """Type and device; a group has one kind."""
+
+
+class MergedEngine(GradientEngine[ProfiledT_co]):
+    """Base of the engines that average groups of gradients, planned in the first steps.
+
+    In the first `profile_steps` steps everything is sent after the backward pass, so that transfers
+    do not change the arrival times of gradients. Then every rank calls `plan`, and rank 0's result
+    holds on all ranks from then on. The first steps are not compressed.
 
     Args:
-        channels: groups take turns on so many channels.
-        layer_times: of each parameter by its name, in seconds; then one step is enough, and nothing
-            is measured.
+        channels: number of channels that groups use in turn.
+        layer_times: seconds of each parameter by its name; nothing is measured then, and one step
+            is enough.
 
     Raises:
         UserError: the model has no parameter of such a name.
@@ -120,7 +148,7 @@ class MergedEngine(GradientEngine):
 
     def __init__(
         self,
-        replica: Replica,
+        replica: Replica[ProfiledT_co],
         *,
         channels: int = 1,
         layer_times: Mapping[str, float] | None = None,
@@ -129,7 +157,7 @@ class MergedEngine(GradientEngine):
         replica.communicator.ensure_channels(channels)
         self._channels = channels
         self._steps_left = 1 if self._given else replica.options.profile_steps
-        self._found: dict[str, Any] = {}
+        self._findings: dict[str, object] = {}
         self._times: LayerTimes | None = LayerTimes(
             replica.model, replica.params, replica.communicator
         )
@@ -140,41 +168,22 @@ class MergedEngine(GradientEngine):
         self._started: list[Exchange] = []
         super().__init__(replica, [replica.params])
 
-    def plan(self, sizes: list[int], like: torch.Tensor, **given: Any) -> Groups:
-        """Groups of the gradients in the order of their arrival; only rank 0's count.
+    @abstractmethod
+    def plan(self, gradients: Gradients) -> Groups:
+        """Returns the groups; only rank 0's count. A collective call."""
 
-        It may call collectives, so every rank calls it.
-
-        Args:
-            sizes: in bytes.
-            like: the first of them.
-            given: `arrivals` and `kinds`, as for `greedy`.
-        """
-        options = self.options
-        if options.threshold_mb is not None:
-            return by_total(sizes, options.threshold_mb * MIB, kinds=given["kinds"])
-        cost, width = self.cost(like), like.element_size()
-        groups = merged(options, sizes, given["arrivals"], cost, width, given["kinds"])
-        return self.foreseen(groups, sizes, cost, **given)
-
-    def foreseen(
-        self, groups: Groups, sizes: list[int], cost: Cost, arrivals: list[float], **_: Any
-    ) -> Groups:
-        """The groups; when each should end is kept for `findings`."""
+    def predict(self, groups: Groups, gradients: Gradients, cost: Cost) -> None:
+        """Records the expected end of each group for `findings`."""
+        sizes, arrivals = gradients.sizes, gradients.arrivals
         predicted = {"backward_s": arrivals[-1], "ends_s": ends(groups, sizes, arrivals, cost)}
-        self._found = {"predicted": predicted}
-        return groups
+        self._findings = {"predicted": predicted}
 
-    def findings(self) -> dict[str, Any]:
-        return self._found
+    def findings(self) -> dict[str, object]:
+        return self._findings
 
     def cost(self, like: torch.Tensor) -> Cost:
-        """Seconds of a message by bytes of gradients like `like`: measured, or of a table."""
-        options, communicator = self.options, self.communicator
-        if options.gathers or options.costs == "measured":
-            return cost_of_gradients(communicator, options, like)
-        cost, share = table_costs(options.costs, communicator.size), options.share(like.itemsize)
-        return lambda nbytes: cost(nbytes * share)
+        """Returns the seconds of a message by its bytes, for gradients like `like`."""
+        return cost_of_gradients(self.communicator, self.options, like)
 
     def ready(self, unit: int) -> None:
         # Before there is a plan, the only unit is the whole model.
@@ -198,7 +207,7 @@ class MergedEngine(GradientEngine):
             self._times.stop()
 
     def planned_groups(self) -> list[list[torch.nn.Parameter]] | None:
-        """The planned groups in the order in which they are sent; None before there is a plan."""
+        """Returns the planned groups in the order in which they are sent; None before the plan."""
         if self._times is not None:
             return None
         return [exchange.bucket.params for exchange in self._exchanges]
@@ -213,14 +222,16 @@ class MergedEngine(GradientEngine):
         profile = self._given or measured
         seen = [self.params[i] for i in profile.order]
         plan = self.plan(
-            [param.nbytes for param in seen],
-            seen[0],
-            arrivals=profile.arrivals_s,
-            kinds=[(param.dtype, param.device) for param in seen],
+            Gradients(
+                like=seen[0],
+                sizes=[param.nbytes for param in seen],
+                arrivals=profile.arrivals_s,
+                kinds=[(param.dtype, param.device) for param in seen],
+            )
         )
         order, groups = self.communicator.broadcast_object((profile.order, plan))
         params = [self.params[i] for i in order]
-        for param in params:  # they are views of the buffers that go now
+        for param in params:  # gradients are views of buffers that are freed here
             param.grad = None if param.grad is None else param.grad.clone()
         self._exchanges.clear()
         self._exchanges = [
@@ -231,6 +242,27 @@ class MergedEngine(GradientEngine):
         self.schedule.regroup(units, range(len(units)))
 
 
+class MgWfbpEngine(MergedEngine[MgWfbp.Options]):
+    """Engine of MG-WFBP."""
+
+    def plan(self, gradients: Gradients) -> Groups:
+        options, sizes, kinds = self.options, gradients.sizes, gradients.kinds
+        if options.threshold_mb is not None:
+            return by_total(sizes, options.threshold_mb * MIB, kinds=kinds)
+        cost, width = self.cost(gradients.like), gradients.like.element_size()
+        groups = merged(options, sizes, gradients.arrivals, cost, width, kinds)
+        self.predict(groups, gradients, cost)
+        return groups
+
+    def cost(self, like: torch.Tensor) -> Cost:
+        options = self.options
+        if options.gathers or options.costs == "measured":
+            return super().cost(like)
+        cost = table_costs(options.costs, self.communicator.size)
+        share = options.share(like.itemsize)
+        return lambda nbytes: cost(nbytes * share)
+
+
 def merged(
     options: MgWfbp.Options,
     sizes: Sequence[int],
@@ -239,7 +271,7 @@ def merged(
     width: int,
     kinds: Sequence[Hashable] | None = None,
 ) -> Groups:
-    """Groups by the rule of the options.
+    """Returns the groups by the rule of the options.
 
     Args:
         sizes, arrivals, cost, kinds: as for `greedy`.
@@ -253,9 +285,8 @@ def merged(
     return greedy(sizes, arrivals=arrivals, cost=cost, wait=wait, least=least, kinds=kinds)
 
 
-def given_profile(replica: Replica, layer_times: Mapping[str, float]) -> BackwardProfile:
-    """The backward pass by given times: from the last parameter to the first, each when all up to
-    it have taken theirs.
+def given_profile(replica: Replica[Options], layer_times: Mapping[str, float]) -> BackwardProfile:
+    """Returns the profile of a backward pass with these times, the last parameter first.
 
     Raises:
         UserError: the model has no parameter of such a name.
@@ -271,10 +302,10 @@ def given_profile(replica: Replica, layer_times: Mapping[str, float]) -> Backwar
 
 
 class Exchange:
-    """Averages the gradients of one group; made anew when the groups change.
+    """Averages of the gradients of one group.
 
-    One all-reduce of the bucket with its marks, in its own type or in half precision; or one
-    all-gather of what a compressor makes of the gradients, and of a mark per parameter.
+    It needs one all-reduce of the bucket with its marks, in its own type or in half precision; or
+    one all-gather of the compressed gradients and of a mark per parameter.
     """
 
     def __init__(
@@ -290,19 +321,19 @@ class Exchange:
         self._work: Work | None = None
 
     def start(self, channel: int = 0) -> None:
-        """Takes the gradients there are and sends them."""
+        """Sends the present gradients."""
         self.bucket.pack()
         present = [param.grad is not None for param in self.bucket.params]
         self._work = self._carrier.send(self._sent, present, channel=channel)
 
     def drop(self) -> None:
-        """Waits for what is under way and forgets it."""
+        """Waits for the transfer that is under way, and forgets it."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def finish(self) -> None:
-        """Lets each `p.grad` be the mean, a view of the bucket; None where no rank has one."""
+        """Sets each `p.grad` to the mean, a view of the bucket, or to None if no rank has one."""
         self.drop()
         self._carrier.receive(self._sent)
         if isinstance(self._carrier, Payloads):

@@ -1,4 +1,4 @@
-"""Wait-free back-propagation, and the engine of all that average tensor by tensor."""
+"""Wait-free back-propagation, and the engine of the algorithms that average tensor by tensor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dear.buckets.carriers import make_carrier
-from dear.buckets.compressors import CompressedOptions
+from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.grouping import Arrived, Cost, Groups, by_count
 from dear.buckets.halves import Usage
-from dear.comm.communicator import Work
+from dear.comm.work import Work
 from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import torch
 from dear.options import at_least
@@ -18,13 +18,14 @@ from dear.training.engine import Replica, grouped
 from dear.training.gradients import GradientEngine
 
 
-class Wfbp(Algorithm):
+class Wfbp(Algorithm["Wfbp.Options"]):
     """Wait-free back-propagation (Poseidon, arXiv 1706.03292): one all-reduce per tensor, at once.
 
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
-    Bytes move: during the backward pass, each tensor as soon as its gradient (and those agreed to
-    go before it) is there; the end of the pass waits for the rest.
-    Cost per step and rank: one all-reduce per parameter tensor; many small ones pay many start-ups.
+    Bytes move: during the backward pass, each tensor when its gradient and those before it in the
+    agreed order have arrived; the end of the pass waits for the rest.
+    Cost per step and rank: one all-reduce per parameter tensor, so many small ones cost many
+    start-ups.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,8 @@ class Wfbp(Algorithm):
         """Number of concurrent transfers, and the compression of each tensor."""
 
         channels: int = 1
-        """Tensors take turns on so many channels, each a process group of its own; 2 is the `wfbp2`
-        of DeAR's programs."""
+        """Number of channels that tensors use in turn, each with its own process group; 2 is
+        `wfbp2` of DeAR's suite."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -47,30 +48,29 @@ class Wfbp(Algorithm):
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
         return by_count(len(arrived.sizes), 1)
 
-    def engine(self, replica: Replica) -> AveragingEngine:
+    def engine(self, replica: Replica[Options]) -> AveragingEngine:
         return AveragingEngine(replica, replica.params, channels=replica.options.channels)
 
 
-class AveragingEngine(GradientEngine):
-    """Averages in or right after the backward pass; the step is the optimizer's own.
+class AveragingEngine(GradientEngine[HalfOptions]):
+    """Engine that averages in or right after the backward pass; the step is the optimizer's own.
 
-    Also gradients that a rank lacks are sent: they count as zero if another rank has one. A
-    parameter that no rank has a gradient for keeps `grad=None`, so that optimizers leave it alone
-    as in serial training.
+    A missing gradient counts as zero if another rank has one. If no rank has a gradient for a
+    parameter, `grad` stays None, so that optimizers skip it as in serial training.
 
-    Cost per pass and rank: one all-reduce per parameter (an all-gather, if compressed so that sums
-    make no sense), and one all-reduce of a byte per parameter.
+    Cost per pass and rank: one all-reduce per parameter (an all-gather for payloads that sums
+    cannot join), and one all-reduce of a byte per parameter.
 
     Args:
-        params: what is averaged of the replica; may be none.
-        overlap: start each tensor's transfer as soon as its gradient is there; otherwise all of
-            them start when the pass has ended.
-        channels: tensors take turns on so many channels.
+        params: parameters to average; may be empty.
+        overlap: start the transfer of a tensor when its gradient arrives; otherwise all transfers
+            start at the end of the pass.
+        channels: number of channels that tensors use in turn.
     """
 
     def __init__(
         self,
-        replica: Replica,
+        replica: Replica[HalfOptions],
         params: Sequence[torch.nn.Parameter],
         *,
         overlap: bool = True,
@@ -90,13 +90,13 @@ class AveragingEngine(GradientEngine):
         super().__init__(replica, self._units, learn=bool(params))
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-        """Each tensor by itself, also where all of them start together."""
+        """Returns each tensor as a group, also if all of them start together."""
         return grouped([param] for unit in self.schedule.launched() for param in unit)
 
     def ready(self, unit: int) -> None:
         for param in self._units[unit]:
             present = param.grad is not None
-            gradient = param.grad if present else torch.zeros_like(param)
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
             channel = len(self._running) % self._channels
             work = self._carriers[param].send(gradient, [present], channel=channel)
             self._running.append((param, gradient, work))

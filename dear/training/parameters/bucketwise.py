@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from dear.buckets.flat import Bucket
 from dear.errors import UserError
 from dear.options import at_least
+from dear.training.engine import Closure
 from dear.training.parameters.overlapped import Updater
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 OptimFn = Callable[[list[tuple[str, torch.Tensor]]], Optimizer]
 SchedulerFn = Callable[[Optimizer], LRScheduler]
@@ -95,7 +99,7 @@ class BucketOptimizers(Updater):
         optimizer = next(iter(self.optimizers.values()), None)
         return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state of all optimizers and schedules, and of the scaler."""
         return {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers.values()],
@@ -103,15 +107,15 @@ class BucketOptimizers(Updater):
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Loads a result of `state_dict` for the same buckets.
 
         Raises:
             UserError: another number of optimizers or schedules, or a scaler on one side only.
         """
-        parts: dict[str, dict[Bucket, Any]] = {
-            "optimizers": self.optimizers,
-            "schedulers": self.schedulers,
+        parts: dict[str, list[Optimizer | LRScheduler]] = {
+            "optimizers": [*self.optimizers.values()],
+            "schedulers": [*self.schedulers.values()],
         }
         for name, here in parts.items():
             if len(state[name]) != len(here):
@@ -124,7 +128,7 @@ class BucketOptimizers(Updater):
                 "the checkpoint was made with a scaler and this model without, or vice versa"
             )
         for name, here in parts.items():
-            for part, saved in zip(here.values(), state[name], strict=True):
+            for part, saved in zip(here, state[name], strict=True):
                 part.load_state_dict(saved)
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
@@ -138,6 +142,6 @@ class _Whole(Optimizer):
         held = [p for part in optimizers for group in part.param_groups for p in group["params"]]
         super().__init__(held, {})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Closure | None = None) -> None:  # type: ignore[override]  # no overloads
         for part in self._parts:
             part.step()

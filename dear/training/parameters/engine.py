@@ -1,4 +1,4 @@
-"""What all engines share that update locally and average parameters.
+"""Base of the engines that update locally and average parameters.
 
 An engine decides when buckets of parameters are shared, mixed and adapted. A bucket is *shared*:
 an exchange starts to send it. It is *mixed*: the values that arrived from other ranks are averaged
@@ -18,47 +18,55 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dear.buckets.flat import Bucket
-from dear.buckets.grouping import MIB, fuse, layers
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.engine import (
     Engine,
     GradScaling,
     Replica,
+    Update,
     grouped,
     refuse_lbfgs,
+    scaled,
     step_after_closure,
 )
 from dear.training.parameters.exchange import BucketExchange
+from dear.training.parameters.options import LocalOptions
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 STATE_KEY = "replica"
 """Key in the first parameter group of a state dict: what a rank needs in addition to continue."""
 
 
-class ParameterEngine(Engine, ABC):
+class ParameterEngine(Engine[LocalOptions], ABC):
     """Base of the engines that update locally and average parameters.
 
     Args:
-        replica: its options are `LocalOptions`. Without an optimizer, the owner must update.
+        replica: without an optimizer, the owner must update.
         every: period of the averaging in steps; the last step of each period averages.
 
     Raises:
         UserError: the engine cannot step this optimizer.
     """
 
-    def __init__(self, replica: Replica, exchange: BucketExchange, *, every: int = 1) -> None:
+    def __init__(
+        self, replica: Replica[LocalOptions], exchange: BucketExchange, *, every: int = 1
+    ) -> None:
         super().__init__(replica)
-        refuse_lbfgs(self.optimizer, "averaging parameters step by step")
+        if replica.has_optimizer:
+            refuse_lbfgs(self.optimizer, "averaging parameters step by step")
         self.exchange = exchange
         self.every = every
         self.steps = 0
         """Number of steps so far, by which schedules go."""
         exchange.open(self.communicator)
         self.prepare()
-        if self.optimizer is not None:
+        if replica.has_optimizer:
             self.scaling = GradScaling(self.optimizer)
             self.resume({})
 
@@ -67,7 +75,7 @@ class ParameterEngine(Engine, ABC):
         """Lays out buckets and sets hooks; the constructor calls it."""
 
     @abstractmethod
-    def advance(self, update: Callable[[], Any]) -> Any:
+    def advance(self, update: Update) -> object:
         """Makes a step; `update` is the optimizer's own step."""
 
     @property
@@ -83,8 +91,8 @@ class ParameterEngine(Engine, ABC):
             )
         self.exchange.begin(self.steps)
 
-    def step(self, update: Callable[[], Any]) -> Any:
-        if not self.exchange.takes_scaler and hasattr(self.optimizer, "found_inf"):
+    def step(self, update: Update) -> object:
+        if not self.exchange.takes_scaler and scaled(self.optimizer):
             raise UserError(
                 "this algorithm keeps sums of gradients, which a GradScaler that skips steps of "
                 "single ranks would break; train in bfloat16 or float32 without a scaler"
@@ -95,7 +103,7 @@ class ParameterEngine(Engine, ABC):
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> Any:
+    ) -> torch.Tensor:
         """Clips this rank's own gradients; returns their norm before."""
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
@@ -103,7 +111,7 @@ class ParameterEngine(Engine, ABC):
         self.settle()
         self.exchange.wait()
 
-    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def state_dict(self, plain: Callable[[], StateDict]) -> StateDict:
         self.settle()
         state = plain()
         state["param_groups"][0][STATE_KEY] = self.saved()
@@ -113,23 +121,23 @@ class ParameterEngine(Engine, ABC):
         self.synchronize()
         plain()
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: StateDict) -> None:
         # A plain optimizer also keeps unknown keys of a parameter group, so a state that was loaded
         # before the optimizer was wrapped is here, too.
         self.restore(self.optimizer.param_groups[0].pop(STATE_KEY, None))
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> StateDict:
         """Returns the state that a checkpoint of this rank needs in addition."""
         return {"steps": self.steps, **self.exchange.saved()}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    def restore(self, saved: StateDict | None) -> None:
         """Continues from a result of `saved`; None: from the parameters alone."""
         self.steps = 0 if saved is None else saved["steps"]
         self.exchange.restore(saved)
 
     def close(self) -> None:
         super().close()
-        if self.optimizer is not None:
+        if self.replica.has_optimizer:
             self.scaling.close()
         self.exchange.take_down()
         self.exchange.release()
@@ -137,49 +145,5 @@ class ParameterEngine(Engine, ABC):
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         return grouped(bucket.params for bucket in self.buckets)
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         return self.exchange.statistics()
-
-
-class SteppedEngine(ParameterEngine):
-    """Base of the engines that share all buckets at one moment, and adapt them in `step()`."""
-
-    def prepare(self) -> None:
-        self.members = fuse(layers(self.model, self.params), self.options.bucket_mb * MIB)
-        self.exchange.lay_out(self.members, self.steps)
-        self.unmixed: set[int] = set()
-        """Buckets that are shared and not mixed yet."""
-
-    def due(self) -> bool:
-        """Returns True if this step averages."""
-        return self.steps % self.every == self.every - 1
-
-    def adapt(self, update: Callable[[], Any], *, averages: bool) -> Any:
-        """Runs the optimizer's step, as the exchange changes it in a step that averages."""
-
-        def scaled() -> Any:
-            return self.scaling.step(update)
-
-        return self.exchange.adapt(scaled) if averages else scaled()
-
-    def share_all(self) -> None:
-        with torch.no_grad():
-            for bucket in self.buckets:
-                self.exchange.share(bucket, self.steps)
-        self.unmixed = set(range(len(self.buckets)))
-        self.exchange.shared()
-
-    def mix(self, index: int) -> None:
-        self.unmixed.discard(index)
-        # The state must outlive an evaluation in inference mode that settles.
-        with torch.inference_mode(False), torch.no_grad():
-            self.exchange.mix(self.buckets[index], self.steps)
-
-    def mix_all(self) -> None:
-        """Mixes all buckets that are shared."""
-        if not self.unmixed:
-            return
-        self.exchange.meet()
-        for index in sorted(self.unmixed):
-            self.mix(index)
-        self.exchange.meet()

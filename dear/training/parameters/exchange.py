@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from dear.buckets.flat import Bucket, value_bucket
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Pending, Round
 from dear.lazy import torch
+from dear.training.engine import Update
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 STREAMS = 2
 """Exchanges under way at the same time: while one is added up, the other uses the wire."""
@@ -51,8 +55,6 @@ class BucketExchange(ABC):
 
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
-        self.pending: dict[Bucket, list[Any]] = {}
-        """Transfers under way; each has a method `wait`."""
 
     def open(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -75,26 +77,23 @@ class BucketExchange(ABC):
     @abstractmethod
     def mix(self, bucket: Bucket, steps: int) -> None: ...
 
-    def adapt(self, update: Callable[[], Any]) -> Any:
+    def adapt(self, update: Update) -> object:
         return update()
 
     def wait(self) -> None:
-        for transfers in self.pending.values():
-            for transfer in transfers:
-                transfer.wait()
+        return
 
     def drop(self) -> None:
         self.wait()
-        self.pending.clear()
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> StateDict:
         return {}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    def restore(self, saved: StateDict | None) -> None:
         """Continues from a result of `saved`; None: from the parameters alone."""
         return
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Returns counts of this rank's transfers, by name."""
         return {}
 
@@ -129,11 +128,13 @@ class GraphExchange(BucketExchange):
     def __init__(self, rounds: Rounds, messages: Messages | None = None) -> None:
         super().__init__()
         self.rounds = rounds
-        self._messages = messages
+        self.pending: dict[Bucket, list[Pending]] = {}
+        """Messages under way."""
+        self._sender = messages
 
     def open(self, communicator: Communicator) -> None:
         super().open(communicator)
-        self.messages = self._messages or Exchange(communicator, STREAMS)
+        self.messages = self._sender or Exchange(communicator, STREAMS)
 
     def carried(self, bucket: Bucket) -> Sequence[torch.Tensor]:
         """Returns the flat tensors that travel for a bucket, and are averaged in place."""
@@ -150,6 +151,15 @@ class GraphExchange(BucketExchange):
         for transfer, tensor in zip(transfers, self.carried(bucket), strict=True):
             transfer.finish(tensor)
         bucket.touched()
+
+    def wait(self) -> None:
+        for transfers in self.pending.values():
+            for transfer in transfers:
+                transfer.wait()
+
+    def drop(self) -> None:
+        super().drop()
+        self.pending.clear()
 
     def release(self) -> None:
         self.messages.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 from dear.comm.communicator import Communicator
 from dear.cost.bounds import Traffic
@@ -45,24 +45,27 @@ class GraphOptions(LocalOptions):
             raise unknown(option_of(self, "topology"), self.topology, TOPOLOGIES)
         super().__post_init__()
 
-    def graph(self, communicator: Communicator, **needs: Any) -> nx.DiGraph:
+    def graph(self, communicator: Communicator, **needs: bool) -> nx.DiGraph:
         """Returns the static graph of all ranks; `needs` are those of `topology.check_graph`."""
         chosen = graph(self.topology, communicator.size)
         check_graph(chosen, communicator.size, **needs)
         return chosen
 
 
-class GraphAlgorithm(Algorithm):
+GraphOptionsT = TypeVar("GraphOptionsT", bound=GraphOptions)
+
+
+class GraphAlgorithm(Algorithm[GraphOptionsT]):
     """Base of the algorithms that average over the static graph of `GraphOptions`."""
 
     copies: ClassVar[int] = 1
     """Number of times that the size of the parameters goes along each edge."""
 
     @classmethod
-    def traffic(cls, options: GraphOptions, world_size: int, local_size: int) -> Traffic:
+    def traffic(cls, options: GraphOptionsT, world_size: int, local_size: int) -> Traffic:
         return Traffic.along(graph(options.topology, world_size)).times(cls.copies)
 
-    def alone(self, options: GraphOptions) -> bool:
+    def alone(self, options: GraphOptionsT) -> bool:
         return True  # averages with itself
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Literal, NoReturn
 
 from dear.buckets.flat import Bucket
 from dear.buckets.grouping import MIB, fuse
 from dear.buckets.updates import PartialUpdate
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.engine import Replica
+from dear.training.engine import Replica, Update, scaled
 from dear.training.gradients import BackwardSchedule
 from dear.training.parameters.engine import ParameterEngine
 from dear.training.parameters.exchange import BucketExchange
+from dear.training.parameters.options import LocalOptions
 
 UpdateIn = Literal["backward", "step"]
 """Time of the updates of an overlapped engine.
@@ -77,7 +78,9 @@ class Overlapped(ParameterEngine):
     first step mixes nothing, and lays the buckets out.
     """
 
-    def __init__(self, replica: Replica, exchange: BucketExchange, updater: Updater) -> None:
+    def __init__(
+        self, replica: Replica[LocalOptions], exchange: BucketExchange, updater: Updater
+    ) -> None:
         self.updater = updater
         super().__init__(replica, exchange)
 
@@ -123,11 +126,11 @@ class OverlappedInStep(Overlapped):
 
     updater: OptimizerUpdater
 
-    def advance(self, update: Callable[[], Any]) -> Any:
+    def advance(self, update: Update) -> object:
         if not self.buckets:
             self.set_up(self.in_order([]))
         self.begin()
-        if self.updater.possible() and not hasattr(self.optimizer, "found_inf"):
+        if self.updater.possible() and not scaled(self.optimizer):
             self.ready(self.buckets)
             return None
         with torch.no_grad():
@@ -167,9 +170,10 @@ class OverlappedInBackward(Overlapped):
         units = [[param for bucket in unit for param in bucket.params] for unit in self._units]
         self._schedule.regroup(units, range(len(units)))
 
-    def advance(self, update: Callable[[], Any]) -> Any:
-        if hasattr(self.optimizer, "found_inf"):
-            del self.optimizer.found_inf, self.optimizer.grad_scale  # of the scaler's own call
+    def advance(self, update: Update) -> object:
+        if scaled(self.optimizer):
+            for name in ("found_inf", "grad_scale"):  # of the scaler's own call
+                delattr(self.optimizer, name)
             raise UserError(
                 "a GradScaler cannot step an optimizer whose updates are made in the backward "
                 "pass; use the option update='step'"
@@ -182,10 +186,11 @@ class OverlappedInBackward(Overlapped):
         self._schedule.run_if_missing()
         self._schedule.restart()
         self._gradients.forget()
+        return None
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> Any:
+    ) -> NoReturn:
         raise UserError(
             "gradients cannot be clipped where updates are made in the backward pass; use the "
             "option update='step'"
@@ -225,7 +230,9 @@ class OverlappedInBackward(Overlapped):
             self._gradients.note()
 
 
-def overlapped(replica: Replica, exchange: BucketExchange, update: UpdateIn) -> Overlapped:
+def overlapped(
+    replica: Replica[LocalOptions], exchange: BucketExchange, update: UpdateIn
+) -> Overlapped:
     """Returns the engine that updates by the replica's optimizer at the time of `update`."""
     updater = OptimizerUpdater(replica.optimizer)
     if update == "step":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from dear.buckets.flat import Bucket
 from dear.comm.neighbors import Round, timed
@@ -15,11 +15,13 @@ from dear.cost.overlap import Moment, Overlap, Transfer
 from dear.lazy import nx, torch
 from dear.options import at_least, option_of
 from dear.training.engine import Replica
-from dear.training.parameters.adapt_then_combine import AdaptAndCombine
-from dear.training.parameters.combine_then_adapt import CombineThenAdapt
 from dear.training.parameters.engine import ParameterEngine
 from dear.training.parameters.exchange import BucketExchange
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions
+from dear.training.parameters.stepped import AdaptAndCombine, CombineThenAdapt
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 
 class Policy:
@@ -126,10 +128,10 @@ class WindowExchange(BucketExchange):
         super().drop()
         self._refill = self.refills_at_first or self._begun
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    def restore(self, saved: StateDict | None) -> None:
         self._refill = self.refills_at_first or self._begun
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Returns the result of `Peers.statistics`; empty before there are windows."""
         return self.peers.statistics() if self.windows else {}
 
@@ -157,7 +159,10 @@ class WindowOptions(GraphOptions):
         return self.barrier
 
 
-class WindowAlgorithm(GraphAlgorithm):
+WindowOptionsT = TypeVar("WindowOptionsT", bound=WindowOptions)
+
+
+class WindowAlgorithm(GraphAlgorithm[WindowOptionsT]):
     """Base of the algorithms that average through windows, with `WindowOptions`."""
 
     order: ClassVar[type[CombineThenAdapt | AdaptAndCombine]] = CombineThenAdapt
@@ -168,11 +173,11 @@ class WindowAlgorithm(GraphAlgorithm):
     """Time at which buckets are put. An algorithm that reads instead overrides `overlap_of`."""
 
     @classmethod
-    def bound_of(cls, options: WindowOptions) -> Bound | None:
+    def bound_of(cls, options: WindowOptionsT) -> Bound | None:
         return cls.barrier_bound if options.barrier else cls.bound
 
     @classmethod
-    def overlap_of(cls, options: WindowOptions) -> Overlap:
+    def overlap_of(cls, options: WindowOptionsT) -> Overlap:
         sent = Transfer(
             kind="put",
             carries=("parameters",),
@@ -182,10 +187,10 @@ class WindowAlgorithm(GraphAlgorithm):
         return Overlap(transfers=(sent,), meetings=("step",) if options.barrier else ())
 
     @classmethod
-    def traffic(cls, options: WindowOptions, world_size: int, local_size: int) -> Traffic:
+    def traffic(cls, options: WindowOptionsT, world_size: int, local_size: int) -> Traffic:
         return super().traffic(options, world_size, local_size).every(options.every)
 
-    def engine(self, replica: Replica) -> ParameterEngine:
+    def engine(self, replica: Replica[WindowOptionsT]) -> ParameterEngine:
         options, communicator = replica.options, replica.communicator
         graph = options.graph(communicator)
         policy = Policy(Round.of(graph, communicator.rank), waits=options.barrier)

@@ -12,7 +12,8 @@ from types import ModuleType
 
 from dear.errors import UserError
 
-_OWN = Path(__file__).parents[1]
+_PACKAGES = Path(__file__).parents[2]
+"""Folder with the packages of this project."""
 
 
 def digest_of(path: Path) -> str:
@@ -48,18 +49,20 @@ def module_of(path: Path, package: str) -> ModuleType:
     text = _read(path)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, f"{path} ends in .py"
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module there
     try:
         # The loader would write compiled files into the user's folder.
         exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise UserError(f"{path}: cannot be imported: {told(error, path)}") from None
+        raise UserError(f"{path}: cannot be imported: {described(error, path)}") from None
     return module
 
 
-def told(error: BaseException, path: Path) -> str:
+def described(error: BaseException, path: Path) -> str:
     """Describes `error` in one line, with the line number in the file."""
     text = " ".join(str(error).split())
     line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
@@ -79,7 +82,7 @@ def _read(path: Path) -> bytes:
 
 def _sources(path: Path) -> set[Path]:
     sources, unread = {path}, [path]
-    while unread and path.parent != _OWN:
+    while unread and path.parent != _PACKAGES:
         for name in _imports(unread.pop()):
             files = _beside(path.parent, name)
             if files:
@@ -93,7 +96,7 @@ def _sources(path: Path) -> set[Path]:
 def _check_visible(path: Path, name: str, files: list[Path]) -> None:
     """Raises `UserError` if an import of `name` finds another module than the one in the folder."""
     spec = importlib.util.find_spec(name)
-    origin = spec and spec.origin
+    origin = None if spec is None else spec.origin
     if origin is not None and Path(origin).resolve() not in [file.resolve() for file in files]:
         raise UserError(
             f"{path}: another module {name!r} ({origin}) hides the one in its folder; rename that"

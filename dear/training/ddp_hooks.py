@@ -1,0 +1,192 @@
+"""Communication hooks of DDP that average compressed buckets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dear.buckets.carriers import Carrier, make_carrier
+from dear.buckets.compressors import CompressedOptions
+from dear.comm.communicator import Communicator
+from dear.comm.work import Work
+from dear.lazy import torch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+    FutureTensor = torch.futures.Future[torch.Tensor]
+
+FIRST = 2
+"""Passes after which buckets stay the same: DDP makes them again after the first."""
+
+
+class BucketHook(ABC):
+    """Communication hook that averages whole buckets in the first `start` passes."""
+
+    start = FIRST
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.passes = 0
+
+    def __call__(self, bucket: GradBucket) -> FutureTensor:
+        """Returns a future of the bucket's buffer with the mean over ranks."""
+        buffer, dense = bucket.buffer(), self.passes < self.start
+        self.passes += bucket.is_last()
+        if dense:
+            future = self.communicator.all_reduce(buffer, op="mean").future()
+            return future.then(lambda _: buffer)
+        return self.carry(bucket, buffer)
+
+    @abstractmethod
+    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> FutureTensor:
+        """Returns a future of the bucket's buffer with an approximation of the mean."""
+
+
+class BucketPayloads(BucketHook):
+    """Hook that all-gathers the payloads of buckets."""
+
+    def __init__(self, communicator: Communicator, options: CompressedOptions) -> None:
+        super().__init__(communicator)
+        self._options = options
+        self._carriers: dict[tuple[int, ...], Carrier] = {}
+
+    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> FutureTensor:
+        params = bucket.parameters()
+        key = tuple(id(param) for param in params)
+        if key not in self._carriers:
+            sizes = [param.numel() for param in params]
+            self._carriers[key] = make_carrier(self._options, self.communicator, buffer, sizes)
+        carrier = self._carriers[key]
+        work = carrier.send(buffer, [param.grad is not None for param in params])
+
+        def received(_: object) -> torch.Tensor:
+            carrier.receive(buffer)
+            return buffer
+
+        return work.future().then(received)
+
+
+class PowerSgd(BucketHook):
+    """PowerSGD hook (Vogels et al. 2019, arXiv 1905.13727), with error feedback.
+
+    A matrix M becomes P = M Q, whose mean is made orthogonal, and Q = M' P, whose mean starts the
+    next pass; P Q' approximates the mean of M. Small gradients travel whole. The messages with P
+    overlap the backward pass. Those with Q follow it, bucket by bucket, so that all ranks start
+    them in the same order. No collective waits in the callback of another one, as in torch's own
+    hook, which only NCCL supports. The futures of a pass end together, with its last bucket.
+
+    Args:
+        rank: number of columns of P and Q.
+        start: number of the first passes, which are not compressed.
+    """
+
+    def __init__(self, communicator: Communicator, *, rank: int, start: int) -> None:
+        super().__init__(communicator)
+        self.start = start
+        self._rank = rank
+        self._buckets: dict[int, _Bucket] = {}
+        self._running: list[tuple[_Bucket, FutureTensor, torch.Tensor]] = []
+
+    def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> FutureTensor:
+        if bucket.index() not in self._buckets:
+            self._buckets[bucket.index()] = _Bucket(bucket.gradients(), self._rank)
+        known = self._buckets[bucket.index()]
+        known.send_left(bucket.gradients(), self.communicator)
+        cuda = buffer.device.type == "cuda"
+        future: FutureTensor = torch.futures.Future(devices=[buffer.device] if cuda else None)
+        self._running.append((known, future, buffer))
+        if bucket.is_last():
+            self._end()
+        return future
+
+    def _end(self) -> None:
+        for bucket, _, _ in self._running:
+            bucket.send_right(self.communicator)
+        for bucket, future, buffer in self._running:
+            bucket.finish()
+            future.set_result(buffer)
+        self._running.clear()
+
+
+class _Bucket:
+    """Factors of the matrices of one bucket, and the errors of the approximation."""
+
+    def __init__(self, gradients: list[torch.Tensor], rank: int) -> None:
+        self._rank = rank
+        self._large = [_worth(gradient, rank) for gradient in gradients]
+        # The same on all ranks.
+        generator = torch.Generator().manual_seed(0)
+        self._right: list[torch.Tensor] = []
+        self._errors: list[torch.Tensor] = []
+        for matrix in self._matrices(gradients):
+            start = torch.randn(matrix.shape[1], rank, generator=generator)
+            self._right.append(start.to(matrix.device, matrix.dtype))
+            self._errors.append(torch.zeros_like(matrix))
+        self._left: list[torch.Tensor] = []
+        self._work: Work | None = None
+
+    def send_left(self, gradients: list[torch.Tensor], communicator: Communicator) -> None:
+        self._present = self._matrices(gradients)
+        self._small = [g for g, large in zip(gradients, self._large, strict=True) if not large]
+        self._whole = [m + e for m, e in zip(self._present, self._errors, strict=True)]
+        left = [m @ q for m, q in zip(self._whole, self._right, strict=True)]
+        self._sent = _joined(left + self._small)
+        self._work = communicator.all_reduce(self._sent, op="mean")
+
+    def send_right(self, communicator: Communicator) -> None:
+        assert self._work is not None, "send_left has started it"
+        self._work.wait()
+        shapes: list[tuple[int, ...]] = [(matrix.shape[0], self._rank) for matrix in self._present]
+        means = _split(self._sent, [*shapes, *(gradient.shape for gradient in self._small)])
+        for gradient, mean in zip(self._small, means[len(shapes) :], strict=True):
+            gradient.copy_(mean)
+        self._left = [_orthogonal(mean) for mean in means[: len(shapes)]]
+        right = [m.t() @ p for m, p in zip(self._whole, self._left, strict=True)]
+        self._sent = _joined(right) if right else self._sent.new_zeros(0)
+        self._work = communicator.all_reduce(self._sent, op="mean") if right else None
+
+    def finish(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        self._right = [
+            mean.clone() for mean in _split(self._sent, [right.shape for right in self._right])
+        ]
+        for i, gradient in enumerate(self._present):
+            approximation = self._left[i] @ self._right[i].t()
+            error = self._whole[i] - approximation
+            # A gradient that has overflowed must not stay for ever.
+            self._errors[i] = torch.where(torch.isfinite(error).all(), error, self._errors[i])
+            gradient.copy_(approximation)
+            if not torch.isfinite(self._right[i]).all():
+                self._right[i] = torch.ones_like(self._right[i])
+        self._whole.clear()
+
+    def _matrices(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        pairs = zip(gradients, self._large, strict=True)
+        return [gradient.view(gradient.shape[0], -1) for gradient, large in pairs if large]
+
+
+def _worth(gradient: torch.Tensor, rank: int) -> bool:
+    """Returns True if the factors have less than half as many elements."""
+    if gradient.dim() < 2 or not gradient.numel() or not gradient.is_contiguous():
+        return False
+    rows = gradient.shape[0]
+    return 2 * rank * (rows + gradient.numel() // rows) < gradient.numel()
+
+
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    wide = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
+    q: torch.Tensor = torch.linalg.qr(matrix.to(wide)).Q
+    return q.to(matrix.dtype)
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _split(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

@@ -1,0 +1,147 @@
+"""Engines that share all buckets of parameters at one moment, and adapt them in `step()`."""
+
+from __future__ import annotations
+
+from dear.buckets.grouping import MIB, fuse, layers
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.training.engine import Update
+from dear.training.hooks import ReaderMap
+from dear.training.parameters.engine import ParameterEngine
+
+
+class SteppedEngine(ParameterEngine):
+    """Base of the engines that share all buckets at one moment, and adapt them in `step()`."""
+
+    def prepare(self) -> None:
+        self.members = fuse(layers(self.model, self.params), self.options.bucket_mb * MIB)
+        self.exchange.lay_out(self.members, self.steps)
+        self.unmixed: set[int] = set()
+        """Buckets that are shared and not mixed yet."""
+
+    def due(self) -> bool:
+        """Returns True if this step averages."""
+        return self.steps % self.every == self.every - 1
+
+    def adapt(self, update: Update, *, averages: bool) -> object:
+        """Runs the optimizer's step, as the exchange changes it in a step that averages."""
+
+        if not averages:
+            return self.scaling.step(update)
+        return self.exchange.adapt(lambda: self.scaling.step(update))
+
+    def share_all(self) -> None:
+        with torch.no_grad():
+            for bucket in self.buckets:
+                self.exchange.share(bucket, self.steps)
+        self.unmixed = set(range(len(self.buckets)))
+        self.exchange.shared()
+
+    def mix(self, index: int) -> None:
+        self.unmixed.discard(index)
+        # The state must outlive an evaluation in inference mode that settles.
+        with torch.inference_mode(False), torch.no_grad():
+            self.exchange.mix(self.buckets[index], self.steps)
+
+    def mix_all(self) -> None:
+        """Mixes all shared buckets."""
+        if not self.unmixed:
+            return
+        self.exchange.meet()
+        for index in sorted(self.unmixed):
+            self.mix(index)
+        self.exchange.meet()
+
+
+class CombineThenAdapt(SteppedEngine):
+    """Engine with `x <- average(x) - update(gradient at x)`.
+
+    It shares the parameters when the model is about to run in training, and mixes and adapts them
+    in `step()`. Both passes hide the transfers.
+    """
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._versions_shared: list[int] = []
+        self.hooks.before_forward([self.model], self._before_model)
+
+    def advance(self, update: Update) -> object:
+        self._share_if_due()
+        averages = bool(self.unmixed)
+        if averages and self.exchange.sends_in_place and self._versions() != self._versions_shared:
+            raise UserError(
+                "parameters were changed between a training forward and step(), while they were "
+                "being sent to the neighbours; load or change them after step()"
+            )
+        self.mix_all()
+        self.steps += 1
+        return self.adapt(update, averages=averages)
+
+    def _before_model(self, module: torch.nn.Module) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._share_if_due()
+
+    def _share_if_due(self) -> None:
+        if self.unmixed or not self.due():
+            return
+        self.begin()
+        self._versions_shared = self._versions()
+        self.share_all()
+
+    def _versions(self) -> list[int]:
+        """Returns the version counters of all parameters, which in-place changes raise."""
+        return [param._version for bucket in self.buckets for param in bucket.params]
+
+
+class AdaptAndCombine(SteppedEngine):
+    """Engine with `x <- average(x - update(gradient at x))`, all in `step()`."""
+
+    def advance(self, update: Update) -> object:
+        self.begin()
+        averages = self.due()
+        result = self.adapt(update, averages=averages)
+        if averages:
+            self.share_all()
+            self.combine()
+        self.steps += 1
+        return result
+
+    def combine(self) -> None:
+        """Mixes the buckets that must be current when `step()` returns."""
+        self.mix_all()
+
+
+class AdaptThenCombine(AdaptAndCombine):
+    """Engine with `x <- average(x - update(gradient at x))`, averaged when it is read.
+
+    It adapts and shares the parameters in `step()`. A module that is about to run mixes the buckets
+    that it reads. Everything else that reads parameters mixes all buckets.
+    """
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._readers = ReaderMap(self.model, self.params)
+        self._readers.set_groups(self.members)
+        self.hooks.before_forward(self.model.modules(), self._before_module)
+        self.hooks.before_state_dict(self.model, self.settle)
+
+    def advance(self, update: Update) -> object:
+        self.settle()
+        self._readers.freeze()
+        return super().advance(update)
+
+    def combine(self) -> None:
+        for index in self._readers.unread() & self.unmixed:
+            self.mix(index)
+
+    def settle(self) -> None:
+        self.mix_all()
+
+    def close(self) -> None:
+        super().close()
+        self._readers.freeze()
+
+    def _before_module(self, module: torch.nn.Module) -> None:
+        if self.unmixed:
+            for index in self._readers.due(module, self.unmixed):
+                self.mix(index)

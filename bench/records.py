@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import program
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.trial import Trial
 from common.machine import machine_card
 from common.paths import ROOT
@@ -216,8 +216,8 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
     folder = logs / load(experiment, recipe.set).name
     for name in _SWEEP_FILES:
         shutil.copy2(folder / name, out / name)
-    found = store.Comparison.load(folder).results(folder)
-    draw = draw_learning if is_learning(found) else throughput.draw
+    records = store.Comparison.load(folder).results(folder)
+    draw = draw_learning if is_learning(records) else throughput.draw
     shutil.copy2(draw(folder, work / "plots")[0], out)
     return True
 
@@ -257,20 +257,20 @@ def _check(chosen: dict[str, Recipe]) -> int:
 
 def problems(name: str, recipe: Recipe, folder: Path = catalogue.FOLDER) -> list[str]:
     """Returns the reasons why a record does not match today's definitions."""
-    made = catalogue.manifest(name, folder)
-    if made is None:
+    facts = catalogue.manifest(name, folder)
+    if facts is None:
         return ["was not made by `make records`"]
     wrong = []
-    if made["made_by"] != made_by(recipe):
+    if facts["made_by"] != made_by(recipe):
         wrong.append("is made by other commands now")
-    if made.get("definitions") != catalogue.DEFINITIONS:
-        wrong.append(f"has definitions {made.get('definitions')}; now: {catalogue.DEFINITIONS}")
-    if made["files"] != catalogue.digests(folder / name):
+    if facts.get("definitions") != catalogue.DEFINITIONS:
+        wrong.append(f"has definitions {facts.get('definitions')}; now: {catalogue.DEFINITIONS}")
+    if facts["files"] != catalogue.digests(folder / name):
         wrong.append("has files that were not made with it")
-    if problem := commit_problem(made["commit"]):
+    if problem := commit_problem(facts["commit"]):
         wrong.append(problem)
     if recipe.sweep is not None:
-        wrong += _sweep_problems(folder / name, recipe, made["commit"])
+        wrong += _sweep_problems(folder / name, recipe, facts["commit"])
     return wrong
 
 

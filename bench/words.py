@@ -42,7 +42,7 @@ from bench.rig.tables import (
     Plan,
     Tally,
 )
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.machine import machine_card
 from common.results import stats
 from common.results.committed.catalogue import MISSED

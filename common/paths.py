@@ -6,6 +6,7 @@ In a checkout, `common`, `plots` and `configs` are at its top. The wheel has the
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,5 +23,12 @@ DRIVER = [sys.executable, str(ROOT / "benchmarks.py")]
 """The same command for a child process."""
 MODULE = f"PYTHONPATH={ROOT} python -m" if INSTALLED else "python -m"
 """Start of a command that runs a module of `common` or `plots`."""
+RECORDS = "records.jsonl"
+"""File of the records in a sweep's folder."""
 BUILD = "install dear-bench again with pip" if INSTALLED else "make core"
 """Remedy for a missing comm core or link switch."""
+
+
+def short(text: str) -> str:
+    """Returns a text without the path of the current folder."""
+    return text.replace(f"{Path.cwd()}{os.sep}", "")

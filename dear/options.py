@@ -73,30 +73,33 @@ def said(options: Any) -> dict[str, Any]:
     return {key: v for key, v in dataclasses.asdict(options).items() if key not in left_out}
 
 
-def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
+def build_options(cls: type[T], given: Mapping[str, Any], what: str, path: str = "") -> T:
     """Builds a `cls` from `given`; every key must be a field and every value of the field's type.
 
     Args:
         cls: a dataclass whose fields are bool, int, float, str, Literal, tuples, dicts, dataclasses
             or unions of these. Its `__post_init__` may raise `UserError` for a bad value.
         what: the kind of key in messages, e.g. `option of dear`.
+        path: key of `given` inside another mapping, for messages, e.g. `optimizer`.
 
     Raises:
         UserError: an unknown key, a missing one, or a value of the wrong type.
     """
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     hints = get_type_hints(cls)
+    prefix = f"{path}." if path else ""
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key not in fields:
             if not fields:
                 raise UserError(f"unknown {what} {key!r}: it has none")
-            raise unknown(what, key, fields, "see `list --keys`")
-        values[key] = _convert(value, hints[key], f"{what} {key!r}")
+            error = unknown("key" if path else what, key, fields, "see `list --keys`")
+            raise UserError(f"{what} {path!r}: {error}") if path else error
+        values[key] = _convert(value, hints[key], what, f"{prefix}{key}")
     for name, field in fields.items():
         missing = field.default is field.default_factory is dataclasses.MISSING
         if missing and name not in values:
-            raise UserError(f"{what}: {name!r} is missing")
+            raise UserError(f"{what} {prefix + name!r} is missing")
     return cls(**values)
 
 
@@ -123,30 +126,31 @@ def only_with(options: Any, field: str, other: str, values: Sequence[str]) -> No
         )
 
 
-def _convert(value: Any, hint: Any, what: str) -> Any:
+def _convert(value: Any, hint: Any, what: str, path: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return _convert_union(value, get_args(hint), what)
+        return _convert_union(value, get_args(hint), what, path)
     if origin is Literal:
         if value not in get_args(hint):
-            raise unknown(what, value, [str(choice) for choice in get_args(hint)])
+            allowed = [str(choice) for choice in get_args(hint)]
+            raise UserError(f"{what} {path!r}: {unknown('value', value, allowed)}")
         return value
     if origin is tuple:
+        inner = get_args(hint)[0]
         if not isinstance(value, (list, tuple)):
-            value = [value]
-        return tuple(_convert(item, get_args(hint)[0], what) for item in value)
+            return (_convert(value, inner, what, path),)
+        return tuple(_convert(v, inner, what, f"{path}.{i}") for i, v in enumerate(value))
     if hint is Any:
         return value
     mapping = origin is dict or hint is dict
     if mapping or dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise _mismatch(what, value, "a mapping of names to values")
-        name = what.rpartition(" ")[2].strip("'`")
-        return dict(value) if mapping else build_options(hint, value, f"key of `{name}`")
-    return _convert_scalar(value, hint, what)
+            raise _mismatch(what, path, value, "a mapping of names to values")
+        return dict(value) if mapping else build_options(hint, value, what, path)
+    return _convert_scalar(value, hint, what, path)
 
 
-def _convert_union(value: Any, hints: tuple[Any, ...], what: str) -> Any:
+def _convert_union(value: Any, hints: tuple[Any, ...], what: str, path: str) -> Any:
     if value is None and type(None) in hints:
         return None
     errors = []
@@ -154,13 +158,13 @@ def _convert_union(value: Any, hints: tuple[Any, ...], what: str) -> Any:
         if hint is type(None):
             continue
         try:
-            return _convert(value, hint, what)
+            return _convert(value, hint, what, path)
         except UserError as error:
             errors.append(error)
     raise errors[0]
 
 
-def _convert_scalar(value: Any, hint: Any, what: str) -> Any:
+def _convert_scalar(value: Any, hint: Any, what: str, path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is float and isinstance(value, str):
@@ -168,16 +172,16 @@ def _convert_scalar(value: Any, hint: Any, what: str) -> Any:
         try:
             return float(value)
         except ValueError:
-            raise _mismatch(what, value, "a number") from None
+            raise _mismatch(what, path, value, "a number") from None
     right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
     if not right:
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-        raise _mismatch(what, value, names[hint])
+        raise _mismatch(what, path, value, names[hint])
     return value
 
 
-def _mismatch(what: str, value: Any, wanted: str) -> UserError:
-    return UserError(f"{what}: must be {wanted}, got {value!r}")
+def _mismatch(what: str, path: str, value: Any, wanted: str) -> UserError:
+    return UserError(f"{what} {path!r}: must be {wanted}, got {value!r}")
 
 
 def at_least(name: str, value: float | None, least: float) -> None:

@@ -1,7 +1,7 @@
-"""What the build of the comm core must know of this Python and torch.
+"""Facts about this Python and torch for the build of the comm core.
 
-Prints NAME=VALUE lines for CMake. With --identity, prints what the extension is built for, as JSON,
-which an import with another torch reports; with --found, what torch brings, for people.
+Prints NAME=VALUE lines for CMake. With --identity, prints the versions that the extension is built
+for as JSON; an import with another torch reports them. With --found, prints what torch contains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NONE = "none in this torch"
 
 
 def facts() -> dict[str, str]:
-    """CMake variables: where torch's headers and libraries are, and how to name an extension."""
+    """Returns CMake variables: torch's headers and libraries, and the suffix of an extension."""
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     return {
         "COMM_CORE_TORCH_INCLUDES": ";".join(includes),
@@ -29,12 +29,12 @@ def facts() -> dict[str, str]:
 
 
 def identity() -> dict[str, str]:
-    """What must be the same when the extension is imported as when it was built."""
+    """Returns the versions that must be the same at the import of the extension as at its build."""
     return {"torch": torch.__version__, "python": sysconfig.get_config_var("EXT_SUFFIX")}
 
 
-def found() -> dict[str, str]:
-    """What torch brings, in words."""
+def parts() -> dict[str, str]:
+    """Returns a description of the parts that torch contains."""
     cuda = torch.version.cuda
     return {
         "torch": torch.__version__,
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--identity"]:
         print(json.dumps(identity()))
     elif sys.argv[1:] == ["--found"]:
-        for name, value in found().items():
+        for name, value in parts().items():
             print(f"   {name:<9} {value}")
     else:
         for name, value in facts().items():

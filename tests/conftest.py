@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before tests are collected, of which many are there once for each algorithm."""
+    """Loads plugins; their algorithms must be known when tests are collected."""
     for path in config.getoption("--plugin"):
         try:
             load_plugin(Path(path))
@@ -95,12 +95,12 @@ def _begin(kind: str) -> None:
 @pytest.fixture
 def own_pool() -> Iterator[Callable[..., RankPool]]:
     """`own_pool(n)` is a pool for one test that leaves it broken."""
-    made: list[RankPool] = []
+    pools: list[RankPool] = []
 
     def get(world_size: int, timeout_s: float = 30.0) -> RankPool:
-        made.append(RankPool(world_size, timeout_s, backend="comm_core"))
-        return made[-1]
+        pools.append(RankPool(world_size, timeout_s, backend="comm_core"))
+        return pools[-1]
 
     yield get
-    for pool in made:
+    for pool in pools:
         pool.close()

@@ -87,8 +87,8 @@ class RankPool:
 
 def plugins() -> list[Path]:
     """The files of algorithms that this process has besides dear's own."""
-    found = map(plugin_of, algorithm_names())
-    return [Path(one.path) for one in found if one is not None]
+    known = map(plugin_of, algorithm_names())
+    return [Path(plugin.path) for plugin in known if plugin is not None]
 
 
 def on_ranks(size: int, kind: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -97,7 +97,7 @@ def on_ranks(size: int, kind: str = "") -> Callable[[Callable[..., None]], Calla
     Without `kind` the test's argument `name`, an algorithm, says which ranks it needs.
     """
 
-    def made(body: Callable[..., None]) -> Callable[..., None]:
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(world: Callable[..., RankPool], **given: Any) -> None:
             pool = world(size, kind or given.get("name", ""))
@@ -108,7 +108,7 @@ def on_ranks(size: int, kind: str = "") -> Callable[[Callable[..., None]], Calla
         test.__signature__ = plain.replace(parameters=[world, *plain.parameters.values()])
         return test
 
-    return made
+    return decorate
 
 
 def _body_of(module: str, name: str, given: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What the benchmark scripts stand on: hosts, the ranks of engines, rounds, limits and tables."""
+"""Shared parts of the benchmark scripts: hosts, ranks of the engines, rounds, bars and tables."""

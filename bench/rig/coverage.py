@@ -86,7 +86,7 @@ class Coverage:
 
     @property
     def missed(self) -> bool:
-        """Whether the bar is missed by more than two standard errors of the simulation."""
+        """True if the share is below the bar by more than two standard errors of the simulation."""
         return self.this_run < ENOUGH - 2 * (ENOUGH * (1 - ENOUGH) / self.runs) ** 0.5
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.harness.trial import MeasureConfig
+from common.harness.settings import MeasureConfig
 from common.results import stats
 from common.results.records import Record, Result, Throughput
 from common.results.records.trust import Check

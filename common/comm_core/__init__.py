@@ -16,12 +16,18 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
+    from comm_core.communicator import Communicator as Communicator
+    from comm_core.windows import Window as Window
 
 _FOLDER = Path(__file__).parent
 _REBUILD = (
@@ -33,7 +39,7 @@ _REBUILD = (
 log = logging.getLogger("comm_core")
 
 
-def _import_core() -> Any:
+def _check_build() -> None:
     built_for = _FOLDER / "_built_for.json"
     if not built_for.exists():
         raise ImportError(f"the comm core is not built: {_REBUILD}")
@@ -46,12 +52,11 @@ def _import_core() -> Any:
             f"the comm core was built for torch {built_torch}, but this is torch "
             f"{torch.__version__}: {_REBUILD}"
         )
-    from comm_core import _core
-
-    return _core
 
 
-_core = _import_core()
+_check_build()
+from comm_core import _core  # noqa: E402  (the check explains a missing or foreign build)
+
 Work = _core.Work
 Times = _core.Times
 
@@ -64,7 +69,7 @@ def _rendezvous_host() -> str:
     return "" if local is not None and local == world else host
 
 
-def _create(options: Any, _backend_options: Any) -> Any:
+def _create(options: _DistributedBackendOptions, _backend_options: object) -> _core.CoreBackend:
     backend = _core.CoreBackend(
         store=options.store,
         rank=options.group_rank,
@@ -101,7 +106,7 @@ def priority(level: int) -> Iterator[None]:
         _core.set_priority(previous)
 
 
-def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns a zeroed CPU tensor in memory that the other ranks of this host can map.
 
     reduce_scatter and all_gather need no staging copy if the inputs of all ranks are such tensors.
@@ -114,10 +119,9 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     Raises:
         RuntimeError: the memory or the file descriptors are exhausted.
     """
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    sizes = [length for part in shape for length in ([part] if isinstance(part, int) else part)]
     kind = dtype or torch.get_default_dtype()
-    count = math.prod(sizes)
-    return _core.shared_bytes(count * kind.itemsize).view(kind).view(sizes)
+    return _core.shared_bytes(math.prod(sizes) * kind.itemsize).view(kind).view(sizes)
 
 
 class Regime(NamedTuple):
@@ -151,7 +155,7 @@ def regimes(operation: str, world_size: int, hosts: int | None = None) -> tuple[
     return tuple(Regime(*row) for row in _core.regimes(operation, world_size, hosts))
 
 
-def events() -> list[dict[str, Any]]:
+def events() -> list[_core.Event]:
     """Returns the last finished operations of this process (at most 4096), oldest first.
 
     Traces use them. Each has operation, dtype, priority, group, sequence, nbytes, enqueued_s,
@@ -188,7 +192,7 @@ def lulls_s(after_s: float) -> list[tuple[float, float]]:
     return _core.lulls_s(after_s)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "Window":
         from comm_core.windows import Window
 

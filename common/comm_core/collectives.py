@@ -11,13 +11,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Body = Generator[list[Any], None, None]
-"""Generator that yields lists of `torch.distributed.Work`; resume it once they have ended."""
+Body = Generator[list[dist.Work], None, None]
+"""Generator that yields works; resume it once they have ended."""
 
 # torch 2.13 renames these two; 2.11 has the old names only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,7 +34,7 @@ class Channel:
 
 
 def plain(tensor: torch.Tensor) -> bool:
-    """True if a backend can use the tensor's memory without a copy."""
+    """Returns True if a backend can use the tensor's memory without a copy."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -49,7 +48,7 @@ def _unflatten(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         tensor.copy_(buffer.view(tensor.shape))
 
 
-def _summable(buffer: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def _summable(buffer: torch.Tensor) -> tuple[torch.Tensor, dist.ReduceOp.RedOpType]:
     # Backends add bools as bytes: Gloo's sum of two True is the byte 2, which is not a valid bool.
     # The maximum of the bytes is the logical or.
     if buffer.dtype is torch.bool:
@@ -151,7 +150,7 @@ def sendrecv(channel: Channel, send: torch.Tensor, recv: torch.Tensor, peer: int
 Messages = Sequence[tuple[int, torch.Tensor]]
 
 
-def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[Any]:
+def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[dist.Work]:
     """Starts all receives and sends `(rank, contiguous tensor)`; returns their works."""
     group = channel.group
     if not receives and not sends:
@@ -161,9 +160,9 @@ def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[Any]
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for rank, t in receives]
         ops += [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for rank, t in sends]
         return dist.batch_isend_irecv(ops)
-    works: list[Any] = [dist.irecv(t, group=group, group_src=rank) for rank, t in receives]
+    works = [dist.irecv(t, group=group, group_src=rank) for rank, t in receives]
     works += [dist.isend(t, group=group, group_dst=rank) for rank, t in sends]
-    return works
+    return [work for work in works if work is not None]  # None: this rank is not in the group
 
 
 def check_tensor(

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 _copies: Counter[str] = Counter()
@@ -29,17 +30,18 @@ def init(backend: str | None = None) -> None:
         return
     rank = int(_first_set("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", default="0"))
     size = int(_first_set("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", default="1"))
-    rendezvous: dict[str, object] = {"rank": rank, "world_size": size}
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        rendezvous["init_method"] = "env://"
-    elif size == 1:
-        rendezvous["store"] = dist.HashStore()
-    else:
+    has_address = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    if size > 1 and not has_address:
         raise RuntimeError(
             f"rank {rank} of {size} cannot find the other ranks: set MASTER_ADDR to the first host "
             "and MASTER_PORT to a free port there (mpirun: -x MASTER_ADDR -x MASTER_PORT)"
         )
-    dist.init_process_group(backend or _default_backend(), **rendezvous)
+    dist.init_process_group(
+        backend or _default_backend(),
+        store=None if has_address else HashStore(),  # without a store, torch reads the variables
+        rank=rank,
+        world_size=size,
+    )
 
 
 def _first_set(*names: str, default: str) -> str:
@@ -59,13 +61,13 @@ def _check() -> None:
 
 
 def rank() -> int:
-    """Rank of this process in the job, 0 .. size()-1."""
+    """Returns the rank of this process in the job, 0 .. size()-1."""
     _check()
     return dist.get_rank()
 
 
 def size() -> int:
-    """Number of processes in the job."""
+    """Returns the number of processes in the job."""
     _check()
     return dist.get_world_size()
 
@@ -87,8 +89,10 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 def copy_of(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
     """Returns a new process group of the same ranks. A collective call of the ranks of `group`."""
+    copy: dist.ProcessGroup
     if group is dist.group.WORLD:
-        return dist.new_group(timeout=timeout)
+        copy = dist.new_group(timeout=timeout)
+        return copy
     # new_group cannot be used for some of the ranks only. It names a group by a count of the calls
     # of all ranks of the job, or (use_local_synchronization) by the number of groups of this
     # process, which differs between ranks and repeats after a group is destroyed. Both lead to the
@@ -102,7 +106,7 @@ def copy_of(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Process
         ranks,
         str(dist.get_backend_config(group)),
         distributed_c10d._get_default_store(),
-        name,
+        name,  # type: ignore[arg-type]  # its NewType does not exist in torch 2.11
         timeout=timeout or distributed_c10d.default_pg_timeout,
     )
     group_ranks = {job_rank: rank for rank, job_rank in enumerate(ranks)}

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from ._core import CoreBackend
+
 _num_windows: dict[str, int] = {}
 
 
@@ -38,7 +40,7 @@ class Window:
         dtype: torch.dtype = torch.float32,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        group = group or dist.group.WORLD
+        group = group or dist.distributed_c10d._get_default_group()
         if dist.get_backend(group) != "comm_core":
             raise ValueError(
                 f"windows need the backend comm_core, but this group has {dist.get_backend(group)}"
@@ -47,7 +49,9 @@ class Window:
             raise ValueError(f"negative window size: {slots} slots of {numel} elements")
         self.slots, self.numel, self.dtype = slots, numel, dtype
         self._group = group
-        self._backend = group._get_backend(torch.device("cpu"))
+        backend = group._get_backend(torch.device("cpu"))
+        assert isinstance(backend, CoreBackend)
+        self._backend = backend
         # All ranks of a group create windows in the same order, so a count identifies a window.
         key = group.group_name
         self._number = _num_windows[key] = _num_windows.get(key, 0) + 1

@@ -77,8 +77,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=COMMAND,
         description="Which data-parallel training algorithm is fastest for my model? Without a "
-        "verb, runs emulated-quick.yaml where virtual hosts can be made, else quick.yaml (both in "
-        "configs/experiments).",
+        "verb, runs the experiment emulated-quick, or quick if virtual hosts are not possible.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"DeAR Bench {dear.__version__}")
@@ -87,7 +86,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         verb = verbs.load(name)
         sub = every.add_parser(name, help=verb.HELP, allow_abbrev=False)
         verb.add(sub)
-        sub.add_argument("--logs", type=Path, default=LOGS, help="folder of results")
+        sub.add_argument("--logs", type=Path, default=LOGS, help="folder of all sweeps")
     options, extra = parser.parse_known_args(arguments)
     if extra:
         flag = extra[0].partition("=")[0]

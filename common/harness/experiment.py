@@ -1,16 +1,13 @@
-"""Keys of an experiment file, its trials, and the strict reader of the file."""
+"""Keys of an experiment file, checks of their combinations, and the trials of the experiment."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from common.cgroups import usable_cores
 from common.emulation.config import ClusterConfig, Fault
@@ -18,9 +15,9 @@ from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
 from common.emulation.links import check as check_links
 from common.emulation.links.profile import network_profile
-from common.harness import own
-from common.harness.learn import LearnConfig
-from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
+from common.harness.custom import bring_model
+from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
+from common.harness.trial import BASELINE, Cuda, Sources, Trial
 from common.launch.job import launcher_options
 from common.models import datasets
 from common.models.registry import (
@@ -36,7 +33,7 @@ from common.results.records import base_among
 from dear.algorithms import aliases
 from dear.comm.backends import missing_comm_core
 from dear.errors import UserError, unknown
-from dear.options import at_least, build_options, positive
+from dear.options import at_least, positive
 from dear.training.algorithm import Options, algorithm_options, plugin_of
 
 
@@ -87,9 +84,10 @@ class ModelChoice:
             at_least("sentence_len", self.sentence_len, 1)
 
     def brought(self) -> ModelChoice:
-        """The same by the name of its trials, once the registry has what does not come with it."""
-        place = own.bring_model(self.name, self.batch_size, self.sentence_len, self.gpu)
-        name, batch_size, sentence_len = place
+        """Returns the choice by the model's name in trials, and makes a custom model known."""
+        name, batch_size, sentence_len = bring_model(
+            self.name, self.batch_size, self.sentence_len, self.gpu
+        )
         return ModelChoice(name=name, batch_size=batch_size, sentence_len=sentence_len)
 
 
@@ -415,91 +413,17 @@ class Experiment:
             time_scale=self.cluster.time_scale if self.cluster else None,
             fault=fault,
             learn=learn,
-            data_digest=data_digest,
-            profile_digest=profile,
-            network_digest=None if network is None else self.cluster.links_digest(network),
-            plugin=plugin_of(algorithm.name),
-            brought=brought_of(model.name, batch_size),
+            cuda=Cuda(tf32=self.tf32, cudnn_benchmark=self.cudnn_benchmark),
+            sources=Sources(
+                data_digest=data_digest,
+                profile_digest=profile,
+                network_digest=self.cluster.links_digest(network) if self.cluster else None,
+                plugin=plugin_of(algorithm.name),
+                brought=brought_of(model.name, batch_size),
+            ),
         )
 
 
 _SHOWN = 8
 _AS_GIVEN = ("launcher", "launcher_options", "device", "dtype", "seed", "optimizer", "measure")
-_AS_GIVEN += ("collective_timeout_s", "tf32", "cudnn_benchmark")
-
-
-def load(path: Path, overrides: Sequence[str] = (), given: own.Given | None = None) -> Experiment:
-    """Reads an experiment file; `overrides` are `key=value` with dots and list indices in keys.
-
-    Its files of models and algorithms are looked for beside it, then in the current folder.
-
-    Args:
-        given: models and algorithms of the command line; overrides hold for them, too.
-
-    Raises:
-        UserError: no such file, no YAML, an unknown key, or a value that is not allowed.
-    """
-    try:
-        values = yaml.load(path.read_text(), _StrictLoader)
-    except OSError as error:
-        raise UserError(f"experiment {path}: {error.strerror}") from None
-    except ValueError as error:  # not UTF-8, or a date that does not exist
-        raise UserError(f"experiment {path}: not valid YAML: {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not readable"
-        raise UserError(f"experiment {path}{where}: not valid YAML: {problem}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"experiment {path}: must be a mapping of keys to values")
-    given = given or own.Given()
-    given.into(values)
-    for override in overrides:
-        _override(values, override)
-    given.choose_gpus(values)
-    values.setdefault("name", path.stem)
-    own.locate(values, path.parent)
-    return build_options(Experiment, values, "experiment key")
-
-
-def _override(values: dict[str, Any], text: str) -> None:
-    key, equals, value_text = text.partition("=")
-    if not equals or not key:
-        raise UserError(f"--set {text!r}: must be key=value, e.g. --set measure.repeats=5")
-    try:
-        value = yaml.safe_load(value_text)
-    except (yaml.YAMLError, ValueError):
-        raise UserError(f"--set {text!r}: the value is not valid YAML") from None
-    *path, last = key.split(".")
-    here: Any = values
-    for part in path:
-        here = _descend(here, part, text)
-    here[_index(here, last, text) if isinstance(here, list) else last] = value
-
-
-def _descend(here: Any, part: str, text: str) -> Any:
-    inner = here[_index(here, part, text)] if isinstance(here, list) else here.setdefault(part, {})
-    if not isinstance(inner, (dict, list)):
-        raise UserError(f"--set {text!r}: {part!r} is a value, not a mapping or a list")
-    return inner
-
-
-def _index(here: list[Any], part: str, text: str) -> int:
-    if not part.isdigit() or int(part) >= len(here):
-        raise UserError(f"--set {text!r}: {part!r} is no index of a list of {len(here)}")
-    return int(part)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a key that stands twice; plain YAML silently takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(str(key))
-        return super().construct_mapping(node, deep)
+_AS_GIVEN += ("collective_timeout_s",)

@@ -1,4 +1,4 @@
-"""Output of a sweep: its table on the terminal and in files, breakdowns, plans, and timelines."""
+"""Output of a sweep in its folder: tables on the terminal and in files, plans and timelines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.harness.sweeps import short
-from common.paths import COMMAND, LOGS
+from common.paths import COMMAND, LOGS, RECORDS, short
 from common.results.exports.reference_reports import reports
 from common.results.records import Record, fabric_words, is_learning
 from common.results.report.overview import overview
@@ -15,6 +14,30 @@ from common.results.tables.table import csv_text
 from common.results.timed import rows
 from common.results.validity import flag_text, incorrect
 from dear.errors import UserError
+
+
+def find_sweep(name: str | None, logs: Path, *, begun: bool = False) -> Path:
+    """Returns the folder of a sweep.
+
+    Args:
+        name: a path, or the name of a folder in `logs`; None: the newest one there.
+        begun: whether a sweep without any record counts.
+
+    Raises:
+        UserError: there is none.
+    """
+    files = (RECORDS, "experiment.json") if begun else (RECORDS,)
+    paths = [path for file in files for path in logs.glob(f"*/{file}")]
+    paths.sort(key=lambda path: path.stat().st_mtime)
+    if name is None and not paths:
+        raise UserError(f"no records in {logs}: nothing has run yet")
+    if name is None:
+        return paths[-1].parent
+    for folder in (logs / name, Path(name)):
+        if any((folder / file).exists() for file in files):
+            return folder
+    known = dict.fromkeys(sorted(path.parent.name for path in paths))
+    raise UserError(f"no records in {logs / name}; sweeps there: {', '.join(known) or 'none'}")
 
 
 def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:

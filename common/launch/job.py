@@ -35,8 +35,8 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of every rank, in addition to the launcher's."""
     may_lose_ranks: bool = False
-    """If True, the job may succeed although a rank was killed. Only the launcher `local` supports
-    it; the others end the job as soon as a rank fails."""
+    """True for a job that may succeed although a rank was killed. Only the launcher `local`
+    supports it; the others end the job as soon as a rank fails."""
 
     @property
     def result_path(self) -> Path:

@@ -73,9 +73,9 @@ class Profile:
     modules: tuple[str, ...]
     """Modules that take time or own parameters, in the model's order."""
     calls: tuple[Call, ...]
-    """In the order of the forward pass."""
+    """Stretches in the order of the forward pass."""
     parameters: tuple[ProfiledParameter, ...]
-    """In the model's order."""
+    """Parameters in the model's order."""
     shared: dict[str, str] = field(default_factory=dict)
     """Further names of parameters, with their first names."""
 

@@ -130,7 +130,7 @@ _LIBRARIES = {
     HF: f"{_PACKAGE}.huggingface",
     TIMM: f"{_PACKAGE}.any_timm",
 }
-_FILE_ENTRY = ModelEntry(builder="common.models.own_file:build", sample_unit="sample")
+_FILE_ENTRY = ModelEntry(builder="common.models.user_file:build", sample_unit="sample")
 _ANY_SIZE = 0
 
 

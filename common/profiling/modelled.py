@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.models import registry
@@ -22,11 +23,11 @@ from common.models.workload import Workload
 from common.profiling import gpus, published
 from common.profiling.gpus import Device
 from common.profiling.recorder import Clock, Layers, Stretches, failing, hooked_step
-from common.profiling.work import kernels
+from common.profiling.work import Args, kernels
 from dear.errors import UserError
 
 
-class Roofline(Clock, TorchDispatchMode):
+class Roofline(Clock[float], TorchDispatchMode):
     """Clock that adds up max(operations / peak, bytes / bandwidth) of all kernels run inside it.
 
     Tensors may be on the `meta` device, on which nothing is computed.
@@ -40,7 +41,12 @@ class Roofline(Clock, TorchDispatchMode):
     def mark(self) -> float:
         return self._total_s
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def seconds(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for kernel in kernels(func, args, kwargs, out):
@@ -110,22 +116,55 @@ CASES = {
 
 def model_profile(case: Case) -> Profile:
     """Returns a profile of the counted work of a training step; each pass is scaled by a factor."""
-    layers = count(case.model, case.batch_size, _RTX_2080_TI)
-    factors = EFFICIENCIES[case.like or case.name]
-    counted = _counted_text(RTX_2080_TI, layers, factors)
-    layers.scale(layers.forward_s * factors.forward, layers.backward_s * factors.backward)
     entry = registry.model_entry(case.model)
-    return Profile(
+    return _profile(
+        count(case.model, case.batch_size, _RTX_2080_TI),
+        _RTX_2080_TI,
+        case.like or case.name,
+        _reason(case),
         model=case.model,
-        device=FOLDER_NAME,
-        device_name=RTX_2080_TI.name,
-        memory_bytes_per_s=RTX_2080_TI.bandwidth,
-        kind="modelled",
         batch_size=case.batch_size,
         sentence_len=entry.sentence_len,
         sample_unit=entry.sample_unit,
-        dtype="float32",
-        rule=f"{counted}; {_reason(case)}",
+    )
+
+
+def _profile(
+    layers: Layers,
+    gpu: gpus.Choice,
+    like: str,
+    reason: str,
+    *,
+    model: str,
+    batch_size: int,
+    sentence_len: int | None,
+    sample_unit: str,
+) -> Profile:
+    """Returns the profile of counted layers.
+
+    Args:
+        like: case whose factors scale the layers.
+        reason: source of the factors.
+    """
+    device, factors = gpu.device, EFFICIENCIES[like]
+    counted = (
+        f"per kernel max(flops / {device.flops / 1e12:g} TFLOP/s, bytes / "
+        f"{device.bandwidth / 1e9:g} GB/s), added up by module (kernel launches cost nothing): "
+        f"forward {layers.forward_s * 1e3:.4f} ms times {factors.forward:.4f}, "
+        f"backward {layers.backward_s * 1e3:.4f} ms times {factors.backward:.4f}"
+    )
+    layers.scale(layers.forward_s * factors.forward, layers.backward_s * factors.backward)
+    return Profile(
+        model=model,
+        device=gpu.folder_name,
+        device_name=device.name,
+        memory_bytes_per_s=device.bandwidth,
+        kind="modelled",
+        batch_size=batch_size,
+        sentence_len=sentence_len,
+        sample_unit=sample_unit,
+        dtype={"fp32": "float32", "tf32": "float32 (tf32)", "fp16": "float16"}[gpu.precision],
+        rule=f"{counted}; {reason}",
         **layers.fields(),
     )
 
@@ -163,15 +202,6 @@ def efficiency(case: Case) -> Efficiency:
     step_s = forward * layers.forward_s + backward * layers.backward_s
     scale = total.training_ms / 1e3 / step_s
     return Efficiency(forward=forward * scale, backward=backward * scale)
-
-
-def _counted_text(device: Device, layers: Layers, factors: Efficiency) -> str:
-    return (
-        f"per kernel max(flops / {device.flops / 1e12:g} TFLOP/s, bytes / "
-        f"{device.bandwidth / 1e9:g} GB/s), added up by module (kernel launches cost nothing): "
-        f"forward {layers.forward_s * 1e3:.4f} ms times {factors.forward:.4f}, "
-        f"backward {layers.backward_s * 1e3:.4f} ms times {factors.backward:.4f}"
-    )
 
 
 def _workload(model: str, batch_size: int, side: int | None, dtype: torch.dtype) -> Workload:
@@ -239,36 +269,22 @@ def profile_of_any(
     Raises:
         UserError: the model fails in its forward or backward pass, or has no parameter to train.
     """
-    layers = _counted(name, build, gpu)
-    like = _like(name)
-    factors = EFFICIENCIES[like]
-    counted = _counted_text(gpu.device, layers, factors)
-    layers.scale(layers.forward_s * factors.forward, layers.backward_s * factors.backward)
-    rule = (
-        f"{counted}; these are the factors of {like} on an RTX 2080 Ti ({_reason(CASES[like])}), "
+    cases = (case.like or case.name for case in CASES.values() if case.model == name)
+    like = next(cases, "resnet50-bs64")
+    reason = (
+        f"these are the factors of {like} on an RTX 2080 Ti ({_reason(CASES[like])}), "
         f"assumed because nothing is published for this GPU; peaks: {gpu.gpu.source}"
     )
-    return Profile(
+    return _profile(
+        _counted(name, build, gpu),
+        gpu,
+        like,
+        reason,
         model=name,
-        device=gpu.folder_name,
-        device_name=gpu.gpu.name,
-        memory_bytes_per_s=gpu.device.bandwidth,
-        kind="modelled",
         batch_size=batch_size,
         sentence_len=sentence_len,
         sample_unit=sample_unit,
-        dtype={"fp32": "float32", "tf32": "float32 (tf32)", "fp16": "float16"}[gpu.precision],
-        rule=rule,
-        **layers.fields(),
     )
-
-
-def _like(name: str) -> str:
-    """Returns the case with published times whose efficiency is assumed for a model."""
-    for case in CASES.values():
-        if case.model == name:
-            return case.like or case.name
-    return "resnet50-bs64"
 
 
 def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Layers:
@@ -279,18 +295,15 @@ def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Laye
                 raise UserError(f"model {name}: has no parameters to train")
             return _layers(workload, gpu.device)
 
-    try:
-        return counted_on("meta")
-    except UserError:
-        raise
-    except Exception:
-        # Perhaps the model depends on values, which tensors on `meta` do not have.
+    # Tensors on `meta` have no values, which a model may depend on.
+    for device in ("meta", "cpu"):
         try:
-            return counted_on("cpu")
+            return counted_on(device)
         except UserError:
             raise
         except Exception as error:
-            raise failing(name, error) from error
+            failure = error
+    raise failing(name, failure) from failure
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from common.launch.ranks import Ranks, rank_env
 from dear.comm.environment import rank_facts
@@ -128,7 +127,7 @@ def _line(line: AlphaBeta) -> str:
     )
 
 
-def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, Any]:
+def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, object]:
     """Returns the content of the JSON file, in seconds and bytes."""
     return {
         "schema": 1,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from common.models.profile import Call, ProfiledParameter
 from common.models.workload import Workload
@@ -19,25 +22,35 @@ _SHORTEST_SHARE = 1e-5
 _COPIED_BYTES, _COPIES = 256 << 20, 11
 
 
-class Clock:
+Mark = TypeVar("Mark")
+
+
+class Clock(ABC, Generic[Mark]):
     """Clock of a step: wall time, events of a GPU, or counted operations."""
 
     def prepare(self) -> None:
         """Prepares for a step with hooks."""
 
-    def mark(self) -> Any:
-        """Returns a reading; it must be cheap, because it is taken in the middle of a step.
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Returns a reading; it must be cheap, because it is taken in the middle of a step."""
 
-        Here it is wall time, because a CPU has finished its work when a call returns.
-        """
+    @abstractmethod
+    def seconds(self, earlier: Mark, later: Mark) -> float:
+        """Returns the seconds between two readings; called after the step."""
+
+
+class WallClock(Clock[float]):
+    """Clock of a CPU, which has finished its work when a call returns."""
+
+    def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, earlier: Any, later: Any) -> float:
-        """Returns the seconds between two readings; called after the step."""
+    def seconds(self, earlier: float, later: float) -> float:
         return later - earlier
 
 
-class CudaClock(Clock):
+class CudaClock(Clock[torch.cuda.Event]):
     """Clock of events in the current stream, which measures the GPU's time without waiting."""
 
     def prepare(self) -> None:
@@ -62,7 +75,7 @@ def record(
     Returns:
         The layers, and the factor by which the hooks made the step longer.
     """
-    clock = CudaClock() if device.type == "cuda" else Clock()
+    clock = _clock_of(device)
     for _ in range(warmup):
         _plain_step(workload, clock)
     # Evaluated afterwards, because this waits for the GPU.
@@ -82,6 +95,10 @@ def record(
     return layers, before / (layers.forward_s + layers.backward_s)
 
 
+def _clock_of(device: torch.device) -> Clock[Any]:
+    return CudaClock() if device.type == "cuda" else WallClock()
+
+
 def failing(model: str, error: Exception) -> UserError:
     """Returns the error for a model whose step raises an exception, in one line."""
     text = " ".join(str(error).split())[:400]
@@ -96,7 +113,7 @@ def memory_bytes_per_s(device: torch.device) -> float:
     It is the median over copies of a tensor larger than the caches; each byte of it is read once
     and written once.
     """
-    clock = CudaClock() if device.type == "cuda" else Clock()
+    clock = _clock_of(device)
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     marks = []
@@ -109,7 +126,7 @@ def memory_bytes_per_s(device: torch.device) -> float:
     return 2 * _COPIED_BYTES / statistics.median(times)
 
 
-def _plain_step(workload: Workload, clock: Any) -> list[Any]:
+def _plain_step(workload: Workload, clock: Clock[Mark]) -> list[Mark]:
     """Runs a step; returns readings before, between and after forward and backward pass."""
     workload.model.zero_grad()
     marks = [clock.mark()]
@@ -120,7 +137,7 @@ def _plain_step(workload: Workload, clock: Any) -> list[Any]:
     return marks
 
 
-def hooked_step(workload: Workload, stretches: Stretches) -> Step:
+def hooked_step(workload: Workload, stretches: Stretches[Mark]) -> Step:
     """Runs one forward and backward pass, and returns the times of their stretches."""
     workload.model.zero_grad()
     stretches.begin_forward()
@@ -128,6 +145,15 @@ def hooked_step(workload: Workload, stretches: Stretches) -> Step:
     stretches.begin_backward()
     loss.backward()
     return stretches.end()
+
+
+class Fields(TypedDict):
+    """Fields of a `Profile` that describe its layers and their times."""
+
+    modules: tuple[str, ...]
+    calls: tuple[Call, ...]
+    parameters: tuple[ProfiledParameter, ...]
+    shared: dict[str, str]
 
 
 class Layers:
@@ -165,7 +191,7 @@ class Layers:
         self._ready = {name: min(at * factor, backward_s) for name, at in self._ready.items()}
         self._backward_s = backward_s
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Fields:
         """Returns the fields of a `Profile` for the layers and their times."""
         calls = self._calls()
         positions = {name: position for position, name in enumerate(self._ready)}
@@ -226,16 +252,16 @@ class Step:
     start of the backward pass."""
 
 
-class Stretches:
+class Stretches(Generic[Mark]):
     """Hooks that read a clock whenever a module of a model begins or ends, in both passes.
 
     In the backward pass, a stretch begins when the gradient of a tensor that it made is complete,
     because the first node of its part of the graph runs next.
     """
 
-    def __init__(self, model: torch.nn.Module, clock: Clock) -> None:
+    def __init__(self, model: torch.nn.Module, clock: Clock[Mark]) -> None:
         self._clock = clock
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._hook_module(name, module)
         for name, param in model.named_parameters():
@@ -246,9 +272,9 @@ class Stretches:
         """Starts a step, outside of all modules."""
         self._running = [""]
         self._starts = [("", self._clock.mark())]
-        self._nodes: dict[Any, None] = {}
-        self._entered: list[tuple[int, Any]] = []
-        self._ready: list[tuple[str, Any]] = []
+        self._nodes: set[Node] = set()
+        self._entered: list[tuple[int, Mark]] = []
+        self._ready: list[tuple[str, Mark]] = []
 
     def begin_backward(self) -> None:
         """Ends the forward pass; the loss belongs to the last stretch."""
@@ -279,12 +305,12 @@ class Stretches:
             self._handles.pop().remove()
 
     def _hook_module(self, name: str, module: torch.nn.Module) -> None:
-        def enter(module: Any, args: Any, kwargs: Any) -> None:
+        def enter(module: torch.nn.Module, args: object, kwargs: object) -> None:
             self._boundary((args, kwargs))
             self._running.append(name)
             self._starts.append((name, self._clock.mark()))
 
-        def leave(module: Any, args: Any, output: Any) -> None:
+        def leave(module: torch.nn.Module, args: object, output: object) -> None:
             self._boundary(output)
             self._running.pop()
             self._starts.append((self._running[-1], self._clock.mark()))
@@ -293,26 +319,24 @@ class Stretches:
         self._handles.append(module.register_forward_hook(leave))
 
     def _hook_param(self, name: str, param: torch.nn.Parameter) -> None:
-        def ready(param: Any) -> None:
+        def ready(param: torch.Tensor) -> None:
             self._ready.append((name, self._clock.mark()))
 
         self._handles.append(param.register_post_accumulate_grad_hook(ready))
 
-    def _boundary(self, values: Any) -> None:
+    def _boundary(self, values: object) -> None:
         """Adds hooks that fire when the backward pass enters the stretch that ends now."""
         stretch = len(self._starts) - 1
         for tensor in tensors(values):
             node = tensor.grad_fn
             if node is not None and node not in self._nodes:
-                self._nodes[node] = None  # a reference, so that its identity is not reused
+                self._nodes.add(node)  # a reference, so that its identity is not reused
                 node.register_prehook(
-                    lambda gradients, stretch=stretch: self._entered.append(
-                        (stretch, self._clock.mark())
-                    )
+                    lambda gradients: self._entered.append((stretch, self._clock.mark()))
                 )
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: object) -> Iterator[torch.Tensor]:
     """Yields all tensors in a value of nested dictionaries, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value

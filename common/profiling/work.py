@@ -1,6 +1,6 @@
 """Counts the operations and bytes of memory of torch's operators on a device.
 
-An operator is one kernel or several. `FLOPS` contains formulas for operators that torch's counter
+An operator is one kernel or several. `_FLOPS` contains formulas for operators that torch's counter
 (`torch.utils.flop_counter`) lacks or counts wrongly. Further tables list the operators that consist
 of several kernels, and arguments that are read in part or not at all.
 """
@@ -8,11 +8,12 @@ of several kernels, and arguments that are read in part or not at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.flop_counter import (
     flop_registry,
     sdpa_backward_flop_count,
@@ -22,6 +23,9 @@ from torch.utils.flop_counter import (
 from common.profiling.recorder import tensors
 
 aten = torch.ops.aten
+
+Args = Sequence[Any]
+"""Arguments of an operator, in the order of its schema."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +38,22 @@ class Kernel:
     """Bytes read from memory and written to it."""
 
 
-def kernels(func: Any, args: Any, kwargs: Any, out: Any) -> list[Kernel]:
+def kernels(func: OpOverload, args: Args, kwargs: Mapping[str, object], out: Any) -> list[Kernel]:
     """Returns the kernels of one call of the operator `func`, which returned `out`."""
     packet = func.overloadpacket
     if _is_free(func):
         return []
     if packet in _SEVERAL:
         return _SEVERAL[packet](args, out)
-    count = FLOPS.get(packet) or flop_registry.get(packet)
-    flops = count(*args, **kwargs, out_val=out) if count else 0
-    return [Kernel(flops=flops, nbytes=_moved(func, args, kwargs, out))]
+    flops = 0
+    if packet in _FLOPS:
+        flops = _FLOPS[packet](args, out)
+    elif packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+    return [Kernel(flops=flops, nbytes=_moved(packet, args, kwargs, out))]
 
 
-def _is_free(func: Any) -> bool:
+def _is_free(func: OpOverload) -> bool:
     """Returns True for operators without memory access: views, and uninitialized tensors."""
     name = func.overloadpacket.__name__
     if name.startswith(("empty", "new_empty")) or name == "_unsafe_view":
@@ -58,43 +65,18 @@ def _is_free(func: Any) -> bool:
 # Operations
 
 
-def _convolution_backward(
-    grad: Any, x: Any, weight: Any, *rest: Any, out_val: Any, **_: Any
-) -> int:
+def _convolution_backward(args: Args, out: object) -> int:
     """Counts, for each of the two gradients, a product with all elements of the weight at every
     position of the output, or of the input if the convolution is transposed. With groups the weight
     is (channels, channels of one group, *kernel), so no factor is needed; torch counts it as dense.
     """
-    transposed, mask = rest[4], rest[7]
+    grad, x, weight = args[:3]
+    transposed, mask = args[7], args[10]
     positions = x if transposed else grad
     return 2 * sum(mask[:2]) * weight.numel() * positions.shape[0] * math.prod(positions.shape[2:])
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Counts two matrix products for each head."""
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _attention_backward(
-    grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any, **__: Any
-) -> int:
-    """Counts five matrix products for each head: the scores again, and four gradients."""
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-
-
-def _times_vector(matrix: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _added_times_vector(_: Any, matrix: Any, *__: Any, out_val: Any, **___: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _added_products(_: Any, left: Any, right: Any, *__: Any, out_val: Any, **___: Any) -> int:
-    return 2 * left.numel() * right.shape[-1]
-
-
-def _trilinear(*args: Any, out_val: Any, **_: Any) -> int:
+def _trilinear(args: Args, out: object) -> int:
     """Counts two multiplications and an addition for each element of three tensors, expanded to
     one shape; `args` are the tensors, and the dimensions in which each is expanded."""
     shapes = []
@@ -106,56 +88,44 @@ def _trilinear(*args: Any, out_val: Any, **_: Any) -> int:
     return 3 * math.prod(torch.broadcast_shapes(*shapes))
 
 
-def _distances(left: Any, _: Any, *__: Any, out_val: Any, **___: Any) -> int:
-    """Counts a difference, its power and a sum for each feature of each pair of vectors."""
-    return 3 * out_val.numel() * left.shape[-1]
+def _recurrent(args: Args, out: object) -> int:
+    """Counts products with two matrices at each step of each sample; the first argument is (steps,
+    samples, features), and the matrices follow."""
+    x, *weights = args[:3]
+    return 2 * x.shape[0] * x.shape[1] * sum(weight.numel() for weight in weights)
 
 
-def _distances_backward(grad: Any, left: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    return 3 * grad.numel() * left.shape[-1]
-
-
-def _distances_by_product(left: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Counts a product of matrices that have two more columns than features."""
-    return 2 * out_val.numel() * (left.shape[-1] + 2)
-
-
-def _recurrent(x: Any, *weights: Any, out_val: Any, **_: Any) -> int:
-    """Counts products with two matrices, the first two of `weights`, at each step of each sample;
-    `x` is (steps, samples, features)."""
-    return 2 * x.shape[0] * x.shape[1] * sum(weight.numel() for weight in weights[:2])
-
-
-def _recurrent_backward(x: Any, *weights: Any, out_val: Any, **_: Any) -> int:
-    return 2 * _recurrent(x, *weights, out_val=out_val)
-
-
-FLOPS: dict[Any, Callable[..., int]] = {
+_FLOPS: dict[object, Callable[[Args, Any], int]] = {
     aten.convolution_backward: _convolution_backward,
     # torch has no formulas for the others.
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    aten.mv: _times_vector,
-    aten.dot: _times_vector,
-    aten.addmv: _added_times_vector,
-    aten.addbmm: _added_products,
+    # Attention: two matrix products for each head, and five backward (the scores again, and four
+    # gradients).
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda args, _: sdpa_flop_count(
+        *(tensor.shape for tensor in args[:3])
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args, _: (
+        sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    ),
+    aten.mv: lambda args, _: 2 * args[0].numel(),
+    aten.dot: lambda args, _: 2 * args[0].numel(),
+    aten.addmv: lambda args, _: 2 * args[1].numel(),
+    aten.addbmm: lambda args, _: 2 * args[1].numel() * args[2].shape[-1],
     aten._trilinear: _trilinear,
-    aten._cdist_forward: _distances,
-    aten._cdist_backward: _distances_backward,
-    aten._euclidean_dist: _distances_by_product,
+    # A difference, its power and a sum for each feature of each pair of vectors.
+    aten._cdist_forward: lambda args, out: 3 * out.numel() * args[0].shape[-1],
+    aten._cdist_backward: lambda args, _: 3 * args[0].numel() * args[1].shape[-1],
+    # A product of matrices that have two more columns than features.
+    aten._euclidean_dist: lambda args, out: 2 * out.numel() * (args[0].shape[-1] + 2),
     aten.mkldnn_rnn_layer: _recurrent,
-    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    aten.mkldnn_rnn_layer_backward: lambda args, out: 2 * _recurrent(args, out),
 }
-"""Formula by operator, called with the operator's arguments and `out_val`, as in the argument
-`custom_mapping` of torch's `FlopCounterMode`."""
-for _formula in FLOPS.values():
-    _formula._get_raw = True  # type: ignore[attr-defined]  # torch passes tensors, not shapes
+"""Formula by operator."""
 
 
 # Bytes
 
 
-def _nbytes(*values: Any) -> int:
+def _nbytes(*values: object) -> int:
     """Returns the bytes of all tensors in `values`; expanded dimensions count once."""
     total = 0
     for tensor in tensors(values):
@@ -186,27 +156,26 @@ _READS_SHAPE = {
 }
 """Operators that need only the shape of their second argument."""
 _OVERWRITES = {
-    "copy_",
-    "fill_",
-    "zero_",
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "random_",
-    "exponential_",
+    aten.copy_,
+    aten.fill_,
+    aten.zero_,
+    aten.normal_,
+    aten.uniform_,
+    aten.bernoulli_,
+    aten.random_,
+    aten.exponential_,
 }
 """Operators that write their first argument without reading it."""
 
 
-def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+def _moved(packet: Any, args: Args, kwargs: Mapping[str, object], out: object) -> int:
     """Returns the bytes of a kernel that reads or writes each tensor once."""
-    packet = func.overloadpacket
     name = packet.__name__
     if packet in _READS_ROWS:
         return _nbytes(args[1:], kwargs, out, out)
     if packet in _READS_SHAPE:
         return _nbytes(args[0], args[2:], kwargs, out)
-    if name in _OVERWRITES:
+    if packet in _OVERWRITES:
         return _nbytes(args, kwargs)
     if name.endswith("_like") or name.startswith("new_"):
         return _nbytes(out)
@@ -216,12 +185,11 @@ def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 # Operators of several kernels
 
 
-def _convolution_gradients(args: Any, out: Any) -> list[Kernel]:
+def _convolution_gradients(args: Args, out: Args) -> list[Kernel]:
     """Returns a kernel for each gradient (input, weight, bias) that is computed."""
     grad, x, weight, *_ = args
     of_input, of_weight, of_bias = out
-    both = _convolution_backward(*args, out_val=out)
-    flops = both // max(1, sum(args[10][:2]))
+    flops = _convolution_backward(args, out) // max(1, sum(args[10][:2]))
     kernels = []
     if of_input is not None:
         kernels.append(Kernel(flops=flops, nbytes=_nbytes(grad, weight, of_input)))
@@ -232,42 +200,41 @@ def _convolution_gradients(args: Any, out: Any) -> list[Kernel]:
     return kernels
 
 
-def _statistics_then(args: Any, out: Any) -> list[Kernel]:
+def _normalization(args: Args, out: Args) -> list[Kernel]:
     """Returns a kernel for mean and variance, which reads the whole input, and one for the rest."""
     return [Kernel(nbytes=_nbytes(args[0])), Kernel(nbytes=_nbytes(args[0], out[0]))]
 
 
-def _batch_norm(args: Any, out: Any) -> list[Kernel]:
-    kernels = _statistics_then(args, out)
+def _batch_norm(args: Args, out: Args) -> list[Kernel]:
     training = args[5]
-    return kernels if training else kernels[1:]
+    return _normalization(args, out)[0 if training else 1 :]
 
 
-def _norm_gradients(args: Any, out: Any) -> list[Kernel]:
+def _norm_gradients(args: Args, out: Args) -> list[Kernel]:
     """Returns a kernel for the sums and one for the input's gradient; both read gradient and
     input."""
     grad, x = args[:2]
     return [Kernel(nbytes=_nbytes(grad, x, out[1:])), Kernel(nbytes=_nbytes(grad, x, out[0]))]
 
 
-def _embedding_gradient(args: Any, out: Any) -> list[Kernel]:
+def _embedding_gradient(args: Args, out: object) -> list[Kernel]:
     """Returns a kernel that clears all rows, and one that adds gradients to the rows in use."""
     grad, indices = args[:2]
     return [Kernel(nbytes=_nbytes(out)), Kernel(nbytes=_nbytes(indices, grad, grad, grad))]
 
 
-def _embedding_bag(args: Any, out: Any) -> list[Kernel]:
+def _embedding_bag(args: Args, out: object) -> list[Kernel]:
     """Returns a kernel that reads a row of the table, the first argument, for each index."""
     table, indices = args[:2]
     rows = indices.numel() * table.shape[1] * table.element_size()
     return [Kernel(nbytes=rows + _nbytes(indices, out))]
 
 
-_SEVERAL: dict[Any, Callable[[Any, Any], list[Kernel]]] = {
+_SEVERAL: dict[object, Callable[[Args, Any], list[Kernel]]] = {
     aten.convolution_backward: _convolution_gradients,
     aten.native_batch_norm: _batch_norm,
     aten.native_batch_norm_backward: _norm_gradients,
-    aten.native_group_norm: _statistics_then,
+    aten.native_group_norm: _normalization,
     aten.native_group_norm_backward: _norm_gradients,
     aten.native_layer_norm_backward: _norm_gradients,
     aten.embedding_dense_backward: _embedding_gradient,

@@ -31,7 +31,8 @@ from common.results.learning.summary import LearnRow
 from common.results.records import Record
 from common.results.report.overview import overview
 from common.results.store import Comparison
-from common.results.tables.table import markdown, significant
+from common.results.tables.cells import significant
+from common.results.tables.table import markdown
 from common.results.timed import bounds
 from common.results.timed.rows import Row
 from dear.errors import UserError

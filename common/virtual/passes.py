@@ -35,7 +35,7 @@ class Passes:
     update_s: float
     """Time of the optimizer's step for all parameters."""
     gradients: tuple[Gradient, ...]
-    """In the order in which they become ready."""
+    """Gradients in the order in which they become ready."""
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import prod
 
 from dear.buckets.compressors import (
+    CompressedOptions,
     Compressor,
     HalfOptions,
     TopK,
@@ -15,7 +16,8 @@ from dear.buckets.compressors import (
     make_compressor,
     split,
 )
-from dear.comm.communicator import Communicator, Work, flat_view
+from dear.comm.communicator import Communicator, flat_view
+from dear.comm.work import Work
 from dear.errors import UserError
 from dear.lazy import torch
 
@@ -71,6 +73,7 @@ class Half(Carrier):
         return self._communicator.all_reduce(self._staged, op="sum", **queue)
 
     def receive(self, tensor: torch.Tensor) -> None:
+        assert self._staged is not None
         flat_view(tensor).copy_(self._staged)
 
 
@@ -117,6 +120,7 @@ class Payloads(Carrier):
 
     def take(self, tensor: torch.Tensor) -> None:
         """Does the first part of `receive`: writes the mean into `tensor`."""
+        assert self._gathered is not None
         rows = self._gathered.view(self._communicator.size, -1)
         self.compressor.decompress(rows[:, : self._start], flat_view(tensor))
         marks = rows[:, self._start : self._start + len(self.pieces)]
@@ -151,6 +155,7 @@ class GlobalTopK(Payloads):
 
     def __init__(self, communicator: Communicator, compressor: TopK, sizes: Sequence[int]) -> None:
         super().__init__(communicator, compressor, sizes)
+        self._topk = compressor
         if communicator.size & (communicator.size - 1):
             raise UserError(
                 "compression='gtopk': the number of ranks must be a power of 2, got "
@@ -175,42 +180,43 @@ class GlobalTopK(Payloads):
         if size == 1:
             super().take(tensor)
             return
-        values, places = self.compressor.entries(self._row[: self._start])
+        values, places = self._topk.entries(self._row[: self._start])
         stays = values != 0
         distance = 1
         while True:
             self._row = self._merged(self._row, self._theirs)
-            kept_values, kept_places = self.compressor.entries(self._row[: self._start])
+            kept_values, kept_places = self._topk.entries(self._row[: self._start])
             stays &= torch.isin(places, kept_places[kept_values != 0])
             distance *= 2
             if distance == size:
                 break
             self._exchange(distance).wait()
         dropped = ~stays & (values != 0)
-        self.compressor.give_back(places[dropped], values[dropped])
+        self._topk.give_back(places[dropped], values[dropped])
         output = flat_view(tensor).zero_()
         output.index_add_(0, kept_places, kept_values, alpha=1 / size)
         self._read(self._row[self._start :][: len(self.pieces)].unsqueeze(0))
 
     def _merged(self, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
         """Returns the merged row; it is the same on both ranks, since addition is commutative."""
-        entries = [self.compressor.entries(row[: self._start]) for row in (mine, theirs)]
+        entries = [self._topk.entries(row[: self._start]) for row in (mine, theirs)]
         values, repeated = (torch.cat(parts) for parts in zip(*entries, strict=True))
-        places, index = repeated.unique(sorted=True, return_inverse=True)
+        places, index = torch.unique(repeated, sorted=True, return_inverse=True)
         sums = values.new_zeros(places.numel()).index_add_(0, index, values)
         marks = torch.maximum(mine[self._start :], theirs[self._start :])
-        return torch.cat([self.compressor.payload(sums, places), marks])
+        return torch.cat([self._topk.payload(sums, places), marks])
 
 
 def payload_carrier(
     communicator: Communicator,
     compressor: Compressor,
-    options: HalfOptions,
+    options: CompressedOptions,
     sizes: Sequence[int],
 ) -> Payloads:
     """Returns the carrier of the compressor's payloads that the options choose."""
-    kind = GlobalTopK if options.compression == "gtopk" else Payloads
-    return kind(communicator, compressor, sizes)
+    if options.compression == "gtopk" and isinstance(compressor, TopK):
+        return GlobalTopK(communicator, compressor, sizes)
+    return Payloads(communicator, compressor, sizes)
 
 
 def make_carrier(
@@ -224,10 +230,10 @@ def make_carrier(
     Args:
         sizes: numbers of elements of its pieces, if it has several.
     """
-    if options.gathers:
+    if isinstance(options, CompressedOptions) and options.gathers:
         compressor = make_compressor(options, like.numel(), like.dtype, like.device)
         return payload_carrier(communicator, compressor, options, sizes or [like.numel()])
-    if options.wire in (None, like.dtype):
+    if options.wire is None or options.wire == like.dtype:
         return Dense(communicator)
     return Half(communicator, options.wire)
 

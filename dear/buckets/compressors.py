@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Literal
 
 from dear.errors import UserError, unknown
 from dear.lazy import torch
@@ -54,9 +54,10 @@ class HalfOptions(Options):
 
     @property
     def wire(self) -> torch.dtype | None:
-        """dtype in which gradients travel; None means their own."""
-        name = {"fp16": "float16", "bf16": "bfloat16"}.get(self.compression)
-        return getattr(torch, name) if name else None
+        """Dtype in which gradients travel; None means their own."""
+        if self.compression == "fp16":
+            return torch.float16
+        return torch.bfloat16 if self.compression == "bf16" else None
 
     def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
         """Returns the gradient as it travels in the `wire` dtype: divided by `size`, the number of
@@ -77,7 +78,7 @@ class HalfOptions(Options):
 class CompressedOptions(HalfOptions):
     """Options of algorithms that support every compression."""
 
-    compression: Literal[Compression, "gtopk"] = "none"
+    compression: Literal[Compression, "gtopk"] = "none"  # type: ignore[assignment]  # the base's methods know all
     """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: only the elements of largest
     magnitude travel. `eftopk`: `topk` with error feedback, which adds what was not sent to the next
     gradient. `gaussian`: `eftopk` with a faster selection, which assumes normally distributed
@@ -112,7 +113,8 @@ class CompressedOptions(HalfOptions):
         """Returns the density of communicated pass `step`, counted from 0."""
         if step >= self.density_warmup_steps:
             return self.density
-        return WARM_UP_FROM * (self.density / WARM_UP_FROM) ** (step / self.density_warmup_steps)
+        fall: float = (self.density / WARM_UP_FROM) ** (step / self.density_warmup_steps)
+        return WARM_UP_FROM * fall
 
     def share(self, element_size: int) -> float:
         if self.compression in SPARSE:
@@ -200,9 +202,15 @@ class TopK(Compressor):
     """
 
     def __init__(
-        self, numel: int, dtype: Any, device: Any, density: Callable[[int], float], **feedback: bool
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        density: Callable[[int], float],
+        *,
+        error_feedback: bool,
     ) -> None:
-        super().__init__(numel, dtype, device, **feedback)
+        super().__init__(numel, dtype, device, error_feedback=error_feedback)
         self._density = density
         self._index_dtype = torch.int32 if numel < 2**31 else torch.int64
 
@@ -255,7 +263,8 @@ class TopK(Compressor):
 
     def _parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         count = self.count
-        return split(payload, (count, self.dtype), (count, self._index_dtype))
+        values, places = split(payload, (count, self.dtype), (count, self._index_dtype))
+        return values, places
 
 
 class Gaussian(TopK):

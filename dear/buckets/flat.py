@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 from dear.comm.communicator import Communicator, buffer, padded
 from dear.errors import UserError
@@ -16,9 +16,87 @@ ARENA_BYTES = 16 * 2**20
 ALIGNMENT_BYTES = 64
 
 B = TypeVar("B", bound="Bucket")
+T = TypeVar("T")
+Kind: TypeAlias = "tuple[torch.dtype, torch.device]"
+Gradients: TypeAlias = "Mapping[torch.nn.Parameter, torch.Tensor | None]"
+"""Parameters and their gradients; None for those without."""
 
 
-class Bucket:
+class Watch:
+    """Record of the gradients of some parameters, which detects later changes.
+
+    Args:
+        shared: all gradients are views of this tensor, and have its version counter.
+        views: these views.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        shared: torch.Tensor | None,
+        views: Sequence[torch.Tensor],
+    ) -> None:
+        self.params = list(params)
+        self._shared = shared
+        self._shared_views = views
+        self._seen: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._sampled: torch.Tensor | None = None
+
+    def note(self) -> None:
+        """Records the gradients; missing ones of a shared tensor become 0."""
+        self._seen = [param.grad for param in self.params]
+        for i, view in enumerate(self._shared_views):
+            if self._seen[i] is None:
+                view.zero_()
+            else:
+                self._seen[i] = view
+        self._versions = self._counters()
+        self._sampled = _sample(self.params)
+
+    def forget(self) -> None:
+        """Drops the record of `note`; `changed` reports nothing until the next `note`."""
+        self._seen, self._versions, self._sampled = [], [], None
+
+    def changed(self) -> torch.nn.Parameter | None:
+        """Returns a parameter whose gradient was replaced or written to since `note`, or None."""
+        for param, noted in zip(self.params, self._seen, strict=False):
+            if param.grad is not noted:
+                return param
+        now = self._counters() if self._seen else []
+        for param, before, after in zip(self.params, self._versions, now, strict=False):
+            if before != after:
+                return param
+        return None
+
+    def refuse_changed(self) -> None:
+        """Raises `UserError` if a gradient has changed since `note`."""
+        param = self.changed()
+        if param is not None:
+            raise UserError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
+                "backward() and step(); call optimizer.synchronize() before clipping or unscaling, "
+                "so that the change applies to the averaged gradient"
+            )
+
+    def scaled_in_place(self) -> bool:
+        """Returns True if gradient values differ from those at `note`; waits for the device.
+
+        A GradScaler changes values without changing version counters. Only a sample is compared.
+        """
+        if self._sampled is None:
+            return False
+        now = _sample(self.params)
+        return now is not None and not torch.equal(now, self._sampled)
+
+    def _counters(self) -> list[int]:
+        """Returns the version counters of the recorded gradients; views of one tensor share one."""
+        if self._shared is not None:
+            return [self._shared._version]
+        return [0 if gradient is None else gradient._version for gradient in self._seen]
+
+
+class Bucket(Watch):
     """Parameters that travel together: their values in flat memory, their gradients, or both.
 
     Values and gradients have the same order, and each parameter keeps its memory order. So a
@@ -41,6 +119,13 @@ class Bucket:
         packed: gradients are copied in, and `gradients` has room for the marks.
     """
 
+    # These exist only if the constructor gets them.
+    values: torch.Tensor
+    gradients: torch.Tensor
+    spare: torch.Tensor
+    marks: torch.Tensor
+    """Part of the gradients of a packed bucket."""
+
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
@@ -54,22 +139,28 @@ class Bucket:
         self.params = list(params)
         self.place = {param: i for i, param in enumerate(params)}
         *self.offsets, self.numel = accumulate((p.numel() for p in params), initial=0)
-        self.values, self.gradients, self.spare = values, gradients, spare
-        self.pieces = [] if values is None else self.views(values)
+        self.pieces: list[torch.Tensor] = []
         """Views of `values`: one per parameter, in its shape."""
-        self._spare_pieces = [] if spare is None else self.views(spare)
-        self.gradient_views = [] if gradients is None else self.views(gradients)
+        self._spare_pieces: list[torch.Tensor] = []
+        self.gradient_views: list[torch.Tensor] = []
+        if values is not None:
+            self.values, self.pieces = values, self.views(values)
+        if spare is not None:
+            self.spare, self._spare_pieces = spare, self.views(spare)
+        if gradients is not None:
+            self.gradients, self.gradient_views = gradients, self.views(gradients)
+        if gradients is not None and packed:
+            self.marks = gradients[self.numel : self.numel + len(self.params)]
+        adopted = [] if packed else self.gradient_views
+        super().__init__(self.params, None if packed else gradients, adopted)
         self._pointers = _pointers(self.pieces)
         self._gradient_pointers = _pointers(self.gradient_views)
         self._viewed = viewed and values is not None
-        self._adopts = gradients is not None and not packed
-        self.marks = gradients[self.numel : self.numel + len(self.params)] if packed else None
         self._all_present = False
-        self.forget()
         with torch.no_grad():
-            if values is not None:
+            if self.pieces:
                 self._load(viewed)
-            if self._adopts:
+            if adopted:
                 self.adopt()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -80,8 +171,7 @@ class Bucket:
     def adopt(self) -> None:
         """Makes the existing gradients views of the bucket."""
         for param, view in zip(self.params, self.gradient_views, strict=True):
-            if param.grad is not None:
-                adopt(param, view)
+            adopt(param, view)
 
     def pack(self, divisor: int = 1) -> None:
         """Copies the gradients in, divided by `divisor`; a missing gradient counts as zeros."""
@@ -108,64 +198,9 @@ class Bucket:
         """Returns the gradients after the collective; None for those that no rank has."""
         if self._all_present:  # no mark can be 0, so the marks need not be copied from the device
             return dict(zip(self.params, self.gradient_views, strict=True))
-        marks = self.marks.abs().tolist()
+        marks: list[float] = self.marks.abs().tolist()
         triples = zip(self.params, self.gradient_views, marks, strict=True)
         return {param: view if mark > 0 else None for param, view, mark in triples}
-
-    def note(self) -> None:
-        """Records the gradients, to detect later changes; missing adopted ones become 0."""
-        self._seen = [param.grad for param in self.params]
-        if self._adopts:
-            for i, view in enumerate(self.gradient_views):
-                if self._seen[i] is None:
-                    view.zero_()
-                else:
-                    self._seen[i] = view
-        self._versions = self._counters()
-        self._sampled = _sample(self.params)
-
-    def forget(self) -> None:
-        """Drops the record of `note`; `changed` reports nothing until the next `note`."""
-        self._seen: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
-        self._sampled: torch.Tensor | None = None
-
-    def changed(self) -> torch.nn.Parameter | None:
-        """Returns a parameter whose gradient was replaced or written to since `note`, or None."""
-        for param, noted in zip(self.params, self._seen, strict=False):
-            if param.grad is not noted:
-                return param
-        now = self._counters() if self._seen else []
-        for param, before, after in zip(self.params, self._versions, now, strict=False):
-            if before != after:
-                return param
-        return None
-
-    def _counters(self) -> list[int]:
-        """Returns the version counters of the recorded gradients; views of one tensor share one."""
-        if self._adopts:
-            return [self.gradients._version]
-        return [0 if gradient is None else gradient._version for gradient in self._seen]
-
-    def refuse_changed(self) -> None:
-        """Raises `UserError` if a gradient has changed since `note`."""
-        param = self.changed()
-        if param is not None:
-            raise UserError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
-                "backward() and step(); call optimizer.synchronize() before clipping or unscaling, "
-                "so that the change applies to the averaged gradient"
-            )
-
-    def scaled_in_place(self) -> bool:
-        """Returns True if gradient values differ from those at `note`; waits for the device.
-
-        A GradScaler changes values without changing version counters. Only a sample is compared.
-        """
-        if self._sampled is None:
-            return False
-        now = _sample(self.params)
-        return now is not None and not torch.equal(now, self._sampled)
 
     def reclaim(self) -> bool:
         """Takes back parameters that moved to other memory; False if they no longer fit.
@@ -174,7 +209,7 @@ class Bucket:
         """
         if _pointers(self.gradient_views) != self._gradient_pointers:
             return False
-        if self.values is None:
+        if not self.pieces:
             return all(_kind(param) == _kind(self.gradients) for param in self.params)
         if self._viewed and _pointers(self.params) == self._pointers:
             return True
@@ -237,9 +272,9 @@ class Bucket:
 
 
 def adopt(param: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Makes `view` the gradient of `param`, and copies the present gradient into it."""
+    """Copies the gradient of `param`, if it has one, into `view`, which becomes the gradient."""
     gradient = param.grad
-    if gradient is not view:
+    if gradient is not None and gradient is not view:
         view.copy_(gradient.detach() if gradient.requires_grad else gradient)
         param.grad = view
 
@@ -255,9 +290,7 @@ def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     return piece.view(like.shape)
 
 
-def with_gradients(
-    gradients: Mapping[torch.nn.Parameter, torch.Tensor | None], update: Callable[[], Any]
-) -> Any:
+def with_gradients(gradients: Gradients, update: Callable[[], T]) -> T:
     """Runs `update()` with each `p.grad` set to the entry in `gradients`; restores them after."""
     saved = {param: param.grad for param in gradients}
     try:
@@ -300,13 +333,15 @@ def packed_bucket(params: Sequence[torch.nn.Parameter], world_size: int) -> Buck
 def packed_buckets(
     groups: Sequence[Sequence[torch.nn.Parameter]],
     communicator: Communicator,
-    kind: Callable[..., B] = Bucket,
+    kind: type[B],
 ) -> list[B]:
     """Makes one packed bucket (`kind`) per group, in memory that the backend reads in place.
 
     Buckets of one dtype and device share a buffer, since each buffer takes a file descriptor.
     """
-    slices, lengths, likes = [], {}, {}
+    slices: list[tuple[Kind, slice]] = []
+    lengths: dict[Kind, int] = {}
+    likes: dict[Kind, torch.nn.Parameter] = {}
     for params in groups:
         key = _kind(params[0])
         size = sum(param.numel() for param in params) + len(params)
@@ -369,7 +404,7 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+def _kind(tensor: torch.Tensor) -> Kind:
     return tensor.dtype, tensor.device
 
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from dear.buckets.carriers import payload_carrier
 from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.flat import Bucket
-from dear.comm.communicator import Communicator, Work, buffer
+from dear.comm.communicator import Communicator, buffer
+from dear.comm.work import Work
 from dear.lazy import torch
 
 COPIED_BYTES = 512 * 2**10
 """Largest message copied to save a start-up; the copy takes about 10 us in a CPU's cache."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Extra numbers of the caller, summed with the gradients."""
+
+    values: torch.Tensor
+    """`[marks]`, or `[ranks, marks]` with equal rows; written before `start_reduce`."""
+    sums: torch.Tensor
+    """Sums on every rank after `await_reduce`, in the dtype of the message. A sum of zeros and ones
+    may be rounded there, but never to 0."""
 
 
 class Decoupled(ABC):
@@ -38,15 +50,9 @@ class Decoupled(ABC):
         self._skip = skip
         self._skipped = False
         self._reducing: Work | None = None
-        self._sum: torch.Tensor | None = None
         self._gathering: tuple[Work, torch.Tensor, torch.Tensor] | None = None
-        self.marks: torch.Tensor | None = None
-        """Extra numbers of the caller, summed with the gradients: `[marks]`, or `[ranks, marks]`
-        with equal rows. The caller writes them before `start_reduce`. None: the message has no
-        room for them."""
-        self.mark_sums: torch.Tensor | None = None
-        """Sums of the marks on every rank after `await_reduce`, in the dtype of the message. A sum
-        of zeros and ones may be rounded there, but never to 0."""
+        self.marks: Marks | None = None
+        """None: the message has no room for them."""
         whole = bucket.gradients
         self._empty = not whole.numel()
         self._staged: torch.Tensor | None = None
@@ -57,6 +63,8 @@ class Decoupled(ABC):
         """The part of the bucket whose mean this rank receives."""
         self.shard = whole.new_zeros(self.owned.stop - self.owned.start)
         """The mean gradient of that part, after `finish_reduce`."""
+        self._sum = self.shard
+        """Sum over the ranks after the reduction; begins with the part that this rank owns."""
 
     @abstractmethod
     def owned_by(self, rank: int) -> slice:
@@ -64,10 +72,7 @@ class Decoupled(ABC):
 
     @abstractmethod
     def _reduce(self, whole: torch.Tensor) -> Work:
-        """Starts the sum of `whole` over ranks; `self._sum` begins with this rank's owned part.
-
-        `whole` does not change, unless it is the staged copy.
-        """
+        """Starts the sum of `whole` over ranks; it changes only if it is the staged copy."""
 
     @abstractmethod
     def _gather(self, whole: torch.Tensor) -> Work:
@@ -79,12 +84,12 @@ class Decoupled(ABC):
         if self._empty or self._skip:
             return
         self.await_message()
-        source = self.bucket.gradients
-        self._reducing = self._reduce(source if self._staged is None else self._stage(source))
+        whole = self.bucket.gradients
+        self._reducing = self._reduce(whole if self._staged is None else self._stage(self._staged))
 
-    def _stage(self, whole: torch.Tensor) -> torch.Tensor:
-        """Copies `whole` into the staged buffer, scaled so that a sum is the mean."""
-        return torch.mul(whole, 1 / self._communicator.size, out=self._staged)
+    def _stage(self, staged: torch.Tensor) -> torch.Tensor:
+        """Copies the gradients into the staged buffer, scaled so that a sum is the mean."""
+        return torch.mul(self.bucket.gradients, 1 / self._communicator.size, out=staged)
 
     def reduced(self) -> bool:
         """Returns True if `finish_reduce` would not block."""
@@ -155,20 +160,28 @@ class ScatterGather(Decoupled):
     """
 
     def __init__(
-        self, bucket: Bucket, communicator: Communicator, *, marks: int = 0, **options: Any
+        self,
+        bucket: Bucket,
+        communicator: Communicator,
+        *,
+        marks: int = 0,
+        wire: torch.dtype | None = None,
+        skip: bool = False,
     ) -> None:
-        super().__init__(bucket, communicator, **options)
+        super().__init__(bucket, communicator, wire=wire, skip=skip)
         like = bucket.gradients if self._staged is None else self._staged
         size, count = communicator.size, self.shard.numel()
         numel = size * (count + marks)
         large = self._staged is None and numel * like.element_size() > COPIED_BYTES
         if not marks or self._empty or self._skip or large:
+            if self._staged is not None:
+                self._sum = like.new_empty(count)
             return
         self._message = buffer(like, numel, communicator)
         rows = self._message.view(size, count + marks)
-        self._blocks, self.marks = rows[:, :count], rows[:, count:]
+        self._blocks = rows[:, :count]
         self._sum = like.new_empty(count + marks)
-        self.mark_sums = self._sum[count:]
+        self.marks = Marks(rows[:, count:], self._sum[count:])
         if self._staged is not None:  # second halves use it, with the bucket's layout
             self._staged = self._message[: size * count]
 
@@ -176,10 +189,11 @@ class ScatterGather(Decoupled):
         count = self.bucket.gradients.numel() // self._communicator.size
         return slice(rank * count, (rank + 1) * count)
 
-    def _stage(self, whole: torch.Tensor) -> torch.Tensor:
+    def _stage(self, staged: torch.Tensor) -> torch.Tensor:
         if self.marks is None:
-            return super()._stage(whole)
-        torch.mul(whole.view_as(self._blocks), 1 / self._communicator.size, out=self._blocks)
+            return super()._stage(staged)
+        rows = self.bucket.gradients.view_as(self._blocks)
+        torch.mul(rows, 1 / self._communicator.size, out=self._blocks)
         return self._message
 
     def _reduce(self, whole: torch.Tensor) -> Work:
@@ -187,10 +201,6 @@ class ScatterGather(Decoupled):
             if self._staged is None:
                 self._blocks.copy_(whole.view_as(self._blocks))
             whole = self._message
-        elif self._staged is None:
-            self._sum = self.shard
-        elif self._sum is None:
-            self._sum = whole.new_empty(self.shard.numel())
         return self._communicator.reduce_scatter(self._sum, whole, op="sum")
 
     def _gather(self, whole: torch.Tensor) -> Work:
@@ -203,19 +213,27 @@ class ReduceBroadcast(Decoupled):
     The sum uses a copy, since a reduction may use the buffer of any rank as scratch.
     """
 
-    def __init__(self, bucket: Bucket, *args: Any, owner: int, **options: Any) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        communicator: Communicator,
+        *,
+        owner: int,
+        wire: torch.dtype | None = None,
+        skip: bool = False,
+    ) -> None:
         self._owner = owner
-        super().__init__(bucket, *args, **options)
+        super().__init__(bucket, communicator, wire=wire, skip=skip)
+        if self._staged is not None:
+            self._sum = self._staged
+        elif not skip:
+            self._sum = torch.empty_like(bucket.gradients)
 
     def owned_by(self, rank: int) -> slice:
         return slice(0, self.bucket.gradients.numel() if rank == self._owner else 0)
 
     def _reduce(self, whole: torch.Tensor) -> Work:
-        if self._staged is not None:
-            self._sum = self._staged
-        elif self._sum is None:
-            self._sum = whole.clone()
-        else:
+        if self._staged is None:
             self._sum.copy_(whole)
         return self._communicator.reduce(self._sum, root=self._owner, op="sum")
 
@@ -250,9 +268,15 @@ class AllReduced(_AtOnce):
     """
 
     def __init__(
-        self, bucket: Bucket, communicator: Communicator, *, marks: int = 0, **options: Any
+        self,
+        bucket: Bucket,
+        communicator: Communicator,
+        *,
+        marks: int = 0,
+        wire: torch.dtype | None = None,
+        skip: bool = False,
     ) -> None:
-        super().__init__(bucket, communicator, **options)
+        super().__init__(bucket, communicator, wire=wire, skip=skip)
         like = bucket.gradients if self._staged is None else self._staged
         count = bucket.gradients.numel()
         self._message = buffer(like, count + marks, communicator)
@@ -260,7 +284,7 @@ class AllReduced(_AtOnce):
         if self._staged is not None:
             self._staged = self._sum
         if marks:
-            self.marks = self.mark_sums = self._message[count:]
+            self.marks = Marks(self._message[count:], self._message[count:])
 
     def _reduce(self, whole: torch.Tensor) -> Work:
         if self._staged is None:
@@ -316,7 +340,9 @@ class Gathered(_AtOnce):
     def kept(self) -> dict[torch.nn.Parameter, tuple[int, torch.Tensor | None]]:
         """Returns, per parameter, the number of committed passes and its residual (or None)."""
         bucket, residual = self.bucket, self.compressor.residual
-        residuals = [None] * len(bucket.params) if residual is None else bucket.views(residual)
+        residuals: Sequence[torch.Tensor | None] = [None] * len(bucket.params)
+        if residual is not None:
+            residuals = bucket.views(residual)
         steps = self.compressor.steps
         return {param: (steps, part) for param, part in zip(bucket.params, residuals, strict=True)}
 
@@ -366,10 +392,10 @@ class Usage:
         pairs = zip(self._params, has, strict=True)
         self._missing = {param for param, present in pairs if not present}
         self._unused = None
-        self._carrier = None if carrier is None or carrier.marks is None else carrier
-        if self._carrier is not None:
-            self._carrier.await_message()
-        marks = self._marks if self._carrier is None else self._carrier.marks
+        marks, self._carrier = self._marks, None
+        if carrier is not None and carrier.marks is not None:
+            carrier.await_message()
+            marks, self._carrier = carrier.marks.values, carrier
         if self._missing:
             marks.copy_(torch.tensor(has, dtype=torch.uint8))
         else:
@@ -391,9 +417,9 @@ class Usage:
             return set()
         if self._unused is None:
             sums = self._marks
-            if self._carrier is not None:
+            if self._carrier is not None and self._carrier.marks is not None:
                 self._carrier.await_reduce()
-                sums = self._carrier.mark_sums
+                sums = self._carrier.marks.sums
             pairs = zip(self._params, sums.tolist(), strict=True)
             self._unused = {param for param, mark in pairs if not mark}
         return self._unused

@@ -40,15 +40,19 @@ ONE_PEER = "one-peer exponential"
 
 
 def iterates(x: torch.Tensor, weights: Iterator[dict], iterations: int) -> list[torch.Tensor]:
-    """Values before and after each iteration; empty weights mean those of the topology."""
+    """Returns the values before and after each iteration.
+
+    Args:
+        weights: weights of each iteration; empty for those of the topology.
+    """
     history = [x]
-    for given in itertools.islice(weights, iterations):
-        history.append(bf.neighbor_allreduce(history[-1], **given))
+    for kwargs in itertools.islice(weights, iterations):
+        history.append(bf.neighbor_allreduce(history[-1], **kwargs))
     return history
 
 
 def one_peer() -> Iterator[dict]:
-    """Weights with which a rank sends to one other rank, at distance 1, 2, 4, ... in turn."""
+    """Yields weights for sending to one other rank, at distance 1, 2, 4, ... in turn."""
     peers = T.GetDynamicOnePeerSendRecvRanks(T.ExponentialTwoGraph(bf.size()), bf.rank())
     for to, sources in peers:
         theirs = dict.fromkeys(sources, 0.5)
@@ -56,7 +60,7 @@ def one_peer() -> Iterator[dict]:
 
 
 def distances(history: list[torch.Tensor]) -> list[float]:
-    """Distance of all ranks together from the mean in each iteration, relative to the start."""
+    """Returns the distance of all ranks from the mean by iteration, relative to the start."""
     mean = bf.allreduce(history[0])
     squared = torch.stack([(x - mean).square().sum() for x in history])
     distance = bf.allreduce(squared, average=False).sqrt()
@@ -64,34 +68,35 @@ def distances(history: list[torch.Tensor]) -> list[float]:
 
 
 def one_peer_rate(size: int) -> float:
-    """Rate per iteration, over a whole turn of distances; 0 if the world size is a power of 2."""
-    turn = [matrix(circulant(size, [distance])) for distance in powers(2, size)]
-    left = functools.reduce(np.matmul, turn) - 1 / size
-    return rounded(np.linalg.norm(left, 2)) ** (1 / len(turn))
+    """Returns the rate per iteration, over all distances; 0 if the world size is a power of 2."""
+    matrices = [matrix(circulant(size, [distance])) for distance in powers(2, size)]
+    remainder = functools.reduce(np.matmul, matrices) - 1 / size
+    return rounded(np.linalg.norm(remainder, 2)) ** (1 / len(matrices))
 
 
 def rounded(rate: float) -> float:
-    """Replaces a rate that is only a rounding error by 0."""
+    """Returns the rate, or 0 if it is only a rounding error."""
     return float(rate) if rate > NOISE else 0.0
 
 
 def measured_rate(curve: list[float]) -> float:
-    """Rate per iteration in the later half of the curve, above rounding errors."""
+    """Returns the rate per iteration in the later half of the curve, above rounding errors."""
     last = max(k for k, distance in enumerate(curve) if distance > NOISE)
     first = last // 2
     return (curve[last] / curve[first]) ** (1 / max(1, last - first))
 
 
 def row(name: str, curve: list[float], rate: float) -> list[str]:
-    """Row of the table: the prediction by the spectral gap, and the measurement."""
+    """Returns a row of the table: the prediction by the spectral gap, and the measurement."""
     if rate:
         needed = math.ceil(math.log(WANTED) / math.log(rate))
         measured = f"{measured_rate(curve):.3f}"
-    else:  # exact: after one turn of distances, or in one step
+    else:  # exact after all distances, or in one step
         needed = len(powers(2, bf.size())) if name == ONE_PEER else 1
         measured = "-"
-    took = next((str(k) for k, distance in enumerate(curve) if distance <= WANTED), "-")
-    return [name, f"{1 - rate:.3f}", f"{rate:.3f}", measured, str(needed), took, f"{curve[-1]:.0e}"]
+    steps = next((str(k) for k, distance in enumerate(curve) if distance <= WANTED), "-")
+    predicted = [f"{1 - rate:.3f}", f"{rate:.3f}", measured, str(needed)]
+    return [name, *predicted, steps, f"{curve[-1]:.0e}"]
 
 
 def main() -> None:

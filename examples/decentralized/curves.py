@@ -28,7 +28,7 @@ FLOOR = 1e-15
 
 
 def arguments(description: str, iterations: int) -> argparse.ArgumentParser:
-    """Parser with the options of all examples."""
+    """Returns a parser with the options of all examples."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--iterations", type=int, default=iterations)
     parser.add_argument("--seed", type=int, default=1)
@@ -89,13 +89,10 @@ def compare(
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints columns; all except the first are aligned to the right."""
     lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        first, *others = (
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        print("  ".join([first, *others]))
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+    for name, *cells in lines:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        print("  ".join([name.ljust(first), *aligned]))
 
 
 def save(
@@ -114,14 +111,14 @@ def save(
     predicted = predicted or {}
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / title.lower().replace(" ", "_")
-    columns = curves | {f"{name} (predicted)": c for name, c in predicted.items()}
+    columns = curves | {f"{name} (predicted)": curve for name, curve in predicted.items()}
     with stem.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["iteration", *columns])
         for number, values in enumerate(zip(*columns.values(), strict=True)):
             writer.writerow([number, *(f"{value:.6e}" for value in values)])
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
-    widths = [2.2 - 0.2 * place for place in range(len(COLOURS))]  # curves below stay visible
+    widths = [2.2 - 0.2 * index for index in range(len(COLOURS))]  # curves below stay visible
     for colour, width, (name, curve) in zip(COLOURS, widths, curves.items(), strict=False):
         axes.plot(above_floor(curve), color=colour, linewidth=width, label=name)
         if name in predicted:
@@ -139,7 +136,7 @@ def save(
 
 
 def above_floor(curve: list[float]) -> list[float]:
-    """Part of `curve` before it reaches rounding errors."""
+    """Returns the part of `curve` before it reaches rounding errors."""
     length = next((k for k, value in enumerate(curve) if value < FLOOR), len(curve))
     return [*curve[:length], *([FLOOR] if length < len(curve) else [])]
 

@@ -23,11 +23,11 @@ ROWS, FEATURES = 50, 10
 def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns this rank's features `[ROWS, FEATURES]` and targets `[ROWS]`."""
     common = torch.Generator().manual_seed(seed)
-    own = torch.Generator().manual_seed(seed + 1 + bf.rank())
+    local = torch.Generator().manual_seed(seed + 1 + bf.rank())
     relation = torch.randn(FEATURES, generator=common, dtype=torch.float64)
-    relation += 0.5 * torch.randn(FEATURES, generator=own, dtype=torch.float64)
-    features = torch.randn(ROWS, FEATURES, generator=own, dtype=torch.float64)
-    noise = 0.1 * torch.randn(ROWS, generator=own, dtype=torch.float64)
+    relation += 0.5 * torch.randn(FEATURES, generator=local, dtype=torch.float64)
+    features = torch.randn(ROWS, FEATURES, generator=local, dtype=torch.float64)
+    noise = 0.1 * torch.randn(ROWS, generator=local, dtype=torch.float64)
     return features, features @ relation + noise
 
 

@@ -25,11 +25,11 @@ TOLERANCE = 1e-12
 def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns this rank's features `[ROWS, FEATURES]` and answers `[ROWS]`, 1 or -1."""
     common = torch.Generator().manual_seed(seed)
-    own = torch.Generator().manual_seed(seed + 1 + bf.rank())
+    local = torch.Generator().manual_seed(seed + 1 + bf.rank())
     rule = torch.randn(FEATURES, generator=common, dtype=torch.float64)
-    rule += torch.randn(FEATURES, generator=own, dtype=torch.float64)
-    features = torch.randn(ROWS, FEATURES, generator=own, dtype=torch.float64)
-    chance = torch.rand(ROWS, generator=own, dtype=torch.float64)
+    rule += torch.randn(FEATURES, generator=local, dtype=torch.float64)
+    features = torch.randn(ROWS, FEATURES, generator=local, dtype=torch.float64)
+    chance = torch.rand(ROWS, generator=local, dtype=torch.float64)
     answers = torch.where(torch.sigmoid(features @ rule) > chance, 1.0, -1.0)
     return features, answers.double()
 

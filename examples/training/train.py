@@ -48,25 +48,44 @@ def rates(
 
 
 @torch.inference_mode()
-def judged(workload: Workload, test: datasets.Samples, batch_size: int) -> tuple[float, ...]:
+def evaluate(workload: Workload, test: datasets.Samples, batch_size: int) -> tuple[float, ...]:
     """Returns top-1, top-5 and loss over all test samples; each rank evaluates a part."""
     workload.model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
-    mine = range(dear.rank(), len(test), dear.size())
-    for start in range(0, len(mine), batch_size):
-        workload.feed(*test.batch(mine[start : start + batch_size], None))
-        (wanted,) = workload.targets
+    indices = range(dear.rank(), len(test), dear.size())
+    for start in range(0, len(indices), batch_size):
+        workload.feed(*test.batch(indices[start : start + batch_size], None))
+        (targets,) = workload.targets
         scores = workload.model(*workload.inputs)
-        best = scores.topk(min(5, scores.shape[-1]), dim=-1).indices == wanted.unsqueeze(-1)
-        lost = workload.criterion(scores, wanted) * wanted.numel()
-        sums += torch.tensor([best[..., 0].sum(), best.sum(), lost, wanted.numel()])
+        hits = scores.topk(min(5, scores.shape[-1]), dim=-1).indices == targets.unsqueeze(-1)
+        loss = workload.criterion(scores, targets) * targets.numel()
+        sums += torch.tensor([hits[..., 0].sum(), hits.sum(), loss, targets.numel()])
     workload.model.train()
-    first, among_five, lost, seen = dear.allreduce(sums, average=False).tolist()  # dear
-    return first / seen, among_five / seen, lost / seen
+    top1, top5, loss, count = dear.allreduce(sums, average=False).tolist()  # dear
+    return top1 / count, top5 / count, loss / count
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains and prints the results; `arguments` defaults to the command line."""
+def train_epoch(
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+    schedule: lr_scheduler.LRScheduler,
+    batches: Batches,
+) -> float:
+    """Trains on this rank's batches of one epoch; returns the mean loss."""
+    total = torch.zeros((), device=dear.device())  # dear
+    for _ in range(batches.per_round):
+        workload.feed(*next(batches))
+        optimizer.zero_grad()
+        loss = workload.loss()
+        workload.backward(loss)
+        workload.update(optimizer)
+        schedule.step()
+        total += loss.detach()
+    return float(total) / batches.per_round
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options; `arguments` defaults to the command line."""
     parser = argparse.ArgumentParser(description="real data with a data-parallel algorithm")
     parser.add_argument("--algorithm", default="dear", help="a name of `benchmarks.py list`")
     parser.add_argument("--data", default="cifar10", help=", ".join(datasets.SOURCES))
@@ -79,16 +98,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--amp", choices=PRECISIONS, default="none", help="mixed precision")
     parser.add_argument("--workers", type=int, default=0, help="processes that read data ahead")
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
 
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains and prints the results."""
+    options = parse(arguments)
     dear.init()  # dear
     torch.manual_seed(options.seed)
     length = registry.sentence_len(options.model, None)
-    parts = datasets.load(
-        options.data, options.data_dir, registry.sample_size(options.model, length)
-    )
-    drawn = torch.Generator().manual_seed(options.seed)
-    workload = registry.build(options.model, options.batch_size, length, drawn, parts.classes)
+    size = registry.sample_size(options.model, length)
+    parts = datasets.load(options.data, options.data_dir, size)
+    generator = torch.Generator().manual_seed(options.seed)
+    workload = registry.build(options.model, options.batch_size, length, generator, parts.classes)
     workload = workload.to(dear.device(), *registry.precision(PRECISIONS[options.amp]))  # dear
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=options.lr, momentum=0.9)
     optimizer = dear.DistributedOptimizer(  # dear
@@ -96,37 +118,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     dear.broadcast_parameters(workload.model.state_dict(), root_rank=0)  # dear
 
-    place = {"rank": dear.rank(), "size": dear.size(), "seed": options.seed}
     batches = Batches(
         parts.train,
         batch_size=options.batch_size,
         sampler="shared",
+        seed=options.seed,
+        rank=dear.rank(),
+        size=dear.size(),
         workers=options.workers,
-        **place,
     )
     warmup_steps = round(options.warmup_epochs * batches.per_round)
     schedule = rates(optimizer, warmup_steps, options.epochs * batches.per_round)
     for epoch in range(options.epochs):
-        began, lost = time.perf_counter(), 0.0
-        for _ in range(batches.per_round):
-            workload.feed(*next(batches))
-            optimizer.zero_grad()
-            loss = workload.loss()
-            workload.backward(loss)
-            workload.update(optimizer)
-            schedule.step()
-            lost += loss.detach()
-        spent_s = time.perf_counter() - began
+        began = time.perf_counter()
+        loss = train_epoch(workload, optimizer, schedule, batches)
+        elapsed_s = time.perf_counter() - began
         optimizer.synchronize()  # dear
-        first, among_five, test_loss = judged(workload, parts.test, options.batch_size)
+        top1, top5, test_loss = evaluate(workload, parts.test, options.batch_size)
         if dear.rank() == 0:
             samples = batches.per_round * options.batch_size * dear.size()
             text = options.data == "text"
-            more = f"perplexity {math.exp(test_loss):.1f}" if text else f"top-5 {among_five:.4f}"
+            extra = f"perplexity {math.exp(test_loss):.1f}" if text else f"top-5 {top5:.4f}"
             print(
-                f"epoch {epoch + 1}/{options.epochs}  loss {float(lost) / batches.per_round:.4f}  "
-                f"test loss {test_loss:.4f}  top-1 {first:.4f}  {more}  "
-                f"{samples / spent_s:.0f} {registry.model_entry(options.model).sample_unit}/s on "
+                f"epoch {epoch + 1}/{options.epochs}  loss {loss:.4f}  "
+                f"test loss {test_loss:.4f}  top-1 {top1:.4f}  {extra}  "
+                f"{samples / elapsed_s:.0f} {registry.model_entry(options.model).sample_unit}/s on "
                 f"{dear.size()} process(es), {options.algorithm}",
                 flush=True,
             )

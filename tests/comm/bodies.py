@@ -1,4 +1,4 @@
-"""What ranks do to test a backend of torch.distributed, besides the results of its operations."""
+"""Programs of ranks that test a backend of torch.distributed, besides its operations' results."""
 
 from __future__ import annotations
 
@@ -147,19 +147,19 @@ def times_and_events() -> None:
     assert ends == sorted(ends)
     with comm_core.priority(3):
         dist.broadcast(values(rank, 11, torch.int16), 0)
-    found = comm_core.events()[-4:]
-    assert [e["operation"] for e in found] == ["all_reduce"] * 3 + ["broadcast"]
-    assert [e["nbytes"] for e in found] == [80000] * 3 + [22]
-    assert [e["dtype"] for e in found] == ["float32"] * 3 + ["int16"]
-    assert [e["priority"] for e in found] == [0, 0, 0, 3]
-    assert all(e["ok"] for e in found)
-    numbers = [e["sequence"] for e in found]
+    events = comm_core.events()[-4:]
+    assert [e["operation"] for e in events] == ["all_reduce"] * 3 + ["broadcast"]
+    assert [e["nbytes"] for e in events] == [80000] * 3 + [22]
+    assert [e["dtype"] for e in events] == ["float32"] * 3 + ["int16"]
+    assert [e["priority"] for e in events] == [0, 0, 0, 3]
+    assert all(e["ok"] for e in events)
+    numbers = [e["sequence"] for e in events]
     assert numbers == list(range(numbers[0], numbers[0] + 4))
-    assert [e["finished_s"] for e in found[:3]] == ends
+    assert [e["finished_s"] for e in events[:3]] == ends
     awaited = comm_core.last_awaited_s()
-    assert awaited == found[-1]["finished_s"]
-    idle_since, idle_until = comm_core.lulls_s(found[-2]["finished_s"])[0]
-    assert idle_until == found[-1]["enqueued_s"] and idle_since == found[-2]["finished_s"]
+    assert awaited == events[-1]["finished_s"]
+    idle_since, idle_until = comm_core.lulls_s(events[-2]["finished_s"])[0]
+    assert idle_until == events[-1]["enqueued_s"] and idle_since == events[-2]["finished_s"]
     if n == 1:
         return  # what this rank does alone has ended before the next begins
     # Operations of which each begins before the one before has ended leave no lull.
@@ -171,7 +171,7 @@ def times_and_events() -> None:
     assert comm_core.last_awaited_s() == awaited
     works[0].wait()  # it has long ended
     assert comm_core.last_awaited_s() == works[0].times().finished_s
-    lull = found[-1]["finished_s"], works[0].times().enqueued_s
+    lull = events[-1]["finished_s"], works[0].times().enqueued_s
     assert comm_core.lulls_s(idle_until) == [lull]
     assert comm_core.lulls_s(idle_until - 1e-9) == [(idle_since, idle_until), lull]
     assert comm_core.lulls_s(lull[1]) == []
@@ -267,7 +267,7 @@ def _trained(
 
 
 def ddp_and_fsdp() -> None:
-    """They train as over Gloo."""
+    """DDP and FSDP train as over Gloo."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 

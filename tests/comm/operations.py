@@ -36,7 +36,7 @@ PAIRS = {
 _ARITHMETIC = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
 
 LARGE = 550007
-"""Of a byte each more than one piece of any way, of 8 or 16 more than what is streamed or held."""
+"""Numbers of bytes one above a piece of any way, or 8 or 16 above what is streamed or held."""
 UNEVEN: dict[str, Callable[[int, int], int]] = {
     "all_gather": lambda s, d: s,
     "reduce_scatter": lambda s, d: d,
@@ -44,7 +44,7 @@ UNEVEN: dict[str, Callable[[int, int], int]] = {
     "all_to_all single": lambda s, d: (s + 2 * d) % 3,
     "exchange": lambda s, d: (s + 2 * d) % 3,
 }
-"""How many times the block of others is what rank s has for rank d, where sizes may differ."""
+"""Size of what rank s has for rank d where sizes may differ, in blocks of others."""
 
 
 def me() -> tuple[int, int]:
@@ -64,7 +64,7 @@ def values(
 
 
 def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tensor:
-    """What a reduction of the ranks' tensors gives, in exact arithmetic, in their type."""
+    """Returns the reduction of the ranks' tensors in exact arithmetic, in their type."""
     dtype = tensors[0].dtype
     wide = torch.complex128 if dtype in COMPLEX else torch.int64
     wide = torch.float64 if dtype in FLOATS else wide
@@ -111,7 +111,7 @@ class Case:
         return self.operation.split()[0]
 
     def block(self, s: int, d: int) -> torch.Tensor:
-        """What rank s has for rank d."""
+        """Size of what rank s has for rank d."""
         numel = self.numel
         if self.uneven and self.operation in UNEVEN:
             numel = min(numel, 50001) * 2 * UNEVEN[self.operation](s, d)
@@ -173,7 +173,7 @@ class Call:
 
 
 Interface = Mapping[str, Callable[[Call], Callable[[], Any]]]
-"""By operation: starts it, and returns what waits for it."""
+"""Functions by operation; each starts it and returns what waits for it."""
 
 
 def cases(
@@ -192,16 +192,16 @@ def cases(
     sizes = [5, *sorted({0, 1, n - 1, n, n + 1} - {5}), LARGE]
     axes = {"operation": operations, "dtype": dtypes, "op": range(7), "numel": sizes}
     axes |= {"gaps": (False, True), "root": range(n), "uneven": (False, True)}
-    found = pairwise(axes, lambda case: gaps(case["operation"]) or not case["gaps"])
+    chosen = pairwise(axes, lambda case: gaps(case["operation"]) or not case["gaps"])
     meaningful = ops or reductions
-    for case in found:
+    for case in chosen:
         of_type = meaningful(case["dtype"])
         case["op"] = of_type[case["op"] % len(of_type)]
-    return [Case(**case) for case in found]
+    return [Case(**case) for case in chosen]
 
 
 def reductions(dtype: torch.dtype) -> list[Any]:
-    """What torch lets through and has a meaning for the type."""
+    """Returns the reductions that torch lets through and that have a meaning for the type."""
     if dtype in FLOATS:
         return [*_ARITHMETIC, ReduceOp.AVG]
     if dtype in COMPLEX:

@@ -1,4 +1,4 @@
-"""What the tests of the seeds' `Communicator` share: how it is made, and how its errors read."""
+"""Shared parts of the tests of the seeds' `Communicator`: how it is built, how its errors read."""
 
 from __future__ import annotations
 

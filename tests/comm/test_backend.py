@@ -80,11 +80,11 @@ def test_what_else_a_backend_does(ranks: RankPool, body: Callable[[], None]):
 
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    for server in sockets:
+        server.bind(("127.0.0.1", 0))
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
     return ports
 
 
@@ -117,7 +117,7 @@ def strangers(address: tuple[str, int]) -> list[socket.socket]:
 
 
 def _address(ranks: RankPool) -> tuple[str, int]:
-    """Where rank 0's engine listens."""
+    """Returns the address at which rank 0's engine listens."""
     host, port = ranks.run(_summary)[0].rpartition(" at ")[2].split(":")
     return host, int(port)
 

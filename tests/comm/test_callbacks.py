@@ -1,4 +1,4 @@
-"""What runs when an operation ends: callbacks that wait for others, and the end of a script."""
+"""Code that runs when an operation ends: callbacks that wait for others, the end of a script."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(params=["shm2", "tcp2"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with worlds.pool(request.param) as made:
-        yield made
+    with worlds.pool(request.param) as pool:
+        yield pool
 
 
 def _sum_later(number: int) -> torch.futures.Future:
@@ -37,10 +37,10 @@ def _waits_in_callbacks(depth: int) -> float:
 
     def after(level: int) -> Callable[[torch.futures.Future], float]:
         def wait(future: torch.futures.Future) -> float:
-            found = future.value()[0][0].item()
+            value = future.value()[0][0].item()
             if level == depth:
-                return found
-            return found + _sum_later(level + 1).then(after(level + 1)).wait()
+                return value
+            return value + _sum_later(level + 1).then(after(level + 1)).wait()
 
         return wait
 
@@ -163,9 +163,9 @@ def _run_all(script: str, folder: Path, limit_s: float = 60) -> list[tuple[int, 
     ]
     try:
         return [
-            (process.returncode, said)
+            (process.returncode, output)
             for process in running
-            for said, _ in [process.communicate(timeout=limit_s)]
+            for output, _ in [process.communicate(timeout=limit_s)]
         ]
     finally:
         for process in running:

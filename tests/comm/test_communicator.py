@@ -26,7 +26,7 @@ OPS = {ReduceOp.AVG: "mean", ReduceOp.SUM: "sum", ReduceOp.MIN: "min", ReduceOp.
 
 
 def _ops(dtype: torch.dtype) -> list[Any]:
-    """What has a meaning for the type."""
+    """Reductions that have a meaning for the type."""
     return list(OPS)[0 if dtype in FLOATS + COMPLEX else 1 : 2 if dtype in COMPLEX else 4]
 
 

@@ -48,10 +48,10 @@ def test_groups() -> None:
         for name in names
     }
     try:
-        said = {name: process.communicate(timeout=200)[0] for name, process in running.items()}
+        outputs = {name: process.communicate(timeout=200)[0] for name, process in running.items()}
     finally:
         for process in running.values():
             process.kill()
             process.wait()
     for name, process in running.items():
-        assert process.returncode == 0 and f"{name}: right" in said[name], said[name][-4000:]
+        assert process.returncode == 0 and f"{name}: right" in outputs[name], outputs[name][-4000:]

@@ -55,7 +55,7 @@ def test_tensors_on_gpus_go_by_nccl_where_every_rank_has_one_and_rank_0_says_wha
 
 
 class Store(dict):
-    """What all ranks have set already."""
+    """Store whose keys all ranks have set already."""
 
     def set(self, key: str, value: str) -> None:
         assert self[key] == value.encode()
@@ -69,19 +69,21 @@ def machine(monkeypatch):
     """`machine(seen)`: ranks of a host each see GPUs by these names."""
 
     def make(seen: list[list[str]]) -> list[tuple[int | None, str | None]]:
-        """By rank: the number of its GPU, and why the ranks do not have one each."""
+        """Returns each rank's GPU number, and why the ranks do not have one each."""
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        told, facts = Store(), [_facts(rank, len(seen), len(seen)) for rank in range(len(seen))]
+        store, facts = Store(), [_facts(rank, len(seen), len(seen)) for rank in range(len(seen))]
         for rank, names in enumerate(seen):
-            own = f"{socket.gethostname()} {names[rank % len(names)]}" if names else ""
-            told[f"gpu{rank}"] = own.encode()
-        found = []
-        for one, names in zip(facts, seen, strict=True):
+            gpu = f"{socket.gethostname()} {names[rank % len(names)]}" if names else ""
+            store[f"gpu{rank}"] = gpu.encode()
+        choices = []
+        for place, names in zip(facts, seen, strict=True):
             monkeypatch.setattr(torch.cuda, "device_count", lambda names=names: len(names))
             of = lambda i, names=names: types.SimpleNamespace(uuid=names[i])  # noqa: E731
             monkeypatch.setattr(torch.cuda, "get_device_properties", of)
-            found.append((runtime.gpu(one) if names else None, runtime._gpu_clash(one, told)))
-        return found
+            choices.append(
+                (runtime.gpu(place) if names else None, runtime._gpu_clash(place, store))
+            )
+        return choices
 
     return make
 

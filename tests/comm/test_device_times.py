@@ -46,10 +46,10 @@ class Event:
 
 @pytest.fixture
 def device(monkeypatch):
-    made = Device()
-    cuda = SimpleNamespace(Stream=lambda: "aside", Event=made.event, stream=made.stream)
+    gpu = Device()
+    cuda = SimpleNamespace(Stream=lambda: "aside", Event=gpu.event, stream=gpu.stream)
     monkeypatch.setattr(handles, "torch", SimpleNamespace(cuda=cuda))
-    return made
+    return gpu
 
 
 def transfer(device: Device, ends_ms: float) -> SimpleNamespace:
@@ -68,10 +68,11 @@ def test_transfers_have_the_lengths_that_they_had_on_the_device(device):
     device.streams["main"] = 10.0
     second = clock.follow(transfer(device, 70.0), 0, enqueued_s=100.002)
     other = clock.follow(transfer(device, 80.0), 1, enqueued_s=100.003)
-    found = [
-        (one.enqueued_s, one.started_s, one.finished_s) for one in (first(), second(), other())
+    spans = [
+        (times.enqueued_s, times.started_s, times.finished_s)
+        for times in (first(), second(), other())
     ]
-    assert found == [
+    assert spans == [
         pytest.approx((100.001, 100.005, 100.030)),
         pytest.approx((100.002, 100.030, 100.070)),  # behind the first
         pytest.approx((100.003, 100.010, 100.080)),  # on a channel of its own
@@ -81,5 +82,5 @@ def test_transfers_have_the_lengths_that_they_had_on_the_device(device):
 
 def test_nothing_starts_before_it_is_asked_for(device):
     clock = DeviceClock(lambda: 100.0)
-    found = clock.follow(transfer(device, 1.0), 0, enqueued_s=100.5)()
-    assert found.started_s == 100.5
+    times = clock.follow(transfer(device, 1.0), 0, enqueued_s=100.5)()
+    assert times.started_s == 100.5

@@ -33,39 +33,43 @@ def _error(name: str, call: Callable[[], Any], kind: type[Exception]) -> str:
 
 def _mistakes(n: int) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
     """The exception's type, a word of its text, and the call."""
-    one, six, several = torch.ones(6), torch.ones(6 * n), [torch.ones(6)] * n
-    whole, numbers = one.int(), one.to(torch.complex64)
+    tensor, six, several = torch.ones(6), torch.ones(6 * n), [torch.ones(6)] * n
+    whole, numbers = tensor.int(), tensor.to(torch.complex64)
     all_reduce, reduce, min_of = dist.all_reduce, dist.reduce, ReduceOp.MIN
     exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
     # Some of it torch turns away in words of its own, or takes (meta), before a backend sees it.
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    quantized = torch.quantize_per_tensor(one, 0.1, 0, torch.qint8)
+    quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
     return [
         (TypeError, "Float8", lambda: all_reduce(torch.zeros(4).to(torch.float8_e4m3fn))),
-        (TypeError, "UInt", lambda: dist.broadcast(one.to(torch.uint16), 0)),
+        (TypeError, "UInt", lambda: dist.broadcast(tensor.to(torch.uint16), 0)),
         (TypeError, "QInt8", lambda: backend.allreduce([quantized])),
-        (TypeError, "dense", lambda: backend.broadcast(one.to_sparse(), 0)),
-        (TypeError, "dense", lambda: all_reduce(one.to_sparse())),
-        (ValueError, "meta", lambda: backend.allreduce([one.to("meta")])),
+        (TypeError, "dense", lambda: backend.broadcast(tensor.to_sparse(), 0)),
+        (TypeError, "dense", lambda: all_reduce(tensor.to_sparse())),
+        (ValueError, "meta", lambda: backend.allreduce([tensor.to("meta")])),
         (ValueError, "avg of int32", lambda: all_reduce(whole, ReduceOp.AVG)),
         (ValueError, "avg of bool", lambda: reduce(whole.bool(), 0, ReduceOp.AVG)),
-        (ValueError, "band of float", lambda: all_reduce(one, ReduceOp.BAND)),
+        (ValueError, "band of float", lambda: all_reduce(tensor, ReduceOp.BAND)),
         (ValueError, "max", lambda: reduce(numbers, 0, ReduceOp.MAX)),
         (
             ValueError,
             "min of complex64",
             lambda: dist.reduce_scatter_tensor(numbers, six.to(numbers.dtype), min_of),
         ),
-        (ValueError, "reduction", lambda: all_reduce(one, dist._make_nccl_premul_sum(2.0))),
-        (ValueError, str(n), lambda: dist.broadcast(one, n)),
-        (ValueError, "root", lambda: dist.broadcast(one, group_src=n)),
-        (ValueError, "-1", lambda: reduce(one, group_dst=-1)),
-        (ValueError, "peer", lambda: dist.send(one, group_dst=n + 3)),
-        (ValueError, "peer", lambda: dist.recv(one, group_src=n)),
-        (ValueError, "elements", lambda: gather(torch.empty(6 * n + 1), one)),
-        (ValueError, "elements", lambda: dist.reduce_scatter_tensor(one, torch.empty(6 * n + 1))),
-        (ValueError, "one per rank", lambda: dist.all_gather([torch.empty(6)] * (n + 1), one)),
-        (ValueError, "sizes", lambda: dist.all_gather([torch.empty(5) for _ in several], one)),
+        (ValueError, "reduction", lambda: all_reduce(tensor, dist._make_nccl_premul_sum(2.0))),
+        (ValueError, str(n), lambda: dist.broadcast(tensor, n)),
+        (ValueError, "root", lambda: dist.broadcast(tensor, group_src=n)),
+        (ValueError, "-1", lambda: reduce(tensor, group_dst=-1)),
+        (ValueError, "peer", lambda: dist.send(tensor, group_dst=n + 3)),
+        (ValueError, "peer", lambda: dist.recv(tensor, group_src=n)),
+        (ValueError, "elements", lambda: gather(torch.empty(6 * n + 1), tensor)),
+        (
+            ValueError,
+            "elements",
+            lambda: dist.reduce_scatter_tensor(tensor, torch.empty(6 * n + 1)),
+        ),
+        (ValueError, "one per rank", lambda: dist.all_gather([torch.empty(6)] * (n + 1), tensor)),
+        (ValueError, "sizes", lambda: dist.all_gather([torch.empty(5) for _ in several], tensor)),
         (ValueError, "sizes", lambda: dist.reduce_scatter(torch.empty(5), several)),
         (TypeError, "differ in type", lambda: gather(six, whole)),
         (ValueError, "equal parts", lambda: exchange(torch.empty(n + 1), torch.empty(n + 1))),
@@ -76,7 +80,7 @@ def _mistakes(n: int) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
             lambda: exchange(six, six.clone(), [6] * n, [-1, 13, *[6] * (n - 2)]),
         ),
         (ValueError, "one per rank", lambda: exchange(six, six.clone(), [6 * n], [6 * n])),
-        (ValueError, "one per rank", lambda: dist.all_to_all([one], several)),
+        (ValueError, "one per rank", lambda: dist.all_to_all([tensor], several)),
     ]
 
 
@@ -147,7 +151,7 @@ def _disagreements(
 ) -> list[tuple[str, str]]:
     """Each pair of cases, and what this rank is told, or nothing."""
     rank, n = me()
-    said = []
+    answers = []
     for pair in pairs:
         group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         dist.barrier()  # nobody is still joining
@@ -160,8 +164,8 @@ def _disagreements(
             text = str(error)
         dist.destroy_process_group(group)
         bodies.unharmed(pair)
-        said.append((f"{pair}, rank {rank}", text))
-    return said
+        answers.append((f"{pair}, rank {rank}", text))
+    return answers
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -170,8 +174,8 @@ def test_mistakes_and_disagreements_are_typed_errors_and_harm_nothing(name: str)
         ranks.run(_mistakes_harm_nothing)
         ranks.run(_use_after_destroy)
         _all_learn_of_both_sides(ranks, WORLDS.index(name))
-        for said in ranks.run(_disagreements, ROOTS, 1, 1.0):
-            for about, text in said:
+        for answers in ranks.run(_disagreements, ROOTS, 1, 1.0):
+            for about, text in answers:
                 assert "the ranks disagree" in text or "timed out after 1.0" in text, about
 
 
@@ -184,8 +188,8 @@ def test_any_rank_may_be_the_one_that_disagrees(name: str):
 
 
 def _all_learn_of_both_sides(ranks: RankPool, odd: int) -> None:
-    for said in ranks.run(_disagreements, _against(), odd, 30.0):
-        for about, text in said:
+    for answers in ranks.run(_disagreements, _against(), odd, 30.0):
+        for about, text in answers:
             assert "the ranks disagree: " in text and "\n" not in text, f"{about}: {text}"
             assert "timed out" not in text, f"{about}: {text}"
             assert re.search("rank [012] [(]host", text), f"{about}: {text}"
@@ -217,22 +221,22 @@ def test_a_message_of_another_size_names_both(world, sizes: tuple[int, int]):
 
 
 def _joins(settings: list[list[dict[str, str]]]) -> list[tuple[str, str]]:
-    """What a rank is told that joins with each of the settings, given for each rank."""
+    """Returns the errors that a rank gets that joins with each setting, given for each rank."""
     import comm_core
 
-    told = []
+    answers = []
     for places in settings:
         os.environ.update(places[me()[0]])
         try:
             dist.new_group(backend="comm_core")
-            told.append(("", ""))
+            answers.append(("", ""))
         except Exception as error:
-            told.append((type(error).__name__, str(error)))
+            answers.append((type(error).__name__, str(error)))
         dist.barrier()
         comm_core._core.shut_down()  # the next engine reads the environment anew
         for variable in places[0]:
             del os.environ[variable]
-    return told
+    return answers
 
 
 def test_a_setting_that_is_none_is_named():
@@ -249,8 +253,8 @@ def test_a_setting_that_is_none_is_named():
     texts = [*map("".join, wrong.items()), "no interface 'nope0'", "COMM_CORE_IFNAME", "COMM_CORE"]
     ranks = RankPool(2)
     try:
-        for told in ranks.run(_joins, settings):
-            for (kind, said), text in zip(told, texts, strict=True):
-                assert kind in ("ValueError", "DistBackendError") and text in said, (kind, said)
+        for answers in ranks.run(_joins, settings):
+            for (kind, line), text in zip(answers, texts, strict=True):
+                assert kind in ("ValueError", "DistBackendError") and text in line, (kind, line)
     finally:
         ranks.close()

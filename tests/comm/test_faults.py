@@ -40,7 +40,7 @@ def _lost_a_peer(text: str, victim: int, operation: str) -> None:
 
 
 def _until_a_rank_ends(call: str, victim: int, how: str) -> str:
-    """What ends the operations of the others."""
+    """Calls until the victim has ended; returns the error."""
     import comm_core
 
     tensor = torch.zeros(3_000_000)

@@ -22,8 +22,8 @@ SAID_SO, SOMETHING_ELSE = 7, 8
 
 @pytest.fixture(params=["shm2", "tcp2"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with worlds.pool(request.param) as made:
-        yield made
+    with worlds.pool(request.param) as pool:
+        yield pool
 
 
 def _in_a_child(work: Callable[[], None]) -> int:
@@ -45,7 +45,7 @@ def _in_a_child(work: Callable[[], None]) -> int:
 
 
 def _leaves_python() -> None:
-    """As `sys.exit` does: everything that Python still has is taken apart."""
+    """Leaves as `sys.exit` does: everything that Python still has is taken apart."""
     ctypes.pythonapi.Py_Exit(0)
 
 

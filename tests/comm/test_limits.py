@@ -1,4 +1,4 @@
-"""What a long job meets: many groups, freed memory, mistakes, a machine that has no more."""
+"""Limits that a long job meets: many groups, freed memory, mistakes, an exhausted machine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MIB = 1 << 20
 
 
 def _pool(name: str) -> Iterator[RankPool]:
-    with worlds.pool(name) as made:
-        yield made
+    with worlds.pool(name) as pool:
+        yield pool
 
 
 @pytest.fixture(params=["shm2", pytest.param("tcp2", marks=pytest.mark.full)])
@@ -110,8 +110,8 @@ def _after_a_mistake_among_parts(how: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("how", ["batch", "block"])
 def test_a_mistake_among_parts_of_one_operation_keeps_nothing_of_those_to_come(pair, how):
-    for found, grown_mib in pair.run(_after_a_mistake_among_parts, how):
-        assert found == 2  # it was done at all
+    for value, grown_mib in pair.run(_after_a_mistake_among_parts, how):
+        assert value == 2  # it was done at all
         assert grown_mib < 60  # of 160
 
 
@@ -148,7 +148,7 @@ def test_the_time_of_a_message_ends_though_nobody_waits_for_it(pair):
 
 
 def _urgent_beside(how: str) -> bool:
-    """Whether the large one is under way still when the urgent one has ended."""
+    """Returns whether the large operation is still under way when the urgent one has ended."""
     rank, _n = me()
     alone = [dist.new_group([r]) for r in range(2)][rank]
     small, group = torch.ones(16), dist.new_group()
@@ -227,7 +227,7 @@ def test_the_time_to_wait_is_that_of_all_parts_together(pair):
 
 
 def _waits_beside_another_group() -> bool:
-    """Whether the time is up though this rank's engine never rests."""
+    """Returns whether the time is up though this rank's engine never rests."""
     rank, _n = me()
     group, flood = dist.new_group(), dist.new_group()
     large = torch.ones(32 * MIB)
@@ -274,9 +274,9 @@ def _stderr_in(path: Path) -> Iterator[None]:
         os.close(before)
 
 
-def _without_room_for_shared_memory(poor: int, said: Path) -> str:
+def _without_room_for_shared_memory(poor: int, errors: Path) -> str:
     limit = MIB // 4 if me()[0] == poor else resource.RLIM_INFINITY
-    with _stderr_in(said), _limit(resource.RLIMIT_FSIZE, limit):
+    with _stderr_in(errors), _limit(resource.RLIMIT_FSIZE, limit):
         group = dist.new_group()
     dist.all_reduce(tensor := torch.ones(100_000), group=group)
     assert (tensor == me()[1]).all()
@@ -290,11 +290,11 @@ def test_where_a_host_has_no_room_for_shared_memory_tcp_is_taken_and_it_is_said(
     name, hosts, tmp_path
 ):
     with worlds.pool(name) as ranks:
-        for summary in ranks.run(_without_room_for_shared_memory, 0, tmp_path / "said"):
+        for summary in ranks.run(_without_room_for_shared_memory, 0, tmp_path / "errors"):
             assert f"on {hosts} hosts, TCP between" in summary
-    said = (tmp_path / "said").read_text()
-    assert said.count("uses TCP inside hosts, too, which is slower") == 1
-    assert "no room for" in said and "rank 0 (host" in said
+    errors = (tmp_path / "errors").read_text()
+    assert errors.count("uses TCP inside hosts, too, which is slower") == 1
+    assert "no room for" in errors and "rank 0 (host" in errors
 
 
 def _out_of_descriptors(ready: Path) -> float:
@@ -319,8 +319,8 @@ def _out_of_descriptors(ready: Path) -> float:
         time.sleep(0.8)
         for descriptor in held:
             os.close(descriptor)
-    dist.recv(found := torch.zeros(4), 1, group=group)
-    return found[0].item()
+    dist.recv(received := torch.zeros(4), 1, group=group)
+    return received[0].item()
 
 
 def test_who_connects_while_descriptors_are_out_is_let_in_later(pair, tmp_path):
@@ -332,7 +332,7 @@ def _host_and_port() -> str:
 
 
 def _among_silent_strangers(ready: Path) -> None:
-    """With the 1024 descriptors that a process usually has, of which training needs some, too."""
+    """Runs with the 1024 descriptors that a process usually has; training needs some, too."""
     with _limit(resource.RLIMIT_NOFILE, 1024):
         if me()[0] == 0:
             ready.touch()

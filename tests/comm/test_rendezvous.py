@@ -27,7 +27,7 @@ def facts(rank: int, world_size: int, **given) -> RankFacts:
 
 
 def roll(ranks: list[int], world_size: int, timeout_s: float = 60.0) -> list[str | None]:
-    """What a roll call of these ranks says to each of them, None if all are there once."""
+    """Returns what a roll call of these ranks answers each of them, None if all are there once."""
     store = dist.HashStore()
 
     def answer(rank: int) -> str | None:
@@ -102,26 +102,26 @@ def _as_rank_0(pipe: Connection, held_s: float) -> None:
         pipe.send(str(error))
 
 
-def _said_by_rank_0(port: int, processes: int, held_s: float) -> list[str]:
-    """What processes of their own are told that all want to be rank 0 at the port."""
+def _answers_of_rank_0(port: int, processes: int, held_s: float) -> list[str]:
+    """Returns the errors of processes that all want to be rank 0 at the port."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with Ranks() as ranks:
         for _ in range(processes):
             ranks.function(_as_rank_0, held_s, env=place, piped=True)
-        return [said for _, said in gather(ranks.pipes, 120.0)]
+        return [answer for _, answer in gather(ranks.pipes, 120.0)]
 
 
 def test_a_port_that_a_stranger_holds_is_named(port):
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", port))
         stranger.listen()
-        (said,) = _said_by_rank_0(port, 1, held_s=1.0)
-    assert f"rank 0 cannot open MASTER_PORT {port}: another program uses it" in said
+        (answer,) = _answers_of_rank_0(port, 1, held_s=1.0)
+    assert f"rank 0 cannot open MASTER_PORT {port}: another program uses it" in answer
 
 
 def test_a_second_rank_0_is_told_apart_from_a_stranger(port):
-    for said in _said_by_rank_0(port, 2, held_s=60.0):
-        assert re.search(r"rank 0 of 2 was started more than once: on .* and .*", said)
+    for answer in _answers_of_rank_0(port, 2, held_s=60.0):
+        assert re.search(r"rank 0 of 2 was started more than once: on .* and .*", answer)
 
 
 def test_nobody_at_the_port_is_said_in_time(port):
@@ -165,8 +165,8 @@ def test_ranks_of_a_slurm_step_meet_at_its_first_host(nodes, first):
     assert point.host == first and 1024 < point.port < 32768
     other = meeting_point(facts(0, 2, launcher="Slurm"), env | {"SLURM_STEP_ID": "6"})
     assert other.port != point.port
-    told = meeting_point(facts(0, 2, launcher="Slurm"), env | {"MASTER_PORT": "4000"})
-    assert (told.host, told.port) == (first, 4000)
+    place = meeting_point(facts(0, 2, launcher="Slurm"), env | {"MASTER_PORT": "4000"})
+    assert (place.host, place.port) == (first, 4000)
 
 
 def test_one_host_of_slurm_meets_on_the_loopback():
@@ -185,7 +185,7 @@ def test_a_wrong_port_is_named(port):
 
 
 def _leave() -> int:
-    """How often a rank looked around; rank 1 is not done before rank 0 has."""
+    """Returns how often a rank looked around; rank 1 is not done before rank 0 has."""
     leaving, looks = Departures(runtime.communicator()), []
     store = dist.distributed_c10d._get_default_store()
 

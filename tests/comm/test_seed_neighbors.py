@@ -118,14 +118,14 @@ def test_neighbor_and_other_collectives_in_flight_together(comm: Communicator) -
 def test_terms_are_added_in_the_order_of_the_ranks(comm: Communicator) -> None:
     others = complete(comm.size)[comm.rank]
     generator = torch.Generator().manual_seed(comm.rank)
-    mine, found = torch.randn(257, generator=generator) * 10.0**comm.rank, set()
+    mine, sums = torch.randn(257, generator=generator) * 10.0**comm.rank, set()
     for _ in range(20):
         out = torch.empty(257)
         comm.syncStream(comm.neighbor_all_reduce(mine, others, others, out=out, check=False))
-        found.add(tuple(out.tolist()))
+        sums.add(tuple(out.tolist()))
     everywhere = [set()] * comm.size
-    dist.all_gather_object(everywhere, found)
-    assert len(found) == 1 and everywhere == [found] * comm.size  # the same bits on every rank
+    dist.all_gather_object(everywhere, sums)
+    assert len(sums) == 1 and everywhere == [sums] * comm.size  # the same bits on every rank
 
 
 @on_ranks(streams)
@@ -272,4 +272,4 @@ def test_bluefog_facts_with_eight_ranks():
     finally:
         pool.close()
     for name, wanted in EXPECTED.items():
-        assert [found[name] for found in facts] == pytest.approx(wanted), name
+        assert [of_rank[name] for of_rank in facts] == pytest.approx(wanted), name

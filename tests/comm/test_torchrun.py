@@ -1,4 +1,4 @@
-"""What torchrun's ranks meet: a store that outlives groups, and scripts that just end."""
+"""Ranks of torchrun: a store that outlives groups, and scripts that just end."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _torchrun(folder: Path, script: str, *arguments: str, limit_s: float) -> str
 
 @pytest.mark.parametrize("times", [12, pytest.param(1000, marks=pytest.mark.full)])
 def test_groups_of_the_world_end_and_begin_in_one_process(times, tmp_path):
-    said = _torchrun(tmp_path, AGAIN, str(times), limit_s=60 + times)
-    assert said.count("grown by") == 2
+    output = _torchrun(tmp_path, AGAIN, str(times), limit_s=60 + times)
+    assert output.count("grown by") == 2
 
 
 @pytest.mark.full

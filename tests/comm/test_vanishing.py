@@ -37,9 +37,9 @@ def test_a_host_that_vanishes_is_named_on_all_others_before_their_time_is_out(ho
         for process in running:
             process.kill()
             process.wait()
-    for victim, (said, errors) in enumerate(ended):
-        assert said, errors
-        heard = json.loads(said)
+    for victim, (output, errors) in enumerate(ended):
+        assert output, errors
+        heard = json.loads(output)
         print(f"{hosts} hosts, {victim} vanishes:", {r: round(s, 1) for r, (s, _) in heard.items()})
         assert set(heard) == {str(rank) for rank in range(hosts) if rank != victim}
         for after_s, text in heard.values():

@@ -43,10 +43,10 @@ def rank_of(rank: int, size: int, folder: Path) -> None:
     began = time.monotonic()
     try:
         dist.all_reduce(tensor)
-        said = "no error"
+        text = "no error"
     except dist.DistBackendError as error:
-        said = str(error)
-    (folder / f"heard{rank}").write_text(json.dumps([time.monotonic() - began, said]))
+        text = str(error)
+    (folder / f"heard{rank}").write_text(json.dumps([time.monotonic() - began, text]))
     time.sleep(60)  # the others must not hear of its end
 
 

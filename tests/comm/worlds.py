@@ -14,7 +14,7 @@ from tests.ranks import RankPool
 
 
 def environments(name: str) -> list[dict[str, str]]:
-    """What places each rank of a world.
+    """Environments that place each rank of a world.
 
     "shm4": four ranks that share memory; "tcp4" talk over loopback; "hosts0011" are on pretended
     hosts, one digit for each rank.

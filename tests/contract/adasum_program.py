@@ -14,7 +14,7 @@ import dear
 
 
 class Given(nn.Module):
-    """Its gradient is what it is called with."""
+    """Function whose gradient is its argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ def averaged(adasum: bool) -> list[float]:
 
 def main() -> None:
     dear.init()
-    found = {"adasum": averaged(True), "mean": averaged(False)}
+    results = {"adasum": averaged(True), "mean": averaged(False)}
     if dear.rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(results))
     dear.shutdown()
 
 

@@ -21,33 +21,33 @@ from dear.training.algorithm import (
 TINY = 0.0002  # MB: many buckets
 
 NOT_AVERAGING = frozenset({"steps=left out", "steps=twice", "model=freezing"})
-"""What has a meaning only where all replicas are one: a step without a gradient of its own."""
+"""Values that have a meaning only where all replicas are one: a step without its own gradient."""
 IN_BACKWARD = frozenset(
     {"clip=own", "clip=torch", "scaler=overflow", "micros=two", "model=idle", "optimizer=own"}
 )
-"""What comes too late where each bucket is updated as soon as its gradients are there."""
+"""Values that come too late where each bucket is updated as soon as its gradients are there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """What is expected of an algorithm."""
+    """Expectations of an algorithm."""
 
     family: str
     options: tuple[dict[str, Any], ...] = ({},)
     """Settings to be tested; the first ones in everything."""
     lacks: frozenset[str] = frozenset()
-    """What it refuses or does not define, as `axis=value`."""
+    """Values that it refuses or does not define, as `axis=value`."""
     lacks_with: Callable[[dict[str, Any]], frozenset[str]] = lambda options: frozenset()
-    """What it lacks with some options."""
+    """Values that it lacks with some options."""
     apart: tuple[frozenset[str], ...] = ()
-    """What it lacks together."""
+    """Values that it lacks together."""
     worlds: Callable[[dict[str, Any], int], bool] = lambda options, size: True
-    """Whether options and world go together."""
+    """Returns whether options and world go together."""
     state_in_groups: bool = False
     """All that it keeps is in the optimizer's parameter groups: a plain optimizer that has loaded a
     state can be wrapped."""
     in_turn: bool = False
-    """Its ranks are made to step one after another, so that what they find is known."""
+    """Steps are taken by one rank after another, so that the order of messages is known."""
 
     @classmethod
     def of(cls, name: str) -> Meaning:
@@ -55,26 +55,26 @@ class Meaning:
 
     @classmethod
     def _of_file(cls, algorithm: type[Algorithm]) -> Meaning:
-        """Of an algorithm that is not in the table: what its file says as `CONTRACT`, if it does.
+        """Returns what the file of an algorithm outside the table states as `CONTRACT`, if it does.
 
         `CONTRACT = {"options": [{"k": 1}, {}], "lacks": ["model=complex"]}`
         """
-        said = dict(getattr(sys.modules[algorithm.__module__], "CONTRACT", {}))
-        found = cls(
+        stated = dict(getattr(sys.modules[algorithm.__module__], "CONTRACT", {}))
+        meaning = cls(
             family=algorithm.capabilities.consistency,
-            options=tuple(said.pop("options", ({},))),
-            lacks=frozenset(said.pop("lacks", ())),
+            options=tuple(stated.pop("options", ({},))),
+            lacks=frozenset(stated.pop("lacks", ())),
         )
-        assert not said, f"CONTRACT: unknown {', '.join(said)} (allowed: options, lacks)"
-        return found
+        assert not stated, f"CONTRACT: unknown {', '.join(stated)} (allowed: options, lacks)"
+        return meaning
 
     @property
     def averages_gradients(self) -> bool:
-        """So that clipping and scaling are of the average, the same on all ranks."""
+        """Clipping and scaling are of the average, the same on all ranks."""
         return self.family in ("synchronous", "delayed")
 
     def fits(self, options: dict[str, Any], size: int, script: dict[str, str]) -> bool:
-        """Whether a script can be run so."""
+        """Returns whether the algorithm supports the script."""
         values = {f"{axis}={value}" for axis, value in script.items()}
         lacks = self.lacks | self.lacks_with(options)
         if not self.averages_gradients:
@@ -84,7 +84,7 @@ class Meaning:
         return (
             not values & lacks
             and self.worlds(options, size)
-            and not any(one in values and values & others for one, others in _APART.items())
+            and not any(item in values and values & others for item, others in _APART.items())
             and not any(values >= together for together in self.apart)
         )
 
@@ -110,7 +110,7 @@ _APART: dict[str, set[str]] = {
     "model=recurrent": {"optimizer=own", "optimizer=AdamW", "optimizer=Adagrad",
                         "optimizer=RMSprop"},
 }  # fmt: skip
-"""What a plain optimizer, too, cannot do together or does not define on several ranks."""
+"""Values that a plain optimizer, too, cannot combine or does not define on several ranks."""
 _NO_WINDOW = frozenset({"model=complex"})
 """Windows hold floating-point values."""
 _NOT_SHARDED = frozenset(
@@ -260,6 +260,7 @@ TABLE: dict[str, Meaning] = {
             {"combine": "atc", "dynamic": "one-peer-exp"},
             {"combine": "awc", "hierarchical": True, "local_size": 2},
             {"combine": "atc", "hierarchical": True, "local_size": 2, "dynamic": "one-peer-exp"},
+            {"hierarchical": True, "local_size": 1, "topology": "ring"},
         ),
         worlds=lambda options, size: size % options.get("local_size", 1) == 0,
     ),

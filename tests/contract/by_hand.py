@@ -40,7 +40,7 @@ class ByHand(Communicator):
         self.channel_free_s: dict[int, float] = {}
         self.groups: list[Any] = [dist.group.WORLD]
         self._reduced: list[torch.Tensor] = []
-        """What was given to be reduced, the last one last."""
+        """Tensors that were given to be reduced, the last one last."""
 
     def note_all_awaited(self) -> None:
         """Nothing is replayed here."""
@@ -75,13 +75,13 @@ class ByHand(Communicator):
         return self.network.start("broadcast", self._whole(tensor), **queue)
 
     def _whole(self, tensor: Any) -> Any:
-        """What all ranks together send: of means, this rank has its own part only."""
+        """Bytes that all ranks together send: of means, this rank has its own part only."""
         layers, carries = content_of(tensor)
         if "parameters" in carries:
             return tensor
 
         def reduced(before: torch.Tensor) -> bool:
-            """By the layers of this rank's part, if it has any: marks may have made sums longer."""
+            """Compares by layers of this rank's part, if any: marks may have made sums longer."""
             if layers:
                 return layers <= content_of(before)[0]
             return before.numel() == tensor.numel()
@@ -163,7 +163,7 @@ class _TorchGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
-    """Their names since torch 2.13."""
+    """Names since torch 2.13."""
 
     def barrier(self, options: Any = None) -> Any:
         return _TorchWork(self.network.start("barrier", torch.zeros(0)), [])
@@ -333,7 +333,7 @@ def on(network: Network) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _module(name: str, instead: Any) -> Iterator[None]:
-    """Whoever imports `name` gets `instead`; what else is imported meanwhile stays."""
+    """Modules that import `name` get `instead`; what else is imported meanwhile stays."""
     before = sys.modules.get(name)
     sys.modules[name] = instead
     try:

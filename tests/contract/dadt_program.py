@@ -25,7 +25,7 @@ def main(executor: str, report: Path) -> None:
     held_back = (start - model.bias).tolist()
     optimizer.flush()
     coo = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
-    found = {
+    facts = {
         "summed": dadt.all_reduce(0, torch.ones(2)).tolist(),
         "sparse": dadt.coo_all_reduce(0, coo).to_dense().tolist(),
         "moved": [held_back, (start - model.bias).tolist()],
@@ -34,7 +34,7 @@ def main(executor: str, report: Path) -> None:
     dadt.local_barrier()
     dadt.shutdown()
     if rank == 0:
-        report.write_text(json.dumps(found))
+        report.write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, step: int, micro: int = 0) -> torch.Tensor:
-    """Of this rank's rows in a step."""
+    """Loss of this rank's rows in a step."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + dear.rank())
     x, y = torch.rand(2, 3, WIDTH, generator=generator) - 0.5
     return (model(x) - y).square().mean()
@@ -122,7 +122,7 @@ def barrier() -> None:
 
 
 def history(case: Case, *checkpoint: Any) -> dict[str, Any]:
-    """What a case computes on this rank: one digest per step, and some parameters at the end.
+    """Trains a case on this rank; returns one digest per step, and some parameters at the end.
 
     A refusal by all ranks is a result, too.
 
@@ -145,10 +145,10 @@ class Record:
 
     def read(self, state: dict[str, torch.Tensor]) -> None:
         """`state`: of the model, or any tensors by name."""
-        told = hashlib.sha256()
+        digest = hashlib.sha256()
         for name in sorted(state):
-            told.update(state[name].detach().contiguous().numpy().tobytes())
-        self.digests.append(told.hexdigest()[:10])
+            digest.update(state[name].detach().contiguous().numpy().tobytes())
+        self.digests.append(digest.hexdigest()[:10])
         flat = torch.cat([state[name].detach().flatten().double() for name in sorted(state)])
         self.values = flat[:: max(1, len(flat) // 5)].tolist()
 
@@ -253,7 +253,7 @@ def algorithm_cases() -> list[Case]:
 
 
 def left_out(case: Case) -> bool:
-    """Whether the bits of a case depend on time, or ranks part ways in it."""
+    """Returns whether the bits of a case depend on time, or ranks part ways in it."""
     # A sum over three or more ranks depends on where in a message a value stands, and what is
     # merged depends on measured times. (A sum of two does not depend on it.)
     timed = case.subject in ("mgwfbp", "mgs") and case.options.get("merge") != "threshold"
@@ -263,8 +263,30 @@ def left_out(case: Case) -> bool:
 
 
 def alone(case: Case) -> bool:
-    """Whether one parameter is trained only: what mgs sends depends on what it merges."""
+    """Returns whether only one parameter is trained: what mgs sends depends on what it merges."""
     return case.subject == "mgs" and case.options["density"] < 1
+
+
+def _one_step(
+    case: Case, model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler, step: int
+) -> None:
+    optimizer.zero_grad()
+    if case.loop == "accumulate":
+        with optimizer.no_sync():
+            loss_of(model, step, micro=1).backward()
+    loss = loss_of(model, step)
+    if case.loop == "scaler":
+        if (dear.rank(), step) == (dear.size() - 1, 2):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update()
+        return
+    loss.backward()
+    if case.loop == "clip":
+        optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
 
 
 def algorithm(
@@ -290,31 +312,12 @@ def algorithm(
             rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
-            one_step(model, optimizer, 0)
+            _one_step(case, model, optimizer, scaler, 0)
             optimizer.synchronize()
             barrier()  # or the first turn would begin in the first step of a rank that is late
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         return model, optimizer
-
-    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
-        optimizer.zero_grad()
-        if loop == "accumulate":
-            with optimizer.no_sync():
-                loss_of(model, step, micro=1).backward()
-        loss = loss_of(model, step)
-        if loop == "scaler":
-            if (dear.rank(), step) == (dear.size() - 1, 2):
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            optimizer.synchronize()
-            scaler.step(optimizer)
-            scaler.update()
-            return
-        loss.backward()
-        if loop == "clip":
-            optimizer.clip_grad_norm_(0.1)
-        optimizer.step()
 
     model, optimizer = make()
     for step in range(SAVED_AFTER if checkpoint else 0, STEPS):
@@ -331,7 +334,7 @@ def algorithm(
             optimizer.load_state_dict(saved["optimizer"])
         for turn in range(dear.size()) if in_turns else [dear.rank()]:
             if turn == dear.rank():
-                one_step(model, optimizer, step)
+                _one_step(case, model, optimizer, scaler, step)
             if in_turns:
                 optimizer.synchronize()
                 barrier()
@@ -370,14 +373,14 @@ def decentralized_ddp(
     import dear.decentralized as decent
 
     options, record = dict(case.options), Record()
-    made = partial(getattr(decent, f"optim_fn_{options.pop('fn')}"), lr=0.05)
+    make = partial(getattr(decent, f"optim_fn_{options.pop('fn')}"), lr=0.05)
     schedule = partial(decent.lr_scheduler_fn_cosine_with_warmup, t_max=8, t_warmup=2)
 
     def wrap() -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         model = decent.DecentralizedDataParallel(
             Model(awkward=case.loop == "awkward"),
-            made,
+            make,
             schedule,
             scaler=scaler if case.loop == "scaler" else None,
             bucket_size_in_mb=TINY,
@@ -428,10 +431,10 @@ def all_cases() -> list[Case]:
 
 
 def machine() -> dict[str, str]:
-    """What results depend on: with the same, bits are the same. MKL has a code for each maker of
-    CPUs, and adam's roots come from it."""
-    said = Path("/proc/cpuinfo").read_text()
-    vendor = re.search(r"^vendor_id\s*: (.*)", said, re.MULTILINE)
+    """Facts that results depend on: with the same, bits are the same. MKL has a code for each maker
+    of CPUs, and adam's roots come from it."""
+    cpu = Path("/proc/cpuinfo").read_text()
+    vendor = re.search(r"^vendor_id\s*: (.*)", cpu, re.MULTILINE)
     capability = torch.backends.cpu.get_cpu_capability()
     return {
         "torch": torch.__version__,
@@ -441,7 +444,7 @@ def machine() -> dict[str, str]:
 
 
 def unavailable(subject: str) -> str | None:
-    """Why this installation cannot run the algorithm, or None."""
+    """Returns why this installation cannot run the algorithm, or None."""
     return None if subject in BODIES else algorithm_class(subject).unavailable()
 
 
@@ -457,14 +460,14 @@ def checkpoint_cases() -> list[Case]:
 
 
 def checkpoint_files(case: Case) -> list[Path]:
-    """Of rank 0, or of every rank where they differ."""
+    """Returns the files of rank 0, or of every rank where they differ."""
     return sorted((FOLDER.parent / "checkpoints").glob(f"{case.subject}.rank*.pt"))
 
 
 def write(folder: Path, only: str) -> None:
     """Trains every case and writes the fixtures."""
     folder.mkdir(exist_ok=True)
-    found: dict[str, dict[str, Any]] = {}
+    by_subject: dict[str, dict[str, Any]] = {}
     kept = checkpoint_cases()
     with contextlib.ExitStack() as stack:
         pools: dict[int, RankPool] = {}
@@ -475,14 +478,14 @@ def write(folder: Path, only: str) -> None:
                 pools[case.world] = RankPool(case.world, backend="comm_core")
                 stack.callback(pools[case.world].close)
             result = compact(pools[case.world].run(history, case))
-            found.setdefault(case.subject, {})[case.name] = result
+            by_subject.setdefault(case.subject, {})[case.name] = result
             if case in kept:
                 saved = compact(pools[case.world].run(history, case, None, True))
                 place = folder.parent / "checkpoints"
                 place.mkdir(exist_ok=True)
-                for rank, one in enumerate(saved):
-                    (place / f"{case.subject}.rank{rank}.pt").write_bytes(one["checkpoint"])
-    for subject, histories in found.items():
+                for rank, entry in enumerate(saved):
+                    (place / f"{case.subject}.rank{rank}.pt").write_bytes(entry["checkpoint"])
+    for subject, histories in by_subject.items():
         lines = ",\n".join(f"{json.dumps(n)}: {json.dumps(r)}" for n, r in histories.items())
         text = f'{{"machine": {json.dumps(machine())},\n"histories": {{\n{lines}\n}}}}\n'
         (folder / f"{subject}.json").write_text(text)

@@ -32,7 +32,7 @@ class Layer(nn.Module):
         return x + scaled.sum()
 
     def _gradient(self, _: torch.Tensor) -> None:
-        """Its gradient is about to be there; the hooks of algorithms come after this one."""
+        """Logs that the gradient comes next; the hooks of algorithms run after this one."""
         network = self._network
         if network.place[0] != "gradient":
             at_end_of_backward(self._passed)

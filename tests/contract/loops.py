@@ -113,23 +113,23 @@ def error(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
 
 
 def moved_and_spread(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    """How far the model is from `make_model()`, if it is one, and from rank 0's; closes the
+    """Distances of the model from `make_model()`, if it is one, and from rank 0's; closes the
     optimizer."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     dear.broadcast_parameters(model.state_dict())
     start = make_model().state_dict()
     moved = error(state, start) if start.keys() == state.keys() else 0.0
-    found = moved, error(state, model.state_dict())
+    result = moved, error(state, model.state_dict())
     optimizer.close()
-    return found
+    return result
 
 
 def message(call: Callable[[], Any]) -> str:
-    """What `call` says as a `UserError`; an empty text where it raises none."""
+    """Returns the `UserError` of `call` as text, an empty one where it raises none."""
     try:
         call()
-    except UserError as said:
-        return str(said)
+    except UserError as raised:
+        return str(raised)
     return ""
 
 
@@ -165,5 +165,5 @@ def run_both(
 
 def leftovers(model: nn.Module) -> list[str]:
     """Every kind of hook that there still is on `model`."""
-    found = [name for module in model.modules() for name in _MODULE_HOOKS if getattr(module, name)]
-    return found + ["gradient" for p in model.parameters() if p._post_accumulate_grad_hooks]
+    names = [name for module in model.modules() for name in _MODULE_HOOKS if getattr(module, name)]
+    return names + ["gradient" for p in model.parameters() if p._post_accumulate_grad_hooks]

@@ -74,7 +74,7 @@ class Branches(nn.Module):
 
 
 class Odd(nn.Module):
-    """With parameters of unusual shapes and layouts."""
+    """Parameters of unusual shapes and layouts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Checkpointed(nn.Module):
 
 
 class Reader(nn.Module):
-    """In evaluation it reads a layer's weight without running the layer."""
+    """Evaluation reads a layer's weight without running the layer."""
 
     def __init__(self) -> None:
         super().__init__()

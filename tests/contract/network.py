@@ -23,7 +23,7 @@ LEAST, MOST = 0.24, 3.8
 """A value may be halved on its way, or weighed, or be the sum of two passes."""
 
 Place = tuple[str, int | None]
-"""What the program is about: "model"; "layer" or "gradient" and its number; "backward", before the
+"""Subject of an event: "model"; "layer" or "gradient" and its number; "backward", before the
 first gradient; "pass"; "step"; "" is none of them."""
 
 
@@ -61,7 +61,7 @@ class Event:
 
 @dataclass(eq=False)
 class Network:
-    """What is under way, and what has happened.
+    """Log of what is under way, and what has happened.
 
     Args:
         alpha_s, beta_s: seconds of a message and of a byte, on the clock that algorithms see.
@@ -73,7 +73,7 @@ class Network:
     beta_s: float = 0.0
     layer_s: float = 1e-3
     ends_itself: bool = True
-    """What somebody waits for ends; False: waiting for it is an error."""
+    """Waiting ends; where False, it is an error."""
     events: list[Event] = field(default_factory=list)
     under_way: list[Work] = field(default_factory=list)
     step: int = 0
@@ -189,12 +189,12 @@ def content_of(tensor: torch.Tensor) -> tuple[frozenset[int], frozenset[Content]
     flat = local.detach().contiguous().reshape(-1)
     if flat.dtype == torch.uint8:
         flat = flat[: flat.numel() // 4 * 4].view(torch.float32)
-    found: list[tuple[int, Content]] = []
+    content: list[tuple[int, Content]] = []
     if not flat.is_floating_point():
         return frozenset(), frozenset()
     kinds: list[tuple[Content, list[float]]] = [("parameters", PARAMETER), ("gradients", GRADIENT)]
     for kind, codes in kinds:
         for layer, code in enumerate(codes):
             if bool(((flat > LEAST * code) & (flat < MOST * code)).any()):
-                found.append((layer, kind))
-    return frozenset(layer for layer, _ in found), frozenset(kind for _, kind in found)
+                content.append((layer, kind))
+    return frozenset(layer for layer, _ in content), frozenset(kind for _, kind in content)

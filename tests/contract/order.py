@@ -33,7 +33,7 @@ what waits for them, for example
 
 
 def statement(algorithm: Algorithm, options: Any) -> Overlap | Unstated:
-    """What an algorithm states; AssertionError says what to write if that is nothing."""
+    """Returns an algorithm's statement; AssertionError says what to write if there is none."""
     stated = type(algorithm).overlap_of(options)
     if stated is None:
         raise AssertionError(UNSTATED.format(name=type(algorithm).__name__))
@@ -49,7 +49,7 @@ def violations(
     native: bool = True,
     every: int = 1,
 ) -> list[str]:
-    """Where a program does something else than the algorithm states, in words.
+    """Returns, in words, where a program differs from what the algorithm states.
 
     Args:
         every: only the last of so many steps communicates.
@@ -58,15 +58,15 @@ def violations(
     if isinstance(stated, Unstated):
         return []
     run = Run(algorithm, options, Network(native=native), every)
-    found = list(_of_messages(stated, run))
-    found += _of_layers(stated, run, every)
-    found += _of_other_waits(stated, run)
-    found += _of_updates(stated, run)
+    broken = list(_of_messages(stated, run))
+    broken += _of_layers(stated, run, every)
+    broken += _of_other_waits(stated, run)
+    broken += _of_updates(stated, run)
     for step in run.steps:
-        found += _of_urgency(stated, run.started(step), native)
-        found += _of_bytes(run.started(step), options)
-    found += _of_accumulation(run)
-    return list(dict.fromkeys(found))
+        broken += _of_urgency(stated, run.started(step), native)
+        broken += _of_bytes(run.started(step), options)
+    broken += _of_accumulation(run)
+    return list(dict.fromkeys(broken))
 
 
 class Run:
@@ -106,8 +106,8 @@ class Run:
 
     def started(self, step: int) -> list[Message]:
         """The messages of a step with gradients or parameters, in their order."""
-        found = [e.message for e in self.events if e.what == "start" and e.step == step]
-        return [message for message in found if message is not None and message.carries]
+        started_here = [e.message for e in self.events if e.what == "start" and e.step == step]
+        return [message for message in started_here if message is not None and message.carries]
 
     def groups(self) -> list[list[int]]:
         """The layers in each message of an ordinary step."""
@@ -116,18 +116,18 @@ class Run:
 
 def _kind(transfers: Any, message: Message) -> Transfer | None:
     """The statement about a message; of several the one that starts there."""
-    found = [
+    overlapping = [
         transfer
         for transfer in transfers
         if message.operation in OPERATIONS[transfer.kind]
         and message.carries == frozenset(transfer.carries)
     ]
-    there = [t for t in found if _is_at(message.place, t.starts, message.layers)]
-    return next(iter([*there, *found]), None)
+    there = [t for t in overlapping if _is_at(message.place, t.starts, message.layers)]
+    return next(iter([*there, *overlapping]), None)
 
 
 def _is_at(place: Place, moment: Moment, layers: frozenset[int]) -> bool:
-    """Whether a place is a moment, for a message with those layers."""
+    """Returns whether a place is a moment, for a message with those layers."""
     if moment in ("layer", "gradient"):
         # Its layers run, the first one first, and get their gradients, the first one last.
         first = min(layers)
@@ -257,9 +257,9 @@ def _of_bytes(sent: list[Message], options: Any) -> Iterator[str]:
     if not isinstance(options, HalfOptions):
         return
     once = [m for m in sent if m.carries == {"gradients"} and _reduces(m)]
-    found, wanted = sum(m.nbytes for m in once), options.share(4) * sum(SIZES) * 4
-    if not wanted <= found <= wanted + MARKS * len(once):
-        yield f"gradients take {found} bytes on their way, by the options {wanted:g}"
+    nbytes, wanted = sum(m.nbytes for m in once), options.share(4) * sum(SIZES) * 4
+    if not wanted <= nbytes <= wanted + MARKS * len(once):
+        yield f"gradients take {nbytes} bytes on their way, by the options {wanted:g}"
 
 
 def _reduces(message: Message) -> bool:
@@ -269,7 +269,7 @@ def _reduces(message: Message) -> bool:
 
 def _of_accumulation(run: Run) -> Iterator[str]:
     def sent(steps: range) -> list[Any]:
-        """In order, with where they started; but for what a pass reads, which each of them does."""
+        """Messages in order, with where they started; but for reads, which each pass makes."""
         return [
             (str(e.message), e.message.place, e.message.nbytes)
             for e in run.events

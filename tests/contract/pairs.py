@@ -17,14 +17,14 @@ def pairwise(
     """
     defaults = {axis: values[0] for axis, values in axes.items()}
     missing = {
-        ((one, a), (other, b)): None
-        for one, other in itertools.combinations(axes, 2)
-        for a, b in itertools.product(axes[one], axes[other])
+        ((first, a), (other, b)): None
+        for first, other in itertools.combinations(axes, 2)
+        for a, b in itertools.product(axes[first], axes[other])
     }
     order = {axis: place for place, axis in enumerate(axes)}
 
     def new(chosen: dict[str, Any], axis: str, value: Any) -> int:
-        """How many missing pairs a value makes with those that are chosen already."""
+        """Returns how many missing pairs a value makes with those that are chosen already."""
         return sum(
             ((other, given), (axis, value)) in missing
             if order[other] < order[axis]

@@ -15,8 +15,7 @@ from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.comm import runtime
 
 TIMED = 4
-"""Of the steps that `checked` trains, those behind this one are not compared with plain training.
-"""
+"""Steps that are compared with plain training, the first that `checked` trains."""
 WRONG = 12
 """Steps from there to the end of the timed ones: 3 more of warm-up, and two blocks of 2 untimed and
 2 timed steps with one step between the blocks. All later steps are right again."""
@@ -119,7 +118,7 @@ SLY = (
     *("old momentum", "old weight_decay", "other labels", "scaled loss", "half of the gradient"),
     *("frozen layer", "other labels in timed steps"),
 )
-"""What goes wrong behind the steps that are compared with plain training."""
+"""Programs that go wrong behind the steps that are compared with plain training."""
 
 
 def own_reference(_: str) -> Any:
@@ -159,7 +158,7 @@ def own_reference(_: str) -> Any:
 
 
 class Stale(AveragingEngine):
-    """Behind the first steps the forward pass of some layers reads what the step before has left.
+    """Forward passes of some layers read what the step before has left, behind the first steps.
 
     Args:
         name: of the layers, what their names begin with.
@@ -293,8 +292,8 @@ class Buffers(AveragingEngine):
 
 def engine_of(kind: type[AveragingEngine], name: str) -> Any:
     """All-reduce, whose engine is of that kind and is called so, within the context."""
-    made = type("Made", (kind,), {"name": name})
-    return mock.patch.object(AllReduce, "engine", lambda self, replica: made(replica))
+    engine = type("Made", (kind,), {"name": name})
+    return mock.patch.object(AllReduce, "engine", lambda self, replica: engine(replica))
 
 
 sly = functools.partial(engine_of, Sly)

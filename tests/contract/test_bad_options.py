@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("bytescheduler", {"levels": 0}, "'levels'"),
     ("bytescheduler", {"levels": 2, "credit_mb": 4.0}, "exclude each other"),
     ("bytescheduler", {"profile_steps": 0}, "'profile_steps'"),
+    ("hierarchical", {"local_size": 0}, "'local_size' must be at least 1"),
     ("ddp", {"bucket_cap_mb": 0}, "bucket_cap_mb"),
     ("ddp", {"find_unused_parameters": 1}, "true or false"),
     ("fsdp", {"min_mb": -1}, "option of fsdp 'min_mb'"),
@@ -97,20 +98,20 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "said"), CASES)
-def test_bad_options_are_refused_in_one_line(name, options, said):
+@pytest.mark.parametrize(("name", "options", "words"), CASES)
+def test_bad_options_are_refused_in_one_line(name, options, words):
     model = make_model()
     line = message(
         lambda: dear.DistributedOptimizer(make_sgd(model), model, algorithm=name, **options)
     )
-    assert said in line
+    assert words in line
     assert "\n" not in line
 
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_a_misspelt_option_is_told_what_it_might_be(name):
     for field in fields(algorithm_class(name).Options):
-        said = message(
+        line = message(
             lambda wrong=field.name[:1] + field.name: algorithm_options(name, {wrong: 1})
         )
-        assert f"did you mean '{field.name}'" in said and name in said
+        assert f"did you mean '{field.name}'" in line and name in line

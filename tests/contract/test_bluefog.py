@@ -65,14 +65,14 @@ def test_neighbor_allreduce_averages_over_the_topology_b1_to_b8(bluefog_pool, gr
 def _weights_change():
     graph = T.StarGraph(4)
     bf.set_topology(graph, is_weighted=True)
-    one = bf.neighbor_allreduce(x())
+    before = bf.neighbor_allreduce(x())
     bf.set_topology(graph, is_weighted=False)
-    return one, bf.neighbor_allreduce(x())
+    return before, bf.neighbor_allreduce(x())
 
 
 def test_is_weighted_takes_effect_with_an_equal_graph_b26(bluefog_pool):
     results = bluefog_pool.run(_weights_change)
-    assert first(one for one, _ in results) == pytest.approx(expected(T.StarGraph(4)))
+    assert first(before for before, _ in results) == pytest.approx(expected(T.StarGraph(4)))
     assert first(two for _, two in results) == pytest.approx(expected(uniform(T.StarGraph(4))))
 
 
@@ -289,9 +289,9 @@ def _refusals():
 
 
 def test_bad_calls_are_refused_in_one_line_b17(bluefog_pool):
-    for said in bluefog_pool.run(_refusals):
-        assert not any("\n" in line for line in said)
-        for line, (_, words) in zip(said, REFUSED, strict=True):
+    for lines in bluefog_pool.run(_refusals):
+        assert not any("\n" in line for line in lines)
+        for line, (_, words) in zip(lines, REFUSED, strict=True):
             assert words in line and bool(words) == bool(line)
 
 

@@ -13,12 +13,12 @@ import dear.bluefog as bf
 from dear.bluefog.ddp import DecentralizedDataParallel, LocalStepRandomBatchSampler
 from dear.comm import runtime
 from dear.topology import matrix, uniform
-from tests.contract.loops import message
+from tests.contract.loops import leftovers, message
 
 LR, GAMMA, STEPS = 0.1, 0.5, 5
 T = bf.topology_util
 UNLIKE = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
-"""Without weights, and with a rank that two send to."""
+"""Graph without weights, and with a rank that two send to."""
 
 
 def optim_fn(params):
@@ -47,10 +47,10 @@ def flat(model):
 
 
 def _trained(graph, sync):
-    """Where nobody waits ranks go one after the other, so that it is known what has come."""
+    """Trains; where nobody waits ranks step one after the other, so that the order is known."""
     bf.set_topology()  # exponential, where no other is chosen
     model, inner = wrapped(graph, sync=sync)
-    start, found, gradients = flat(inner), [], []
+    start, values, gradients = flat(inner), [], []
     for step in range(STEPS):
         noted = {}
         handles = [
@@ -66,11 +66,11 @@ def _trained(graph, sync):
         for handle in handles:
             handle.remove()
         gradients.append(torch.cat([noted[i].flatten() for i in sorted(noted)]).double())
-        found.append(flat(inner))
+        values.append(flat(inner))
         assert all(param.grad is None for param in inner.parameters())
     rate = model.get_lr()
     model.close()
-    return start, found, gradients, rate
+    return start, values, gradients, rate
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
@@ -88,16 +88,16 @@ def test_parameters_are_averaged_over_the_graph_and_updated_by_own_gradients(
     x = torch.stack([start for start, *_ in results])
     assert all(torch.equal(row, x[0]) for row in x), "all begin with rank 0's"
     for step in range(STEPS):
-        own = [gradients[step] for _, _, gradients, _ in results]
+        applied = [gradients[step] for _, _, gradients, _ in results]
         mixed = x if step == 0 else weights.T @ x
-        here = torch.stack([found[step] for _, found, _, _ in results])
+        here = torch.stack([values[step] for _, values, _, _ in results])
         if sync:
-            x = mixed - LR * GAMMA**step * torch.stack(own)
+            x = mixed - LR * GAMMA**step * torch.stack(applied)
         elif step == 0:
             x = here.clone()  # somebody's first values may have come already
         else:
             for rank in range(4):  # each finds what those before it have just sent
-                x[rank] = weights.T[rank] @ x - LR * GAMMA**step * own[rank]
+                x[rank] = weights.T[rank] @ x - LR * GAMMA**step * applied[rank]
         torch.testing.assert_close(here, x, rtol=1e-4, atol=1e-6)
     assert [rate for *_, rate in results] == pytest.approx([LR * GAMMA**STEPS] * 4)
 
@@ -122,7 +122,7 @@ def test_ranks_at_their_own_pace_end_at_one_mean(bluefog_pool):
 
 def _mistakes():
     model, inner = wrapped(None)
-    found = [
+    lines = [
         message(partial(model.set_topology, {"topology": "ring"})),
         message(partial(model.set_topology, T.RingGraph(3))),
         message(partial(DecentralizedDataParallel, inner, optim_fn, param_as_bucket_view=False)),
@@ -134,9 +134,10 @@ def _mistakes():
     model.set_topology(T.StarGraph(4))
     model.train()
     model(batch(0, 0)).sum().backward()
-    found.append(message(partial(model.set_topology, T.RingGraph(4))))
+    lines.append(message(partial(model.set_topology, T.RingGraph(4))))
     model.close()
-    return found
+    assert not leftovers(inner)
+    return lines
 
 
 def test_what_cannot_be_is_said(bluefog_pool):
@@ -149,4 +150,4 @@ def test_what_cannot_be_is_said(bluefog_pool):
 
 def test_its_sampler_is_there_too():
     batches = list(LocalStepRandomBatchSampler(range(10), 4, 7, rank=1))
-    assert sorted(place for one in batches for place in one) == list(range(10))
+    assert sorted(place for batch in batches for place in batch) == list(range(10))

@@ -33,8 +33,8 @@ class Factory(OnRank):
         bf.set_machine_topology(T.RingGraph(2), is_weighted=False)
         if "kind" in options:
             options["communication_type"] = bf.CommunicationType[options.pop("kind")]
-        made = getattr(bf, options.pop("factory"))(self.optimizer, self.model, **options)
-        assert made is self.optimizer and isinstance(made, torch.optim.Optimizer)
+        wrapped = getattr(bf, options.pop("factory"))(self.optimizer, self.model, **options)
+        assert wrapped is self.optimizer and isinstance(wrapped, torch.optim.Optimizer)
         bf.broadcast_parameters(self.model.state_dict(), root_rank=0)
         bf.broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.peers = T.GetDynamicOnePeerSendRecvRanks(T.ExponentialTwoGraph(4), bf.rank())
@@ -141,7 +141,7 @@ def _averaging(micros: str) -> tuple[dict[str, Any], Script]:
 
 
 def _bytes_sent(micros: str) -> int:
-    """In one step."""
+    """Bytes of one step."""
     body = Factory("allreduce", *_averaging(micros))
     communicator = body.optimizer._engine.communicator
     before = communicator.bytes_sent
@@ -168,7 +168,7 @@ def _window_names() -> Any:
     lbfgs = torch.optim.LBFGS(other.parameters())
     put, awc, atc = (getattr(bf, name) for name in (WIN_PUT, AWC, ATC))
     every = (put, awc, atc, bf.DistributedGradientAllreduceOptimizer)
-    said = [
+    messages = [
         message(lambda: put(another, other, window_prefix="mine")),
         message(lambda: put(optimizer, model)),
         message(lambda: awc(another, other, "neighbor_allreduce")),
@@ -176,12 +176,12 @@ def _window_names() -> Any:
         message(lambda: atc(lbfgs, other)),
     ]
     optimizer.close()
-    return names, kept, said, bf.get_current_created_window_names()
+    return names, kept, messages, bf.get_current_created_window_names()
 
 
 def test_windows_of_optimizers_have_names_and_bad_calls_are_refused(bluefog_pool):
     least = ["num_steps_per_communication must be at least 1"] * 4
     words = ["window_prefix", "distributed already", "CommunicationType", *least, "LBFGS"]
-    for names, kept, said, after in bluefog_pool.run(_window_names):
+    for names, kept, messages, after in bluefog_pool.run(_window_names):
         assert names == ["mine.0"] and not kept and after == []
-        assert all(word in line for word, line in zip(words, said, strict=True))
+        assert all(word in line for word, line in zip(words, messages, strict=True))

@@ -20,44 +20,44 @@ T = bf.topology_util
 
 def _windows():
     bf.set_topology(T.ExponentialTwoGraph(4))
-    said = {}
-    own = x()
-    bf.win_create(own, "w")
-    said["kept"] = bf.set_topology(T.RingGraph(4)), bf.load_topology().number_of_edges()
-    said["start"] = bf.win_update("w", clone=True)[0].item()
-    said["created"] = bf.get_win_version("w")
+    seen = {}
+    tensor = x()
+    assert bf.win_create(tensor, "w") is True
+    seen["kept"] = bf.set_topology(T.RingGraph(4)), bf.load_topology().number_of_edges()
+    seen["start"] = bf.win_update("w", clone=True)[0].item()
+    seen["created"] = bf.get_win_version("w")
     bf.barrier()
     bf.win_put(x(), "w")
     bf.barrier()
-    said["put"] = bf.get_win_version("w")
-    said["average"] = bf.win_update("w", clone=True)[0].item()
-    said["updated"] = bf.get_win_version("w")
+    seen["put"] = bf.get_win_version("w")
+    seen["average"] = bf.win_update("w", clone=True)[0].item()
+    seen["updated"] = bf.get_win_version("w")
     bf.barrier()
     bf.win_free("w")
-    bf.win_create(own, "w")
+    bf.win_create(tensor, "w")
     bf.win_accumulate(x(), "w")
     bf.barrier()
-    said["sum"] = bf.win_update("w")[0].item()
-    said["in place"] = own[0].item()
-    said["names"] = bf.get_current_created_window_names()
+    seen["sum"] = bf.win_update("w")[0].item()
+    seen["in place"] = tensor[0].item()
+    seen["names"] = bf.get_current_created_window_names()
     bf.barrier()
     bf.win_free()
-    return said
+    return seen
 
 
 def test_windows_b18_to_b21_and_b24(bluefog_pool):
     graph = exponential(4)
     wanted = expected(graph)
-    for rank, said in enumerate(bluefog_pool.run(_windows)):
+    for rank, seen in enumerate(bluefog_pool.run(_windows)):
         sources = sorted([(rank - 1) % 4, (rank - 2) % 4])
-        assert said["kept"] == (False, 12)  # with its edges to itself
-        assert said["start"] == pytest.approx(rank)
-        assert said["created"] == said["updated"] == dict.fromkeys(sources, 0)
-        assert said["put"] == dict.fromkeys(sources, 1)
-        assert said["average"] == pytest.approx(wanted[rank])
+        assert seen["kept"] == (False, 12)  # with its edges to itself
+        assert seen["start"] == pytest.approx(rank)
+        assert seen["created"] == seen["updated"] == dict.fromkeys(sources, 0)
+        assert seen["put"] == dict.fromkeys(sources, 1)
+        assert seen["average"] == pytest.approx(wanted[rank])
         accumulated = rank + sum(sources) / 3
-        assert said["sum"] == said["in place"] == pytest.approx(accumulated)
-        assert said["names"] == ["w"]
+        assert seen["sum"] == seen["in place"] == pytest.approx(accumulated)
+        assert seen["names"] == ["w"]
 
 
 def _zero():

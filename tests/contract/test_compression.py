@@ -33,7 +33,7 @@ _LONG = {"which": range(5)}
 
 
 def _far(cases: list[tuple[str, dict[str, Any]]]) -> dict[str, float]:
-    """How far each case is from serial training."""
+    """Returns the distance of each case from serial training."""
     return {f"{n} {how}": train_both(n, options=dict(how), **_LONG) for n, how in cases}
 
 
@@ -56,22 +56,22 @@ def test_all_elements_of_all_ranks_are_the_dense_gradient(world, size):
 
 
 def _tournament(numel: int, count: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """What a rank sent, what came of it, what it keeps, and bytes that it sent."""
+    """Returns what a rank sent, the result, what it keeps, and the bytes that it sent."""
     communicator = runtime.communicator()
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(seed + dear.rank()))
     options = AllReduce.Options(compression="gtopk", density=count / numel)
     carrier = make_carrier(options, communicator, gradient)
-    before, found = communicator.bytes_sent, gradient.clone()
-    carrier.send(found).wait()
-    carrier.receive(found)
-    return gradient, found, carrier.compressor.residual, communicator.bytes_sent - before
+    before, mean = communicator.bytes_sent, gradient.clone()
+    carrier.send(mean).wait()
+    carrier.receive(mean)
+    return gradient, mean, carrier.compressor.residual, communicator.bytes_sent - before
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_largest_of_the_sum_are_found_by_pairs_and_the_rest_is_kept(world, size):
     numel, count = 1000, 20
     ranks = world(size).run(_tournament, numel, count, 7)
-    means = [found for _, found, *_ in ranks]
+    means = [received for _, received, *_ in ranks]
     assert all(torch.equal(mean, means[0]) for mean in means)
     assert 0 < means[0].count_nonzero() <= count
     # Nothing is lost: what did not come through is in somebody's residual.
@@ -84,11 +84,11 @@ def test_the_largest_of_the_sum_are_found_by_pairs_and_the_rest_is_kept(world, s
         largest = gradient.abs().topk(count).indices
         held.append(torch.zeros(numel).index_copy_(0, largest, gradient[largest]))
     while len(held) > 1:
-        sums = [one + other for one, other in zip(held[::2], held[1::2], strict=True)]
+        sums = [part + other for part, other in zip(held[::2], held[1::2], strict=True)]
         held = []
-        for one in sums:
-            largest = one.abs().topk(count).indices
-            held.append(torch.zeros(numel).index_copy_(0, largest, one[largest]))
+        for part in sums:
+            largest = part.abs().topk(count).indices
+            held.append(torch.zeros(numel).index_copy_(0, largest, part[largest]))
     assert torch.allclose(means[0], held[0] / size, atol=1e-6)
     # A round per doubling, not a message per rank.
     row = count * (4 + 4) + 8
@@ -101,8 +101,8 @@ def _refused() -> str:
 
 
 def test_a_tournament_needs_pairs(world):
-    for said in world(3).run(_refused):
-        assert said == "compression='gtopk': the number of ranks must be a power of 2, got 3"
+    for line in world(3).run(_refused):
+        assert line == "compression='gtopk': the number of ranks must be a power of 2, got 3"
 
 
 def test_half_precision_on_the_wire_is_near(world):
@@ -158,14 +158,14 @@ def test_error_feedback_equals_its_reference(world, algorithm, options, micros):
 
 
 def _replicas(cases: list[tuple[str, dict[str, Any]]]) -> dict[str, tuple[float, float]]:
-    found = {}
+    results = {}
     for name, options in cases:
         model = make_model()
         optimizer = wrap(make_sgd(model), model, name, **options)
         steps(model, optimizer, mine(), range(5))
         optimizer.synchronize()
-        found[f"{name} {options}"] = moved_and_spread(model, optimizer)
-    return found
+        results[f"{name} {options}"] = moved_and_spread(model, optimizer)
+    return results
 
 
 def test_replicas_are_bitwise_equal(world):
@@ -180,8 +180,8 @@ def test_replicas_are_bitwise_equal(world):
         )
     ]
     cases += [("dear", {"compression": "bf16", "update": u}) for u in ("sharded", "replicated")]
-    for found in world(3).run(_replicas, cases):
-        assert all(moved > 1e-3 and spread == 0.0 for moved, spread in found.values()), found
+    for results in world(3).run(_replicas, cases):
+        assert all(moved > 1e-3 and spread == 0.0 for moved, spread in results.values()), results
 
 
 @on_ranks(2)
@@ -233,12 +233,12 @@ def test_a_parameter_that_nobody_uses_is_left_alone_and_so_is_what_is_kept_of_it
 
 @on_ranks(2)
 def test_complex_gradients_are_refused() -> None:
-    said = []
+    lines = []
     for algorithm in ("wfbp", "allreduce", "mgwfbp", "dear", "bytescheduler", "ddp", "fsdp"):
         model = nn.Linear(3, 2, dtype=torch.complex64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        said.append(message(partial(wrap, optimizer, model, algorithm, compression="fp16")))
-    assert all("'compression'='fp16'" in line and "complex64" in line for line in said)
+        lines.append(message(partial(wrap, optimizer, model, algorithm, compression="fp16")))
+    assert all("'compression'='fp16'" in line and "complex64" in line for line in lines)
 
 
 @on_ranks(1)

@@ -77,7 +77,7 @@ def _product(matrices):
 
 
 def _peers(name, size, local_size):
-    """Of a schedule in which everybody weighs what it has equally, over twelve steps."""
+    """Factor of a schedule of equal weights, over twelve steps."""
     at = [schedule(name, size, rank, local_size) for rank in range(size)]
     return _product([_equal([peers(step)[1] for peers in at]) for step in range(12)])
 
@@ -183,7 +183,7 @@ def test_consensus_in_the_steps_of_the_spectrum(size, algorithm, options, spectr
 
 @pytest.mark.parametrize("name", ["ring", "mesh", "star", "exp2"])
 def test_no_step_leaves_more_than_the_mixing_rate(name):
-    """Where weights are the same in both directions, or for all ranks (a normal matrix)."""
+    """Weights are the same in both directions, or for all ranks (a normal matrix)."""
     steps = _history("neighbor", {"topology": name}, 8)
     distances = [(x - x.mean(dim=0)).norm().item() for x in islice(steps, 41)]
     rate = mixing_rate(graph(name, 8))
@@ -194,7 +194,7 @@ def test_no_step_leaves_more_than_the_mixing_rate(name):
 
 @pytest.mark.parametrize("name", ["ring", "exp2", "star"])
 def test_asyncddp_agrees_when_all_keep_step(name):
-    """On a value between the starts: without order among the steps no mean is kept."""
+    """A value between the starts: without order among the steps no mean is kept."""
     start, *_, end = islice(_history("asyncddp", {"topology": name}, 8), 200)
     assert (end - end.mean(0)).norm() < 1e-3 * (start - start.mean(0)).norm()
     assert (end >= start.min(0).values).all() and (end <= start.max(0).values).all()

@@ -1,4 +1,4 @@
-"""What `dadt` alone promises: messages, what it holds back and saves, sparse gradients."""
+"""Promises of `dadt` alone: messages, what it holds back and saves, sparse gradients."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def test_states_are_understood_by_plain_optimizers_and_theirs_here():
     alone = _adamw(plain)
     alone.load_state_dict(state)  # what is held back means nothing to it
     assert alone.state_dict()["state"][0]["step"] == 2
-    one = make_model()
-    shorter = _wrap(one, _adamw(one), delay=1)
+    fresh = make_model()
+    shorter = _wrap(fresh, _adamw(fresh), delay=1)
     assert "2 steps, more than delay=1: flush" in message(lambda: shorter.load_state_dict(state))
     shorter.close()
     # A state of plain training holds nothing back.
@@ -259,9 +259,9 @@ def _sparse(kind, delay):
         optimizer.zero_grad()
         model(*_inputs(step, dear.rank())).backward()
         assert model.words.weight.grad.layout is torch.sparse_coo
-        own = model.words.weight.grad.to_dense()
+        gradient = model.words.weight.grad.to_dense()
         optimizer.step()
-        assert torch.equal(model.words.weight.grad.to_dense(), own)
+        assert torch.equal(model.words.weight.grad.to_dense(), gradient)
         dense.zero_grad()
         for rank in range(dear.size()):
             (plain(*_inputs(step, rank)) / dear.size()).backward()
@@ -418,11 +418,11 @@ def test_a_timeline_shows_what_was_sent_when(world, tmp_path, backend):
             for event in trace["traceEvents"]
             if event["name"] == "thread_name"
         }
-        found = [(rows[e["tid"]], e["args"].get("step")) for e in events]
-        assert {row for row, _ in found} == {
+        spans = [(rows[e["tid"]], e["args"].get("step")) for e in events]
+        assert {row for row, _ in spans} == {
             "pack", "in queue", "transfer", "waits for update", "update"
         }  # fmt: skip
-        assert found.count(("transfer", 4)) == 4
+        assert spans.count(("transfer", 4)) == 4
         assert {event["pid"] for event in events} == {rank}
         updates = {e["name"]: e["ts"] for e in events if rows[e["tid"]] == "update"}
         assert len(updates) == 4

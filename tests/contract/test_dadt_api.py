@@ -101,8 +101,8 @@ def _parts(tensor):
 
 def _sparse():
     first = dadt.coo_all_reduce_async(0, _coo())
-    own = _coo().coalesce()
-    assert torch.equal(first.indices(), own.indices())
+    tensor = _coo().coalesce()
+    assert torch.equal(first.indices(), tensor.indices())
     assert torch.equal(first.values(), torch.zeros(3, 2))
     second = _parts(dadt.coo_all_reduce_async(0, _coo()))
     assert _parts(dadt.flush(0, coo=True)) == second
@@ -314,12 +314,12 @@ def _two_executors():
 
 
 def test_broadcasts_and_sums_may_have_executors_of_their_own(own_pool):
-    found = own_pool(2).run(_two_executors)
-    assert found == [(("gloo", "comm_core"), [12, 20])] * 2
+    results = own_pool(2).run(_two_executors)
+    assert results == [(("gloo", "comm_core"), [12, 20])] * 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         ({"executor_type": "mpii"}, "did you mean 'mpi'"),
         ({"cycle_duration_ms": -1}, "cycle_duration_ms"),
@@ -331,9 +331,9 @@ def test_broadcasts_and_sums_may_have_executors_of_their_own(own_pool):
         ({"executor_type": "gloo", "all_reduce_executor": "mpi"}, "gloo, mpi"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(arguments, said):
+def test_bad_arguments_are_refused_in_one_line(arguments, words):
     line = message(lambda: dadt.init(**arguments))
-    assert said in line and "\n" not in line
+    assert words in line and "\n" not in line
     assert not dadt.initialized()
 
 
@@ -468,9 +468,9 @@ def test_a_script_runs_over_mpi(tmp_path):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(report.read_text())
-    assert found["summed"] == [2.0, 2.0]
-    assert found["sparse"] == [1.0, 1.0]
-    assert found["moved"][0] == pytest.approx([0.3, 0.3])
-    assert found["moved"][1] == pytest.approx([0.45, 0.45])
-    assert found["spread"] == pytest.approx(0.0, abs=1e-6)
+    result = json.loads(report.read_text())
+    assert result["summed"] == [2.0, 2.0]
+    assert result["sparse"] == [1.0, 1.0]
+    assert result["moved"][0] == pytest.approx([0.3, 0.3])
+    assert result["moved"][1] == pytest.approx([0.45, 0.45])
+    assert result["spread"] == pytest.approx(0.0, abs=1e-6)

@@ -29,7 +29,7 @@ from tests.contract.loops import (
 
 
 def test_defaults_are_those_of_the_installed_torch():
-    """Whoever measures `ddp` measures what people run."""
+    """Measurements of `ddp` are of what people run."""
     torchs = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     ours = Ddp.Options()
     for name in ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view"):
@@ -56,8 +56,8 @@ def _buckets(cap_mb: float | None, unused: bool) -> tuple[list[int], list[int]]:
     sizes = [param.nbytes for param in reversed(list(model.parameters()))]
     arrived = Arrived(sizes=sizes, arrivals_s=[0.0] * 4, owners=[*range(4)], end_s=0.0)
     stated = Ddp.grouping(Ddp.Options(**options), arrived, lambda nbytes: 0.0)
-    found = [nbytes for nbytes, _ in optimizer._engine.groups()]
-    return found, [sum(sizes[place] for place in group) for group in stated]
+    actual = [nbytes for nbytes, _ in optimizer._engine.groups()]
+    return actual, [sum(sizes[place] for place in group) for group in stated]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def _buckets(cap_mb: float | None, unused: bool) -> tuple[list[int], list[int]]:
     ],
 )
 def test_only_torchs_default_has_a_small_first_bucket(world, cap_mb, unused, layers):
-    for found, stated in world(2).run(_buckets, cap_mb, unused):
-        assert found == stated == [count * 600_000 for count in layers]
+    for actual, stated in world(2).run(_buckets, cap_mb, unused):
+        assert actual == stated == [count * 600_000 for count in layers]
 
 
 def _powersgd(start: int) -> tuple[float, float]:
@@ -150,25 +150,25 @@ def _refused() -> list[str]:
 
 
 def test_zero_refuses_what_it_cannot_split(world):
-    for said in world(2).run(_refused):
-        assert "option of ddp 'zero'" in said[0] and "LBFGS" in said[0]
-        assert said[1] == "" or "option of ddp 'zero'" in said[1]
+    for lines in world(2).run(_refused):
+        assert "option of ddp 'zero'" in lines[0] and "LBFGS" in lines[0]
+        assert lines[1] == "" or "option of ddp 'zero'" in lines[1]
 
 
-def _told() -> list[tuple[float, float]]:
-    """When the last message of each pass ended, and when the last one that was waited for did."""
+def _finished_and_awaited() -> list[tuple[float, float]]:
+    """Times at which the last message of each pass, and the last that was waited for, ended."""
     model = make_model()
     optimizer = dear.DistributedOptimizer(make_sgd(model), model, algorithm="ddp")
-    found = []
+    times = []
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(2, 6)).sum().backward()
-        found.append((comm_core.events()[-1]["finished_s"], comm_core.last_awaited_s()))
+        times.append((comm_core.events()[-1]["finished_s"], comm_core.last_awaited_s()))
         optimizer.step()
-    return found
+    return times
 
 
 def test_the_comm_core_knows_what_torchs_reducer_has_waited_for(world):
-    """It waits by futures; whoever replays compute must know when they ended."""
-    for found in world(2).run(_told):
-        assert all(ended == awaited for ended, awaited in found)
+    """Torch waits by futures; a replay of compute must know when they ended."""
+    for times in world(2).run(_finished_and_awaited):
+        assert all(ended == awaited for ended, awaited in times)

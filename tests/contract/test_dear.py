@@ -1,4 +1,4 @@
-"""What `dear` alone promises: whom it shards, what it refuses, few messages, clipping of shards."""
+"""Promises of `dear` alone: whom it shards, what it refuses, few messages, clipping of shards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_deferred_update_uses_the_learning_rate_that_step_saw(world, rate):
 
 
 def _first_mb(given: float | None) -> tuple[dict[str, Any], list[int]]:
-    """What an engine finds where a start-up costs as much as 2.2 KB, and the groups in bytes."""
+    """Returns findings where a start-up costs as much as 2.2 KB, and the groups in bytes."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))  # 1 KB each
     optimizer = wrap(make_sgd(model), model, "dear", first_mb=given, small_kb=0)
     nbytes = [1024, 4096, 1 << 20]
@@ -67,15 +67,15 @@ def _first_mb(given: float | None) -> tuple[dict[str, Any], list[int]]:
         model(torch.ones(2, 16)).sum().backward()
         optimizer.step()
     groups = [sum(param.nbytes for param in params) for _, params in optimizer.groups()]
-    found = optimizer.findings()
+    findings = optimizer.findings()
     optimizer.close()
-    return found, groups
+    return findings, groups
 
 
 def test_groups_at_both_ends_are_as_large_as_a_start_up_is_long(world):
     ranks = world(2)
-    found, groups = ranks.run(_first_mb, None)[0]
-    assert found == {"first_mb": 2 / 1024}
+    findings, groups = ranks.run(_first_mb, None)[0]
+    assert findings == {"first_mb": 2 / 1024}
     assert groups == [1024, 1024, 1024, 2048, 1024, 1024, 1024], "those inside grow"
     assert ranks.run(_first_mb, 1.0)[0] == ({}, [8192])
 
@@ -97,18 +97,18 @@ def _drop(optimizer: Any, model: nn.Module) -> None:
 
 
 def _changed_too_early(changes: list[Any]) -> list[str]:
-    said = []
+    lines = []
     for change in changes:
         model = make_model()
         optimizer = wrap(make_sgd(model), model, "dear")
         step = partial(steps, model, optimizer, mine(), range(1), before_step=change)
-        said.append(message(step))
-    return said
+        lines.append(message(step))
+    return lines
 
 
 def test_dear_refuses_gradients_changed_without_synchronize(world):
-    for said in world(2).run(_changed_too_early, [_clip, _change_one_value, _replace, _drop]):
-        assert all("synchronize()" in line for line in said)
+    for lines in world(2).run(_changed_too_early, [_clip, _change_one_value, _replace, _drop]):
+        assert all("synchronize()" in line for line in lines)
 
 
 def _scaled_too_early() -> list[str]:
@@ -126,8 +126,8 @@ def _scale_and_step(fused: bool, calls: str) -> None:
 
 
 def test_dear_refuses_a_grad_scaler_before_synchronize(world):
-    for said in world(2).run(_scaled_too_early):
-        assert all("synchronize()" in line for line in said)
+    for lines in world(2).run(_scaled_too_early):
+        assert all("synchronize()" in line for line in lines)
 
 
 def _with_hooks(model: nn.Module) -> torch.optim.Optimizer:
@@ -195,8 +195,8 @@ def _far_of(name: str, options: dict[str, Any]) -> tuple[float, str]:
             k: torch.is_tensor(v) and (v.shape, v.dtype) for k, v in got["state"][place].items()
         }
         as_tensors = [
-            {k: torch.as_tensor(v, dtype=torch.float64) for k, v in one[place].items()}
-            for one in (got["state"], whole["state"])
+            {k: torch.as_tensor(v, dtype=torch.float64) for k, v in states[place].items()}
+            for states in (got["state"], whole["state"])
         ]
         far = max(far, error(*as_tensors))
     return far, "whole" if held else "sharded"
@@ -262,14 +262,14 @@ def test_without_some_parts_training_is_wrong_but_the_same_everywhere(
 
 @on_ranks(2)
 def test_the_arguments_of_the_seed_are_understood() -> None:
-    said = []
+    names = []
     for options in ({"threshold": 8}, {"num_nearby_layers": 2}, {"threshold": None}):
         model = make_model()
         optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, "dear", **options)
         steps(model, optimizer, mine(), range(1))
-        said.append(type(optimizer).__name__)
+        names.append(type(optimizer).__name__)
         optimizer.close()
-    assert said == ["DistributedSGD"] * 3
+    assert names == ["DistributedSGD"] * 3
 
 
 _CALLS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
@@ -372,19 +372,19 @@ def _trained(kind: str, options: dict[str, Any], separate: bool) -> dict[str, to
                     if loss is not None:
                         loss.backward()
             optimizer.step()
-    found = {name: value.clone() for name, value in model.state_dict().items()}
+    values = {name: value.clone() for name, value in model.state_dict().items()}
     for place, state in optimizer.state_dict()["state"].items():
-        found |= {f"{place} {key}": value for key, value in state.items()}
+        values |= {f"{place} {key}": value for key, value in state.items()}
     optimizer.close()
-    return found
+    return values
 
 
 def _as_with_separate_marks(kind: str, options: dict[str, Any]) -> None:
-    wanted, found = (_trained(kind, options, separate) for separate in (True, False))
-    assert found.keys() == wanted.keys()
-    differ = {name for name, value in found.items() if not torch.equal(value, wanted[name])}
+    wanted, values = (_trained(kind, options, separate) for separate in (True, False))
+    assert values.keys() == wanted.keys()
+    differ = {name for name, value in values.items() if not torch.equal(value, wanted[name])}
     assert not differ, (options, differ)
-    never = {name: value for name, value in found.items() if name.startswith("never.")}
+    never = {name: value for name, value in values.items() if name.startswith("never.")}
     start = models.make_model(kind).state_dict()
     assert all(torch.equal(value, start[name]) for name, value in never.items())
     assert bool(never) == (kind == "branches")
@@ -412,7 +412,7 @@ def test_results_are_bit_for_bit_those_with_marks_in_a_message_of_their_own(worl
 
 
 def _far_from_whole(kind: str, compression: str) -> float:
-    """How far values in half precision are from those of gradients that travel as they are."""
+    """Distance of values in half precision from those of gradients that travel as they are."""
     replicated = {"update": "replicated", "fusion": "none"}
     half = _trained(kind, {**replicated, "compression": compression}, separate=False)
     return error(half, _trained(kind, replicated, separate=False))
@@ -444,13 +444,13 @@ def test_a_rank_with_gradients_for_a_bucket_does_not_wait_for_the_marks() -> Non
 
 
 def _norms(options: dict[str, Any]) -> list[float]:
-    """By several norms, where all is used and where something is not."""
+    """Returns several norms, where all is used and where something is not."""
     cases = product([1.0, 2.0, 3.5, math.inf], [False, True])
     return [norm for case in cases for norm in _norms_of(*case, options)]
 
 
 def _norms_of(kind: float, branches: bool, options: dict[str, Any]) -> list[float]:
-    """Of each step; the same as serially."""
+    """Returns the norm of each step; it is the same as serially."""
     loop: dict[str, Any] = {"which": range(4)}
     if branches:
         loop["loss_of"] = partial(models.loss_of, "branches")
@@ -477,7 +477,7 @@ def _norms_of(kind: float, branches: bool, options: dict[str, Any]) -> list[floa
 @pytest.mark.parametrize(("size", "small_kb"), [(1, 0), (3, 0), (3, 0.1), (3, 8)])
 def test_clipping_equals_serial_and_returns_the_norm_to_every_rank(world, size, small_kb):
     norms = world(size).run(_norms, {"small_kb": small_kb})
-    assert all(one == norms[0] for one in norms)
+    assert all(norm == norms[0] for norm in norms)
 
 
 def _loss_of_all_but(silent: int, first: int, model: Any, rank: int, step: int) -> Any:

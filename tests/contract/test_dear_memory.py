@@ -138,4 +138,4 @@ def _stale() -> str:
 
 
 def test_autograd_notices_a_graph_from_before_the_update(world):
-    assert all("modified by an inplace operation" in said for said in world(2).run(_stale))
+    assert all("modified by an inplace operation" in line for line in world(2).run(_stale))

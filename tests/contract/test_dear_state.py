@@ -100,10 +100,10 @@ def _held(name: str) -> tuple[int, int]:
     model = make_model()
     optimizer = wrap(make_optimizer(name, model), model, "dear")
     steps(model, optimizer, mine(), range(1))
-    own = _elements(optimizer.state.values())
+    part = _elements(optimizer.state.values())
     whole = _elements(copy.deepcopy(optimizer.state_dict())["state"].values())
     optimizer.close()
-    return own, whole
+    return part, whole
 
 
 def _elements(states: Any) -> int:
@@ -119,8 +119,8 @@ def test_each_rank_holds_its_part_of_the_state_only(world):
     seen = world(4).run(_held, "AdamW")
     parameters = sum(param.numel() for param in make_model().parameters())
     assert [whole for _, whole in seen] == [2 * parameters] * 4
-    assert sum(own for own, _ in seen) == 2 * parameters
-    assert max(own for own, _ in seen) <= 2 * (-(-parameters // 4))
+    assert sum(part for part, _ in seen) == 2 * parameters
+    assert max(part for part, _ in seen) <= 2 * (-(-parameters // 4))
 
 
 @on_ranks(3)
@@ -156,6 +156,6 @@ def _only_on_rank_0() -> str:
 @pytest.mark.full  # it waits for the time-out
 def test_a_state_dict_on_one_rank_only_is_an_error_that_says_so(own_pool):
     # Rank 1 waits for its own collective, on another queue, as long as any may take.
-    said = own_pool(2, timeout_s=8.0).run(_only_on_rank_0)
-    assert "every rank must call its state_dict()" in said[0]
-    assert said[1]
+    lines = own_pool(2, timeout_s=8.0).run(_only_on_rank_0)
+    assert "every rank must call its state_dict()" in lines[0]
+    assert lines[1]

@@ -1,4 +1,4 @@
-"""What decentralized algorithms alone promise."""
+"""Promises of decentralized algorithms alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Uneven(Topology):
 
 
 class OnRankHere(OnRank):
-    """On ranks that know the topology above."""
+    """Script on ranks that know the topology above."""
 
 
 def _far(pool, size, algorithm, **options):
@@ -78,8 +78,8 @@ def test_between_machines_nothing_is_lost_when_they_do_not_divide_the_parameters
 def test_replicas_of_one_machine_stay_the_same(world):
     options = {"combine": "atc", "hierarchical": True, "local_size": 2}
     states = [result["end"] for result in world(4).run(on_rank, "neighbor", options, Script())]
-    for one, other in ((0, 1), (2, 3)):
-        assert all((states[one][n] == states[other][n]).all() for n in states[one])
+    for rank, other in ((0, 1), (2, 3)):
+        assert all((states[rank][n] == states[other][n]).all() for n in states[rank])
 
 
 @on_ranks(2)
@@ -92,13 +92,13 @@ def test_any_optimizer_can_be_stepped_as_a_whole() -> None:
     Mine.__module__ = "elsewhere"
     model, plain = make_model(), make_model()
     optimizer = Mine(model.parameters(), lr=0.1)
-    said = message(lambda: wrap(optimizer, model, "decentralized"))
+    line = message(lambda: wrap(optimizer, model, "decentralized"))
     wrap(optimizer, model, "decentralized", update="step")
     other = wrap(torch.optim.SGD(plain.parameters(), lr=0.1), plain, "decentralized")
-    for one, by in ((model, optimizer), (plain, other)):
-        steps(one, by, mine())
+    for replica, by in ((model, optimizer), (plain, other)):
+        steps(replica, by, mine())
         by.close()
-    assert "update='step'" in said and difference(model, plain) < 1e-5
+    assert "update='step'" in line and difference(model, plain) < 1e-5
 
 
 @on_ranks(2)
@@ -111,28 +111,28 @@ def test_what_comes_after_the_update_in_the_backward_pass_is_refused() -> None:
         lambda model, _: loss_of(model, dear.rank(), 1).backward(),
         lambda _, optimizer: scaler.step(optimizer),
     ]
-    said = [said for change in changes for said in _said_of(change)]
-    assert all("update='step'" in line and "\n" not in line for line in said)
+    lines = [lines for change in changes for lines in _refusals_of(change)]
+    assert all("update='step'" in line and "\n" not in line for line in lines)
     words = ["changed between", "cannot be clipped", "second backward", "GradScaler"]
-    assert all(word in said[2 * i] for i, word in enumerate(words))
+    assert all(word in lines[2 * i] for i, word in enumerate(words))
 
 
-def _said_of(change: Any) -> list[str]:
-    """In two steps."""
-    model, said = make_model(), []
+def _refusals_of(change: Any) -> list[str]:
+    """Returns the refusals in two steps."""
+    model, lines = make_model(), []
     optimizer = wrap(make_sgd(model), model, "decentralized")
     for _ in range(2):
         optimizer.zero_grad()
         loss_of(model, dear.rank(), 0).backward()
-        said.append(message(lambda: (change(model, optimizer), optimizer.step())))
+        lines.append(message(lambda: (change(model, optimizer), optimizer.step())))
         optimizer.zero_grad()
         optimizer.synchronize()
     optimizer.close()
-    return said
+    return lines
 
 
 def _consensus() -> list[float]:
-    """Without updates, the models come together; then the average is everybody's."""
+    """Models without updates come together; their average stays."""
     model = nn.Linear(40, 30)
     with torch.no_grad():
         for param in model.parameters():
@@ -169,13 +169,13 @@ def _changed_between(combine: str) -> str:
     optimizer = wrap(make_sgd(model), model, "neighbor", combine=combine)
     loss_of(model, dear.rank(), 0).backward()
     model.load_state_dict(make_model().state_dict())
-    said = message(optimizer.step)
+    line = message(optimizer.step)
     optimizer.close()
-    return said
+    return line
 
 
 def test_parameters_changed_while_they_are_sent_are_refused(world):
-    assert all("step()" in said for said in world(2).run(_changed_between, "awc"))
+    assert all("step()" in line for line in world(2).run(_changed_between, "awc"))
     assert world(2).run(_changed_between, "atc") == ["", ""]
 
 
@@ -194,9 +194,9 @@ def _refused() -> list[str]:
 
 
 def test_worlds_that_do_not_fit_are_refused(world):
-    for said in world(3).run(_refused):
-        assert all(word in line for (_, _, word), line in zip(REFUSED, said, strict=True))
-        assert not any("\n" in line for line in said)
+    for lines in world(3).run(_refused):
+        assert all(word in line for (_, _, word), line in zip(REFUSED, lines, strict=True))
+        assert not any("\n" in line for line in lines)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

@@ -150,33 +150,33 @@ def _global_average() -> list:
     model.register_buffer("seen", torch.tensor([0.0, 0.0], dtype=torch.bfloat16))
     model.register_buffer("count", torch.tensor(0))
     wrapped = DecentralizedDataParallel(model, _sgd, sync_buffer_in_global_avg=True)
-    said = []
+    values = []
     with torch.no_grad():
         model.x.fill_(rank)
         model.seen.fill_(rank)
         model.count.fill_(rank)
     distance = wrapped.global_avg(return_d2c=True)  # before the first step, too
-    said.append([distance, model.x.item(), model.seen[0].item(), model.count.item()])
+    values.append([distance, model.x.item(), model.seen[0].item(), model.count.item()])
     for forbidden in (wrapped.global_avg, lambda: wrapped(0.0).backward()):
         with pytest.raises(UserError, match="revert"):
             forbidden()
     wrapped.revert_global_avg()
-    said.append([model.x.item(), model.seen[0].item()])
+    values.append([model.x.item(), model.seen[0].item()])
     with pytest.raises(UserError, match="nothing to revert"):
         wrapped.revert_global_avg()
-    said.append(wrapped.global_avg(will_revert=False))
-    said.append(model.x.item())
+    values.append(wrapped.global_avg(will_revert=False))
+    values.append(model.x.item())
     wrapped.close()
-    return said
+    return values
 
 
 def test_p9_the_global_average_its_distance_and_the_way_back(world):
-    for rank, said in enumerate(world(4).run(_global_average)):
-        distance, *averages = said[0]
+    for rank, values in enumerate(world(4).run(_global_average)):
+        distance, *averages = values[0]
         # Parameter and two buffer elements; whole numbers are left as they are.
         assert distance == pytest.approx(abs(1.5 - rank) * 3**0.5)
         assert averages == [1.5, 1.5, rank]
-        assert said[1:] == [[rank, rank], None, 1.5]
+        assert values[1:] == [[rank, rank], None, 1.5]
 
 
 def _average_in_between(revert: bool) -> list[float]:
@@ -203,7 +203,7 @@ def test_training_goes_on_as_before_after_a_reverted_average_or_from_one_that_is
 
 
 def _one_peer(count: int, start: list[float], average_after: int | None) -> list[list[float]]:
-    """What each of 4 ranks sees with gradients r and one-peer-exp: groups 1, 0, 1, ..."""
+    """Returns what each of 4 ranks sees with gradients r and one-peer-exp: groups 1, 0, 1, ..."""
     x, seen, mixable = start, [[] for _ in range(4)], False
     for step in range(count):
         if mixable:
@@ -226,11 +226,11 @@ class Hooked(torch.optim.SGD):
 
 
 def _hooked() -> list:
-    made = []
+    optimizers = []
 
     def make(params):
-        made.append(Hooked([param for _, param in params], lr=1.0))
-        return made[-1]
+        optimizers.append(Hooked([param for _, param in params], lr=1.0))
+        return optimizers[-1]
 
     model = DecentralizedDataParallel(Scalar(), make, topology="ring")
     for _ in range(3):
@@ -242,7 +242,7 @@ def _hooked() -> list:
     with pytest.raises(UserError, match="adaptive factor"):
         model.set_adaptive_factor(1.5)
     model.close()
-    return [made[0].heard, unmixed, len(made)]
+    return [optimizers[0].heard, unmixed, len(optimizers)]
 
 
 def test_p8_a_factor_of_zero_mixes_nothing_and_optimizers_hear_of_averages(world):
@@ -306,12 +306,12 @@ def test_a_checkpoint_from_elsewhere_is_refused() -> None:
         {"training": {**saved["training"], "scaler": {}}},
         {"training": {**saved["training"], "schedulers": [{}]}},
     ]
-    said = [message(partial(model.load_checkpoint, {**saved, **one})) for one in changes]
+    lines = [message(partial(model.load_checkpoint, {**saved, **change})) for change in changes]
     plain = Scalar()
     plain.load_state_dict(model.state_dict())  # under the plain model's names
     model.close()
     words = ["world_size 7", "topology 'ring'", "other trainable", "scaler", "1 schedulers"]
-    assert all(word in line for word, line in zip(words, said, strict=True))
+    assert all(word in line for word, line in zip(words, lines, strict=True))
 
 
 @on_ranks(2)
@@ -349,7 +349,7 @@ def test_mistakes_are_told_in_one_line() -> None:
         lambda: DecentralizedDataParallel(Scalar(), _sgd, grad_clip_norm=-1.0),
         lambda: DecentralizedDataParallel(Scalar(), lambda params: None)(1.0).backward(),
     ]
-    said = [message(case) for case in cases]
+    lines = [message(case) for case in cases]
     words = ["nothing to train", "'one-peer-exp'", "bucket_size_in_mb", "grad_clip_norm", "return"]
-    assert all(word in line for word, line in zip(words, said, strict=True))
-    assert not any("\n" in line for line in said)
+    assert all(word in line for word, line in zip(words, lines, strict=True))
+    assert not any("\n" in line for line in lines)

@@ -74,15 +74,15 @@ def test_p10_the_second_round_corrects_bias_by_two_foldings():
 
 def test_accum_adam_goes_on_from_its_state():
     params = [nn.Parameter(gradients(50)) for _ in range(2)]
-    one, other = (AccumAdamW([p], weight_decay=0.1, accum_iter=3) for p in params)
+    first, other = (AccumAdamW([p], weight_decay=0.1, accum_iter=3) for p in params)
     for step in range(5):
         params[0].grad = gradients(step)
-        one.step()
-    other.load_state_dict(copy.deepcopy(one.state_dict()))
+        first.step()
+    other.load_state_dict(copy.deepcopy(first.state_dict()))
     with torch.no_grad():
         params[1].copy_(params[0])
     for step in range(5, 9):
-        for param, optimizer in zip(params, (one, other), strict=True):
+        for param, optimizer in zip(params, (first, other), strict=True):
             param.grad = gradients(step)
             optimizer.step()
     assert torch.equal(*params)
@@ -139,7 +139,7 @@ def test_p11_cosine_with_warmup():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "words"),
     [
         (lambda p: AccumAdam([p], accum_iter=0), "accum_iter"),
         (lambda p: AccumAdam([p], lr=-1.0), "lr"),
@@ -150,6 +150,6 @@ def test_p11_cosine_with_warmup():
         ),
     ],
 )
-def test_arguments_out_of_range(call, said):
-    with pytest.raises(UserError, match=said):
+def test_arguments_out_of_range(call, words):
+    with pytest.raises(UserError, match=words):
         call(nn.Parameter(torch.ones(1)))

@@ -1,4 +1,4 @@
-"""What `import dear` costs, and what every algorithm file must say."""
+"""Costs of `import dear`, and what every algorithm file must state."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def test_every_file_is_an_algorithm():
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_algorithm_file_defines_one_documented_algorithm(name):
-    found = algorithm_class(name)
+    algorithm = algorithm_class(name)
     path = Path(sys.modules[algorithm_class(name).__module__].__file__)
     if plugin_of(name) is None:
         assert path.parent.name == algorithm_class(name).capabilities.consistency
     tree = ast.parse(path.read_text())
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    assert found.__name__ in classes
-    module = sys.modules[found.__module__]
-    others = [getattr(module, other) for other in classes if other != found.__name__]
+    assert algorithm.__name__ in classes
+    module = sys.modules[algorithm.__module__]
+    others = [getattr(module, other) for other in classes if other != algorithm.__name__]
     assert not any(issubclass(other, Algorithm) for other in others)
-    assert "capabilities" in vars(found)
+    assert "capabilities" in vars(algorithm)
     for words in ("Invariant:", "Bytes move:", "Cost per step"):
-        assert words in found.__doc__
+        assert words in algorithm.__doc__
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -92,18 +92,18 @@ def test_every_option_has_a_default_and_a_docstring(name):
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_algorithm_says_how_short_its_steps_can_be(name):
-    found, options = algorithm_class(name), algorithm_options(name, {})
-    assert found.bound in (None, *get_args(Bound))
-    said = "`bound` (or `bound_of`) must name one of dear.cost.bounds.Bound"
-    assert found.bound_of(options) in get_args(Bound), said
+    algorithm, options = algorithm_class(name), algorithm_options(name, {})
+    assert algorithm.bound in (None, *get_args(Bound))
+    rule = "`bound` (or `bound_of`) must name one of dear.cost.bounds.Bound"
+    assert algorithm.bound_of(options) in get_args(Bound), rule
 
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_algorithm_says_who_exchanges_with_whom(name):
-    found, options = algorithm_class(name), algorithm_options(name, {})
-    alike = found.capabilities.consistency in ("synchronous", "delayed")
-    said = "`traffic` must say who sends to whom, unless all take part in the same collectives"
-    assert (found.traffic(options, 4, 1) is None) == alike, said
+    algorithm, options = algorithm_class(name), algorithm_options(name, {})
+    alike = algorithm.capabilities.consistency in ("synchronous", "delayed")
+    rule = "`traffic` must say who sends to whom, unless all take part in the same collectives"
+    assert (algorithm.traffic(options, 4, 1) is None) == alike, rule
 
 
 def _horovod_in_use() -> tuple[str, str, bool]:

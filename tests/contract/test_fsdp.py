@@ -40,8 +40,8 @@ _LAYERS = {"min_mb": 0.00001}
 @on_ranks(2)
 def test_ranks_hold_parts_and_give_back_the_whole(stage: int) -> None:
     model = make_model()
-    own = list(model.parameters())
-    total = sum(param.numel() for param in own)
+    parameters = list(model.parameters())
+    total = sum(param.numel() for param in parameters)
     optimizer = wrap(make_sgd(model), model, "fsdp", stage=stage, **_LAYERS)
     steps(model, optimizer, mine(), range(2))
     held = [param for group in optimizer.param_groups for param in group["params"]]
@@ -49,7 +49,7 @@ def test_ranks_hold_parts_and_give_back_the_whole(stage: int) -> None:
         "parameters": sum(param.to_local().numel() for param in held) < total,
         "gradients": all(isinstance(param.grad, DTensor) for param in held),
         "state": all(isinstance(optimizer.state[p]["momentum_buffer"], DTensor) for p in held),
-        "emptied": all(param.numel() == 0 for param in own),
+        "emptied": all(param.numel() == 0 for param in parameters),
         "named": [type(param) is DTensor or isinstance(param, DTensor) for param in held],
         "groups": sum(type(module).__name__.startswith("FSDP") for module in model.modules()),
     }
@@ -64,9 +64,9 @@ def test_ranks_hold_parts_and_give_back_the_whole(stage: int) -> None:
     doubled = model.state_dict()
     seen["written"] = all(torch.equal(doubled[name], 2 * state[name]) for name in state)
     optimizer.close()
-    seen["same objects"] = all(a is b for a, b in zip(own, model.parameters(), strict=True))
+    seen["same objects"] = all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    seen["pointed back"] = all(a is b for a, b in zip(own, held, strict=True))
+    seen["pointed back"] = all(a is b for a, b in zip(parameters, held, strict=True))
     seen["leftovers"] = leftovers(model)
     seen["classes"] = [type(module).__name__ for module in model]
     assert seen.pop("classes") == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
@@ -84,14 +84,14 @@ def test_units_are_told_with_what_is_freed_between_the_passes() -> None:
     optimizer = wrap(make_sgd(model), model, "fsdp", **_LAYERS)
     steps(model, optimizer, mine(), range(2))
     names = {id(param): name for name, param in model.named_parameters()}
-    told = optimizer.groups()
-    groups = [[names[id(param)] for param in params] for _, params in told]
+    units = optimizer.groups()
+    groups = [[names[id(param)] for param in params] for _, params in units]
     assert groups == [
         ["layers.0.bias", "layers.0.weight"],
         ["head.bias", "head.weight", "layers.1.bias", "layers.1.weight"],
         ["scale"],  # a scalar cannot be cut
     ]
-    assert [size for size, _ in told] == [sum(nbytes[n] for n in group) for group in groups]
+    assert [size for size, _ in units] == [sum(nbytes[n] for n in group) for group in groups]
     assert optimizer.some_groups() == {0}
     optimizer.synchronize()  # the model has whole parameters now
     held = set(map(id, model.parameters()))
@@ -101,7 +101,7 @@ def test_units_are_told_with_what_is_freed_between_the_passes() -> None:
 
 @on_ranks(2)
 def test_defaults_are_those_of_the_installed_torch() -> None:
-    """What is passed to torch is its default, but for what says which parameters and ranks."""
+    """Torch gets its own defaults, but for what says which parameters and ranks."""
     given: list[tuple[nn.Module, dict[str, Any]]] = []
     torchs = inspect.signature(fsdp.fully_shard).parameters
     real = fsdp.fully_shard
@@ -178,17 +178,17 @@ def test_a_replayed_model_whose_layers_are_sharded_has_the_same_gradients() -> N
         optimizer = wrap(make_sgd(model), model, "fsdp") if shard else None
         torch.manual_seed(6)  # of the gradients
         model(*task.inputs).backward()
-        made = {name: full(param.grad).clone() for name, param in model.named_parameters()}
+        gradients = {name: full(param.grad).clone() for name, param in model.named_parameters()}
         units = 0
         if optimizer is not None:
             units = len(optimizer.groups())
             optimizer.close()
-        return made, units
+        return gradients, units
 
-    (wanted, _), (made, units) = pass_of(False), pass_of(True)
+    (wanted, _), (gradients, units) = pass_of(False), pass_of(True)
     assert units > 2
-    assert made.keys() == wanted.keys()
-    assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+    assert gradients.keys() == wanted.keys()
+    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
 
 @on_ranks(2)

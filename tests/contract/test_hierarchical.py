@@ -1,4 +1,4 @@
-"""What the all-reduce in three legs alone promises."""
+"""Promises of the all-reduce in three legs alone."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_all_ranks_get_the_same_bits() -> None:
     legs = in_blocks(runtime.communicator(), 2)
     values = torch.rand(1000, generator=torch.Generator().manual_seed(dear.rank()))
     legs.all_reduce(values, op="mean").wait()
-    found = runtime.communicator().gather_objects(values)
-    assert all(torch.equal(found[0], other) for other in found)
+    gathered = runtime.communicator().gather_objects(values)
+    assert all(torch.equal(gathered[0], other) for other in gathered)
     legs.close()
 
 
@@ -132,8 +132,8 @@ def test_with_one_block_or_blocks_of_one_it_is_the_communicator_itself(
 
 def test_blocks_are_neighbours():
     blocks, places = blocks_of(6, 2)
-    assert [list(one) for one in blocks] == [[0, 1], [2, 3], [4, 5]]
-    assert [list(one) for one in places] == [[0, 2, 4], [1, 3, 5]]
+    assert [list(ranks) for ranks in blocks] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(ranks) for ranks in places] == [[0, 2, 4], [1, 3, 5]]
 
 
 @pytest.mark.full
@@ -144,8 +144,8 @@ def test_three_blocks_equal_the_reference(own_pool):
 def _refused() -> list[str]:
     model = make_model()
     optimizer = make_sgd(model)
-    made = partial(dear.DistributedOptimizer, optimizer, model, algorithm="hierarchical")
-    return [message(partial(made, local_size=2)), message(_odd)]
+    wrap = partial(dear.DistributedOptimizer, optimizer, model, algorithm="hierarchical")
+    return [message(partial(wrap, local_size=2)), message(_odd)]
 
 
 def _odd() -> None:
@@ -153,16 +153,16 @@ def _odd() -> None:
 
 
 def test_what_cannot_be_in_blocks_is_refused(world):
-    for said in world(3).run(_refused):
-        assert "3 ranks are no whole number of blocks of 2" in said[0]
-        assert "4 elements cannot be shared by the 3 ranks of a block" in said[1]
-        assert not any("\n" in line for line in said)
+    for lines in world(3).run(_refused):
+        assert "3 ranks are no whole number of blocks of 2" in lines[0]
+        assert "4 elements cannot be shared by the 3 ranks of a block" in lines[1]
+        assert not any("\n" in line for line in lines)
 
 
 @pytest.mark.parametrize(("options", "name"), [({"local_size": 2}, "three legs"), ({}, None)])
 def test_it_tells_what_its_legs_take_together(world, options, name):
-    for told, taken_s in world(4).run(_timed, options):
-        assert told == name
+    for stated, taken_s in world(4).run(_timed, options):
+        assert stated == name
         assert len(taken_s) == (2 if name else 0)
         assert all(0 < seconds < PATIENCE_S for seconds in taken_s)
 

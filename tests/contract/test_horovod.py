@@ -37,13 +37,13 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
     hvd.init = noting
     far, model = train_both("horovod", options=options), make_model()
     other = {**options, "cycle_time_ms": 7.5}
-    said = message(lambda: wrap(make_sgd(model), model, "horovod", **other))
+    refusal = message(lambda: wrap(make_sgd(model), model, "horovod", **other))
     # What is not read at the start only may change.
     free = message(lambda: wrap(make_sgd(model), model, "horovod", compression="fp16", **options))
     names = ("FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "AUTOTUNE")
     return {
         "far": far,
-        "said": said,
+        "refusal": refusal,
         "free": free,
         "at start": [at_start.get(f"HOROVOD_{name}") for name in names],
         "left": [os.environ.get(f"HOROVOD_{name}") for name in names],
@@ -66,8 +66,8 @@ def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, opti
         assert seen["far"] < 1e-5
         assert seen["at start"] == at_start
         assert seen["left"] == [None] * 4
-        assert "option of horovod 'cycle_time_ms'=7.5" in seen["said"]
-        assert "runs in this process already" in seen["said"]
+        assert "option of horovod 'cycle_time_ms'=7.5" in seen["refusal"]
+        assert "runs in this process already" in seen["refusal"]
         assert seen["free"] == ""
 
 
@@ -108,10 +108,10 @@ def test_gradients_go_in_groups_and_are_divided_as_asked_and_horovod_writes_its_
 ):
     skip_if_unavailable("horovod")
     results = own_pool(2).run(_grouped, options, str(tmp_path / "timeline.json"))
-    for far, sent, found in results:
+    for far, sent, used in results:
         assert far < 1e-5
         assert bool(sent) == grouped and (not sent or max(sent) > 1)
-        assert factors == [] or found == factors, found
+        assert factors == [] or used == factors, used
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
 
 
@@ -172,17 +172,17 @@ def _timed(options: dict[str, Any]) -> dict[str, Any]:
 def test_horovod_tells_what_its_own_all_reduces_take(own_pool, options):
     skip_if_unavailable("horovod")
     kind = algorithm_class("horovod")
-    one, other = own_pool(2).run(_timed, options)
-    for seen in (one, other):
+    first, other = own_pool(2).run(_timed, options)
+    for seen in (first, other):
         assert seen["name"] == kind.sends_by(kind.Options(**options)) == "Horovod, gloo"
         assert seen["fusion"] == 128 << 20
-        assert seen["typical"] == one["typical"]
+        assert seen["typical"] == first["typical"]
         small, _, large = seen["typical"]
         assert 0 < small < large
         # A cycle would have taken longer than all of it.
         assert options.get("cycle_time_ms") is None or small < 50e-3
         assert all(0 < call_s < 5 for calls in seen["calls"] for call_s in calls)
-    assert one["gradients"] == other["gradients"], "it trains on"
+    assert first["gradients"] == other["gradients"], "it trains on"
 
 
 def _waiting(late_s: float) -> tuple[float, float]:
@@ -238,13 +238,13 @@ def test_adasum_adds_what_the_gradients_do_not_share():
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    found = {name: torch.tensor(values) for name, values in json.loads(done.stdout).items()}
-    one, other = torch.tensor([3.0, 1.0]), torch.tensor([3.0, 2.0])
-    shared = one @ other / 2
-    wanted = (1 - shared / (one @ one)) * one + (1 - shared / (other @ other)) * other
-    torch.testing.assert_close(found["adasum"], wanted)
-    torch.testing.assert_close(found["mean"], (one + other) / 2)
-    assert (wanted - found["mean"]).norm() > 0.1
+    results = {name: torch.tensor(values) for name, values in json.loads(done.stdout).items()}
+    first, other = torch.tensor([3.0, 1.0]), torch.tensor([3.0, 2.0])
+    shared = first @ other / 2
+    wanted = (1 - shared / (first @ first)) * first + (1 - shared / (other @ other)) * other
+    torch.testing.assert_close(results["adasum"], wanted)
+    torch.testing.assert_close(results["mean"], (first + other) / 2)
+    assert (wanted - results["mean"]).norm() > 0.1
 
 
 def test_horovod_counts_passes_again_when_the_outermost_no_sync_ends():

@@ -1,4 +1,4 @@
-"""In ordinary steps no algorithm asks the device for a value, which would hold up the host."""
+"""No algorithm asks the device for a value in ordinary steps; that would hold up the host."""
 
 from __future__ import annotations
 

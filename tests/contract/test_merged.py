@@ -1,4 +1,4 @@
-"""What mgwfbp, mgs and bytescheduler alone promise: plans, sparse replicas."""
+"""Promises of mgwfbp, mgs and bytescheduler alone: plans, sparse replicas."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dear
+from dear.algorithms.synchronous.mgwfbp import MergedEngine
 from dear.comm import runtime
 from dear.errors import UserError
 from tests.contract.loops import make_sgd, mine, moved_and_spread, steps
@@ -31,9 +32,18 @@ def _train(name, options, count=4):
     return groups, spread, model.late.weight.sum().item()
 
 
+@on_ranks(2)
+def test_it_is_what_a_call_as_in_mg_wfbp_trains_with():
+    model = make_model("awkward")
+    optimizer = make_sgd(model)
+    dear.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    assert isinstance(optimizer._engine, MergedEngine)
+    optimizer.close()
+
+
 def test_plans_are_the_same_on_all_ranks_and_cover_every_parameter(world):
     for merge in ("greedy", "asc", "optimal"):
-        groups = [found for found, *_ in world(2).run(_train, "mgwfbp", {"merge": merge})]
+        groups = [plan for plan, *_ in world(2).run(_train, "mgwfbp", {"merge": merge})]
         assert groups[0] == groups[1]
         model = make_model("awkward")
         trained = [i for i, p in enumerate(model.parameters()) if p.requires_grad]
@@ -64,7 +74,7 @@ def _times(each_s):
 
 
 def test_a_plan_follows_the_layer_times_that_are_given(world):
-    """After one step: what comes far apart goes alone, what comes at once together."""
+    """Gradients that come far apart go alone after one step, those that come at once together."""
     given = {"costs": "10gbe", "profile_steps": 7}
     ((apart, *_), _) = world(2).run(_train, "mgwfbp", {**given, "layer_times": _times(9.0)}, 1)
     ((close, *_), _) = world(2).run(_train, "mgwfbp", {**given, "layer_times": _times(1e-9)}, 1)

@@ -1,4 +1,4 @@
-"""What one-sided algorithms alone promise: nobody waits, and it is known how old values were."""
+"""Promises of one-sided algorithms alone: nobody waits, and the age of values is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import dear
 from common.harness.worker.checking.serial import Ranks
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
-from dear.comm.peers import Staleness
+from dear.comm.peers import Peers, Staleness
+from dear.comm.windows import NeighborWindow
 from dear.topology import graph, matrix, recv_weights
 from dear.training.pace import run_for
 from tests.contract.loops import loss_of, make_model, mine, steps
@@ -22,7 +23,7 @@ from tests.contract.models import loss_of as loss_of_kind
 from tests.contract.models import make_model as make_kind
 from tests.contract.models import make_optimizer
 from tests.contract.training import difference, state_of
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 with_barrier = pytest.mark.parametrize("name", ["win-put", "pull-get", "push-sum"])
 every = pytest.mark.parametrize("name", ["win-put", "pull-get", "push-sum", "asyncddp"])
@@ -80,7 +81,7 @@ def _simulated(turns: list[int], kind: str, size: int, topology: str) -> tuple[A
         loss_of_kind("awkward", model, rank, 0).backward()
         _still(optimizer, optimizer.step)
     ranks, weights = Ranks(models, optimizers), torch.as_tensor(matrix(graph(topology, size)))
-    made, ages = [1] * size, [0] * size
+    counts, ages = [1] * size, [0] * size
     for number, turn in enumerate(turns):
         optimizers[turn].zero_grad()
         loss_of_kind("awkward", models[turn], turn, number).backward()
@@ -89,8 +90,8 @@ def _simulated(turns: list[int], kind: str, size: int, topology: str) -> tuple[A
         ranks.x = x
         ranks.update(turn)
         sources = recv_weights(graph(topology, size), turn)[1]
-        ages[turn] = max([ages[turn], *(made[turn] - made[sender] for sender in sources)])
-        made[turn] += 1
+        ages[turn] = max([ages[turn], *(counts[turn] - counts[sender] for sender in sources)])
+        counts[turn] += 1
     return [{"end": state_of(model)} for model in models], ages
 
 
@@ -259,12 +260,12 @@ def _alone(bound: int) -> tuple[int | None, int]:
     optimizer.synchronize()
     _barrier()
     communicator = optimizer._engine.communicator
-    pause, made, before_wait = communicator.pause, 0, None
+    pause, pauses, before_wait = communicator.pause, 0, None
 
     def noted(seconds: float) -> None:
         nonlocal before_wait
         if before_wait is None:
-            before_wait = made
+            before_wait = pauses
             _barrier()  # lets rank 1 go on
         pause(seconds)
 
@@ -274,7 +275,7 @@ def _alone(bound: int) -> tuple[int | None, int]:
         _barrier()
     for step in range(bound + 3):
         steps(model, optimizer, mine(), [1 + step])
-        made += 1
+        pauses += 1
     if dear.rank() == 0:
         communicator.pause = pause
         if before_wait is None:
@@ -371,16 +372,16 @@ def _resumed() -> tuple[int, int]:
     optimizer = _wrapped(model, "asyncddp", 0.1)
     optimizer.load_state_dict(state)
     _still(optimizer, lambda: steps(model, optimizer, mine(), [4]))
-    made = optimizer._engine.steps
+    taken = optimizer._engine.steps
     # Slots start with what each rank loaded, so this first step averages nothing foreign: at most
     # what a neighbour has put already.
     ages = optimizer.statistics()["staleness"].values()
     optimizer.close()
-    return made, max(age["max"] for age in ages)
+    return taken, max(age["max"] for age in ages)
 
 
 def test_a_resumed_rank_counts_on(world):
-    assert all(made == 4 and age <= 0 for made, age in world(2).run(_resumed))
+    assert all(taken == 4 and age <= 0 for taken, age in world(2).run(_resumed))
 
 
 def test_staleness_is_summed_up_over_all_uses():
@@ -389,3 +390,16 @@ def test_staleness_is_summed_up_over_all_uses():
     for behind in (-3, 2, -1):
         seen.note(behind)
     assert seen.summary() == {"uses": 3, "mean": pytest.approx(-2 / 3), "max": 2, "last": -1}
+
+
+@on_ranks(2)
+def test_a_window_that_is_freed_leaves_the_others_their_groups() -> None:
+    peers = Peers(runtime.communicator(), graph("ring", 2), apart=True)
+    first, second = (NeighborWindow(peers, torch.zeros(3)) for _ in range(2))
+    first.free()
+    for work in second.put(torch.ones(3), {1 - dear.rank(): 1.0}):
+        work.wait()
+    _barrier()
+    second.collect(total := torch.zeros(3), 0.0, {1 - dear.rank(): 1.0})
+    second.free()
+    assert total.tolist() == [1.0] * 3 and peers.statistics()["lost"] == []

@@ -1,4 +1,4 @@
-"""What overlaps what: every algorithm does what it states (`dear.cost.overlap`), without a clock.
+"""Order and overlap: every algorithm does what it states (`dear.cost.overlap`), without a clock.
 
 Whether these tests would notice: test_order_cuts.
 """
@@ -37,7 +37,7 @@ LAYER_MB = 0.0001
 """Less than any layer's."""
 NONE = {"fusion": "none", "small_kb": 0}
 USUAL = {"mgs": {"density": 1.0}}
-"""In place of the defaults: what it keeps back would add up and look like another layer's."""
+"""Options instead of the defaults: what is kept back would add up and look like another layer's."""
 APART: dict[str, tuple[dict[str, Any], ...]] = {
     "mgwfbp": ({"merge": "threshold", "threshold_mb": 0.0, "profile_steps": 1},),
     "hierarchical": ({"threshold_mb": LAYER_MB}, {"compression": "fp16"}),
@@ -82,16 +82,16 @@ APART: dict[str, tuple[dict[str, Any], ...]] = {
 
 def cases() -> list[Any]:
     """Every algorithm with its defaults, with those settings, and those of the other tests."""
-    found = {}
+    params = {}
     for name in algorithm_names():
         meaning = Meaning.of(name)
         tested = [options for options in meaning.options if meaning.worlds(options, 2)]
         for options in [USUAL.get(name, {}), *APART.get(name, ()), *tested]:
             # A machine's ranks average in a thread of their own; a credit has a test of its own.
             if not {"hierarchical", "credit_mb"} & options.keys():
-                told = "-".join([name, *map(str, options.values())])
-                found[told] = pytest.param(name, options, id=told)
-    return list(found.values())
+                label = "-".join([name, *map(str, options.values())])
+                params[label] = pytest.param(name, options, id=label)
+    return list(params.values())
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -101,8 +101,10 @@ def test_an_algorithm_does_what_it_states(name, options, native):
         pytest.skip("refused: priorities are the comm core's")
     skip_if_unavailable(name)
     typed = algorithm_options(name, options)
-    found = violations(algorithm_class(name)(), typed, native=native, every=options.get("every", 1))
-    assert not found, "\n".join(found)
+    broken = violations(
+        algorithm_class(name)(), typed, native=native, every=options.get("every", 1)
+    )
+    assert not broken, "\n".join(broken)
 
 
 class Silent(Wfbp):
@@ -203,11 +205,11 @@ def test_groups_that_are_stated_without_a_model_are_those_that_travel(
     def cost(nbytes):
         return network.alpha_s + network.beta_s * nbytes
 
-    found = kind.grouping(algorithm_options(name, options), arrived, cost)
-    if found is None:
+    stated = kind.grouping(algorithm_options(name, options), arrived, cost)
+    if stated is None:
         assert name not in ("allreduce", "wfbp", "mgwfbp", "dear", "ddp", "bytescheduler")
         return
-    layers = [sorted(behind[place] for place in group) for group in found]
+    layers = [sorted(behind[place] for place in group) for group in stated]
     assert layers == groups[: len(layers)], "with second halves behind them"
     assert sorted(itertools.chain(*layers)) == list(range(len(SIZES)))
 
@@ -235,7 +237,7 @@ STATED: dict[str, set[tuple[Any, ...]]] = {
     "after_update": {("step", "layer", 1)},
     "asynchronous": {("model", None, 0), ("gradient", None, 0), ("step", None, 0)},
 }
-"""What may be stated where a formula of `dear.cost.bounds` is named."""
+"""Statements that may stand where a formula of `dear.cost.bounds` is named."""
 
 
 @pytest.mark.parametrize(("name", "options"), cases())
@@ -305,17 +307,17 @@ def test_with_credit_for_one_partition_the_most_urgent_one_goes_next(native):
 def test_a_step_waits_for_a_neighbour_that_is_further_behind_than_the_bound(monkeypatch, bound):
     """The neighbour takes what it is sent, and makes a step whenever somebody looks for one."""
     options = algorithm_options("asyncddp", {"bucket_mb": LAYER_MB, "max_staleness": bound})
-    network, made, seen = Network(), 0, []
+    network, their_steps, seen = Network(), 0, []
 
     def step_of_neighbour(seconds: float) -> None:
-        nonlocal made
-        made += 1
+        nonlocal their_steps
+        their_steps += 1
 
-    monkeypatch.setattr(NeighborWindow, "steps_in", lambda self, source: made)
+    monkeypatch.setattr(NeighborWindow, "steps_in", lambda self, source: their_steps)
     network.pause = step_of_neighbour
     with on(network):
         trained = Program(algorithm_class("asyncddp")(), options, network)
-        trained.train(6, after=lambda: seen.append(made))
+        trained.train(6, after=lambda: seen.append(their_steps))
     assert seen == [max(0, n - bound) for n in range(6)], "nobody waits for its steps"
 
 
@@ -344,7 +346,7 @@ class ByNorm(torch.optim.SGD):
 def test_what_dear_overlaps_with_an_optimizer_that_is_not_element_wise(
     monkeypatch, of_torch, update
 ):
-    """Of torch's own a bucket is updated before its layers run; of others nothing is known."""
+    """Torch's own optimizers update a bucket before its layers run; of others nothing is known."""
     monkeypatch.setattr(torch.optim, "SGD", ByNorm)
     monkeypatch.setattr(ByNorm, "__module__", "torch.optim.it" if of_torch else "it")
     dear, options = algorithm_class("dear"), algorithm_options("dear", {**NONE, "update": update})
@@ -359,7 +361,7 @@ def test_what_dear_overlaps_with_an_optimizer_that_is_not_element_wise(
 
 
 def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):
-    """It tries a threshold below every layer, then keeps the better one: all in one."""
+    """Trials have a threshold below every layer; then the better one is kept: all in one."""
     tried = iter([LAYER_MB] * 9)
     monkeypatch.setattr(Tuner, "observe", lambda self, seconds: None)
     monkeypatch.setattr(Tuner, "propose", lambda self: next(tried))
@@ -379,9 +381,9 @@ def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):
 
 def test_the_docs_tell_what_every_algorithm_states():
     docs = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    told = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", _section(docs), re.MULTILINE))
+    documented = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", _section(docs), re.MULTILINE))
     stated = {name: algorithm_class(name) for name in dears_own()}
-    assert told == {name: str(c.overlap_of(c.Options())) for name, c in stated.items()}
+    assert documented == {name: str(c.overlap_of(c.Options())) for name, c in stated.items()}
 
 
 def _section(docs: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether the tests of order and overlap would notice: each cut takes an idea out of an algorithm.
+"""Cuts, each of which takes an idea out of an algorithm: do the tests of order notice?
 
 A cut patches classes of `dear` and what checks them must fail, with words that are about it.
 """
@@ -43,9 +43,9 @@ class Cut:
     options: dict[str, Any]
     make: Callable[[Patch], None]
     says: str
-    """What the suite must say of it, a pattern."""
+    """Pattern of the suite's message."""
     check: Callable[[], Any] | None = None
-    """What must fail; None: the comparison with what the algorithm states."""
+    """Test that must fail; None: the comparison with what the algorithm states."""
 
 
 CUTS: dict[str, Cut] = {}
@@ -74,14 +74,16 @@ def test_a_cut_is_caught(name, monkeypatch):
 
 
 def test_every_algorithm_with_an_order_has_a_cut():
-    cuts = {one.algorithm for one in CUTS.values()}
+    cuts = {cut.algorithm for cut in CUTS.values()}
     assert set(dears_own()) - cuts == {"horovod"}  # which states nothing
 
 
 def _hold(algorithm: Any, options: dict[str, Any]) -> None:
     name = algorithm.__module__.rpartition(".")[2].replace("_", "-")
-    found = violations(algorithm(), algorithm_options(name, options), every=options.get("every", 1))
-    assert not found, "\n".join(found)
+    broken = violations(
+        algorithm(), algorithm_options(name, options), every=options.get("every", 1)
+    )
+    assert not broken, "\n".join(broken)
 
 
 def _then(patch: Patch, owner: Any, name: str, more: Callable[..., Any]) -> None:
@@ -291,7 +293,7 @@ def the_queue_is_reversed(patch: Patch) -> None:
         bytescheduler,
         "planned_order",
         lambda arrivals, urgency, *given, **how: plain(
-            arrivals, [-one for one in urgency], *given, **how
+            arrivals, [-place for place in urgency], *given, **how
         ),
     )
 

@@ -18,7 +18,7 @@ WRONG = {
     "starts_otherwise": ('starts="gradient"', 'starts="pass"'),
     "adds_up_otherwise": ("ranks.g = ranks.g.mean(0)", "ranks.g = ranks.g.sum(0)"),
 }
-"""What is replaced in the example."""
+"""Text of the example that is replaced."""
 FAILING = {
     "says-too-little": "test_every_algorithm_file_defines_one_documented_algorithm",
     "names-no-bound": "test_every_algorithm_says_how_short_its_steps_can_be",
@@ -28,7 +28,7 @@ FAILING = {
 
 
 def ran(files: list[Path], chosen: str) -> str:
-    """What pytest says of the contract's tests with these plugins."""
+    """Returns pytest's output of the contract's tests with these plugins."""
     tests = [f"tests/contract/test_{name}.py" for name in ("files", "order", "reference")]
     plugins = [word for file in files for word in ("--plugin", file)]
     how = ("-p", "no:cacheprovider", "-m", "not full", "-k", chosen)
@@ -51,13 +51,13 @@ def test_each_wrong_algorithm_fails_the_test_that_is_about_it(tmp_path):
         assert right in text
         files.append(tmp_path / f"{name}.py")
         files[-1].write_text(text.replace(right, wrong))
-    said = ran(
+    output = ran(
         files,
         "(says-too-little and documented) or (names-no-bound and short) or "
         "(starts-otherwise and does_what) or adds-up-otherwise-2-0.0",
     )
     for name, test in FAILING.items():
-        assert re.search(rf"^FAILED \S*{test}\[{name}", said, re.MULTILINE), (name, said)
+        assert re.search(rf"^FAILED \S*{test}\[{name}", output, re.MULTILINE), (name, output)
 
 
 def test_a_moment_that_is_never_called_is_refused():

@@ -1,4 +1,4 @@
-"""What every algorithm promises about the optimizer and the model that it is given."""
+"""Promises of every algorithm about the optimizer and the model that it is given."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _closed_at(name: str, when: str) -> dict[str, Any]:
     if when == "after an evaluation":
         model(batch(0, 0)[0])
     optimizer.close()
-    own = {p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()}
+    whole = {p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()}
     reference = copy.deepcopy(model)
     other = make_sgd(reference)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -111,7 +111,7 @@ def _closed_at(name: str, when: str) -> dict[str, Any]:
     return {
         "class": type(optimizer) is torch.optim.SGD,
         "leftovers": leftovers(model),
-        "memory of its own": own,
+        "memory of its own": whole,
         "far": difference(model, reference),
     }
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_trained_is_a_user_error_that_changes_nothing(name: str) 
     optimizer = make_sgd(model)
     frozen = make_model().requires_grad_(False)
     outside = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
-    said = {
+    lines = {
         "outside": message(lambda: wrap(outside, model, name)),
         "nothing": message(lambda: wrap(make_sgd(frozen), frozen, name)),
         "option": message(lambda: wrap(optimizer, model, name, nonsense=1)),
@@ -140,16 +140,16 @@ def test_what_cannot_be_trained_is_a_user_error_that_changes_nothing(name: str) 
     }
     wrap(optimizer, model, name)
     group = {"params": [nn.Parameter(torch.ones(2))]}
-    said["twice"] = message(lambda: wrap(optimizer, model, name))
-    said["group"] = message(lambda: optimizer.add_param_group(group))
+    lines["twice"] = message(lambda: wrap(optimizer, model, name))
+    lines["group"] = message(lambda: optimizer.add_param_group(group))
     optimizer.close()
-    assert "not in the model" in said["outside"]
-    assert "nothing to train" in said["nothing"]
-    assert "nonsense" in said["option"] and name in said["option"]
-    assert f"did you mean '{name}'" in said["name"]
-    assert said["left"] == "['SGD']"
-    assert "already" in said["twice"]
-    assert "wrap it again" in said["group"]
+    assert "not in the model" in lines["outside"]
+    assert "nothing to train" in lines["nothing"]
+    assert "nonsense" in lines["option"] and name in lines["option"]
+    assert f"did you mean '{name}'" in lines["name"]
+    assert lines["left"] == "['SGD']"
+    assert "already" in lines["twice"]
+    assert "wrap it again" in lines["group"]
 
 
 def _lbfgs(name: str) -> Any:
@@ -257,8 +257,8 @@ def test_a_model_converted_after_wrapping_is_refused(name: str) -> None:
             optimizer.step()
         optimizer.synchronize()
 
-    said = message(go_on)
-    assert "wrap it again" in said or "before moving" in said or "moved or converted" in said
+    line = message(go_on)
+    assert "wrap it again" in line or "before moving" in line or "moved or converted" in line
 
 
 @every
@@ -277,8 +277,8 @@ def test_unfreezing_a_layer_later_is_a_user_error(name: str) -> None:
 def test_algorithms_may_change_in_the_middle_of_training(name: str) -> None:
     model, wanted = make_model(), make_model()
     optimizer = make_sgd(model)
-    for step, one in enumerate(("allreduce", name, "dear", name)):
-        steps(model, wrap(optimizer, model, one), mine(), [step])
+    for step, algorithm in enumerate(("allreduce", name, "dear", name)):
+        steps(model, wrap(optimizer, model, algorithm), mine(), [step])
         optimizer.close()
     steps(wanted, make_sgd(wanted), everybody(), range(4))
     assert difference(model, wanted) < 1e-5
@@ -298,9 +298,9 @@ def test_two_models_that_train_each_other_equal_serial(name: str) -> None:
         for step in range(3):
             x = torch.cat([batch(rank, step)[0] for rank in ranks])
             with torch.no_grad():
-                made = maker(x)
+                drawn = maker(x)
             judging.zero_grad()
-            true, false = judge(torch.cat([x, made])).chunk(2)
+            true, false = judge(torch.cat([x, drawn])).chunk(2)
             torch.tanh(true - false).mean().backward()
             judging.step()
             making.zero_grad()
@@ -362,11 +362,11 @@ def _without_a_last_pass(name: str, last_but_one: bool, clipped: bool) -> float:
 def test_gradients_added_under_no_sync_just_before_a_step_are_not_lost(name: str) -> None:
     cases = itertools.product([name], [True, False], [False, True])
     run = _without_a_last_pass if name != "ddp" else _refusal
-    found = [run(*case) for case in cases]
+    results = [run(*case) for case in cases]
     if name == "ddp":
-        assert all("no_sync()" in said for said in found)
+        assert all("no_sync()" in line for line in results)
     else:
-        assert max(found) < 1e-5
+        assert max(results) < 1e-5
 
 
 def _refusal(*args: Any) -> str:
@@ -378,9 +378,9 @@ def _refusal(*args: Any) -> str:
 def test_sparse_gradients_are_a_user_error(name: str) -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, name)
-    said = message(lambda: model(torch.tensor([1, 2])).sum().backward())
+    line = message(lambda: model(torch.tensor([1, 2])).sum().backward())
     optimizer.close()
-    assert "sparse=False" in said
+    assert "sparse=False" in line
 
 
 @pytest.mark.parametrize("name", ["gradient-tracking", "exact-diffusion", "push-diging"])
@@ -389,9 +389,9 @@ def test_a_scaler_is_refused_where_gradients_live_on(name: str) -> None:
     model, optimizer = wrapped(name)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, dear.rank(), 0)).backward()
-    said = message(lambda: scaler.step(optimizer))
+    line = message(lambda: scaler.step(optimizer))
     optimizer.close()
-    assert "GradScaler" in said
+    assert "GradScaler" in line
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -407,5 +407,5 @@ def test_who_goes_on_exchanges_with_whom_comes_next(every: int) -> None:
     resumed.load_state_dict(state[1])
     steps(other, resumed, mine(), range(3, 7))
     assert difference(model, other) == 0.0
-    for one in (optimizer, resumed):
-        one.close()
+    for closing in (optimizer, resumed):
+        closing.close()

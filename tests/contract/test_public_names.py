@@ -48,9 +48,9 @@ def test_functions_can_be_pickled():
 @pytest.mark.parametrize("algorithm", PUBLIC["options"])
 def test_options_keep_their_names_and_defaults(algorithm):
     usual = algorithm_class(algorithm).Options()
-    found = json.loads(json.dumps(dataclasses.asdict(usual)))
+    current = json.loads(json.dumps(dataclasses.asdict(usual)))
     promised = PUBLIC["options"][algorithm]
-    assert {name: found.get(name, "gone") for name in promised} == promised
+    assert {name: current.get(name, "gone") for name in promised} == promised
 
 
 @pytest.mark.parametrize("verb", PUBLIC["flags"])
@@ -63,7 +63,7 @@ def test_a_verb_keeps_its_flags(verb, capsys):
 
 @pytest.mark.parametrize("name", PUBLIC["plans"])
 def test_every_key_of_an_experiment_makes_the_same_trials(name, capsys):
-    """Their names, too, by which records are found again."""
+    """Names of options count, too: records are found again by them."""
     assert main(["run", str(HERE / f"experiments/{name}.yaml"), "--dry-run", "--json"]) == 0
     plan: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     assert [{key: trial[key] for key in ("id", "trial")} for trial in plan] == PUBLIC["plans"][name]

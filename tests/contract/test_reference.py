@@ -37,7 +37,7 @@ MORE = {
               "recomputed", "reentrant", "reader"],
     "optimizer": ["Adagrad", "RMSprop", "fused"],
 }  # fmt: skip
-"""What is combined with everything else by `make test-all` only."""
+"""Values that are combined with everything else by `make test-all` only."""
 TOLERANCE = {"bfloat16": 3.2e-2, "types": 2e-2, "recurrent": 5e-4}
 """2 units in the last place of a bfloat16 between 2 and 4 are 0.031."""
 
@@ -56,22 +56,22 @@ def _cases() -> list[Any]:
             options = meaning.options[case["options"]]
             return meaning.fits(options, case["world"], {axis: case[axis] for axis in AXES})
 
-        own = {"world": [2, 3, 4, 1], "options": list(range(len(meaning.options)))}
-        chosen = pairwise({**own, **axes}, fits)
+        places = {"world": [2, 3, 4, 1], "options": list(range(len(meaning.options)))}
+        chosen = pairwise({**places, **axes}, fits)
         quick = each_value_once(chosen)
         for case, is_quick in zip(chosen, quick, strict=True):
             options, size = meaning.options[case["options"]], case["world"]
             script = Script(**{axis: case[axis] for axis in AXES})
-            told = _id(name, options, case)
+            label = _id(name, options, case)
             left = marks if is_quick else pytest.mark.full
-            cases.setdefault(told, pytest.param(name, options, size, script, id=told, marks=left))
+            cases.setdefault(label, pytest.param(name, options, size, script, id=label, marks=left))
     return list(cases.values())
 
 
 def _id(name: str, options: dict[str, Any], case: dict[str, Any]) -> str:
-    said = [f"{value}" for axis, value in options.items()]
-    said += [str(case[f.name]) for f in fields(Script) if case[f.name] != AXES[f.name][0]]
-    return "-".join([name, str(case["world"]), *said])
+    parts = [f"{value}" for axis, value in options.items()]
+    parts += [str(case[f.name]) for f in fields(Script) if case[f.name] != AXES[f.name][0]]
+    return "-".join([name, str(case["world"]), *parts])
 
 
 @pytest.mark.parametrize("name", algorithm_names())

@@ -1,4 +1,4 @@
-"""Whether the comparison with serial references would notice: averages that average nothing."""
+"""Averages that average nothing: does the comparison with serial references notice?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.contract.training import OnRank, Script, States, far
 from tests.contract.wrong_programs import forgetting
 
 TOLERANCE = 2e-5
-"""Of test_reference."""
+"""Cases of test_reference."""
 _EXCHANGES = (
     "dear.algorithms.decentralized.decentralized:GroupExchange",
     "dear.algorithms.decentralized.push_diging:PushDigingExchange",
@@ -29,7 +29,7 @@ _EXCHANGES = (
 
 
 class MixingNothing(OnRank):
-    """What has come from others is waited for, and leaves the parameters as they were."""
+    """Waits for what has come from others, and leaves the parameters as they were."""
 
     def run(self) -> States:
         with contextlib.ExitStack() as cuts:

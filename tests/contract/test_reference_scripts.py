@@ -173,9 +173,9 @@ def _run(script: str) -> list[list[float]]:
     ids=["DeAR", "MG-WFBP", "Horovod", "DADT", "Decent-DP", "BlueFog", "Asyncddp"],
 )
 def test_a_script_runs_with_another_import_line(own_pool, script):
-    found = own_pool(2).run(_run, script)
-    assert all(math.isfinite(value) for values in found[0] for value in values)
-    for ours, theirs in zip(*found, strict=True):
+    results = own_pool(2).run(_run, script)
+    assert all(math.isfinite(value) for values in results[0] for value in values)
+    for ours, theirs in zip(*results, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7), "replicas differ"
 
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from common.harness.learn import LearnConfig
-from common.harness.trial import MeasureConfig, OptimizerConfig
+from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
 from dear.algorithms import reference as references
 from dear.training.algorithm import algorithm_names
 from tests.contract import wrong_programs
@@ -26,7 +25,7 @@ SGD = OptimizerConfig(lr=0.01, momentum=0.9)
 ADAMW = OptimizerConfig(name="adamw", lr=0.001)
 
 
-def found(
+def check_of(
     pool,
     name,
     model,
@@ -74,7 +73,7 @@ def test_gradients_of_16_bits_are_right_after_any_number_of_steps(
     world, name, compression, optimizer, size, steps
 ):
     skip_if_unavailable(name)
-    check = found(
+    check = check_of(
         *(world(size, name), name, "mnist_cnn"),
         size=size,
         optimizer=optimizer,
@@ -92,7 +91,7 @@ ON_A_REPLAY = {
     "third step lost",
     "no update after step 2",
 }
-"""Of the quick ones; the others are tried on a model that computes, too, but not replayed."""
+"""Programs of the quick ones; the others run on a model that computes, too, but not replayed."""
 
 
 @pytest.mark.parametrize(
@@ -100,30 +99,30 @@ ON_A_REPLAY = {
     [
         *((program, "mnist_cnn") for program in FEW_TENSORS),
         *(
-            pytest.param(one, REPLAYED, marks=() if one in ON_A_REPLAY else pytest.mark.full)
-            for one in FEW_TENSORS
+            pytest.param(few, REPLAYED, marks=() if few in ON_A_REPLAY else pytest.mark.full)
+            for few in FEW_TENSORS
         ),
     ],
 )
 def test_wrong_programs_are_found(world, program, model):
-    check = found(world(2), "allreduce", model, spoil=(spoilt, program))
+    check = check_of(world(2), "allreduce", model, spoil=(spoilt, program))
     assert check.verdict == "NO" and check.judged_by == "reference"
     assert check.finding and check.worst_tensor and check.replicas_agree
 
 
 def test_the_finding_says_what_and_where(world):
-    lost = found(world(2), "allreduce", REPLAYED, spoil=(spoilt, "smallest 1 lost"))
+    lost = check_of(world(2), "allreduce", REPLAYED, spoil=(spoilt, "smallest 1 lost"))
     assert lost.worst_tensor == "scale" and lost.reference_error > 0.5
     assert "after the first steps scale is off by 0." in lost.finding
-    late = found(world(2), "allreduce", "mnist_cnn", spoil=(spoilt, "third step lost"))
+    late = check_of(world(2), "allreduce", "mnist_cnn", spoil=(spoilt, "third step lost"))
     assert late.reference_error < 2e-3 < late.end_error and "at the end" in late.finding
 
 
 @pytest.mark.parametrize("model", [REPLAYED, "mnist_cnn"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_right_programs_are_right_in_every_type_and_wrong_ones_wrong(world, dtype, model):
-    assert found(world(2), "dear", model, dtype=dtype).verdict == "yes"
-    wrong = found(
+    assert check_of(world(2), "dear", model, dtype=dtype).verdict == "yes"
+    wrong = check_of(
         world(2), "allreduce", model, dtype=dtype, spoil=(spoilt, "no update after step 2")
     )
     assert wrong.verdict == "NO"
@@ -134,19 +133,19 @@ MIXING = ("neighbor", "decentralized", "gradient-tracking", "win-put", "pull-get
 
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing_that_mixes_nothing_is_found(world, name):
-    check = found(world(3, name), name, REPLAYED, size=3, spoil=(mixing_nothing, name))
+    check = check_of(world(3, name), name, REPLAYED, size=3, spoil=(mixing_nothing, name))
     assert check.verdict == "NO"
     assert check.judged_by == ("reference" if name in MIXING[:3] else "invariants")
 
 
 def test_push_sum_weights_that_leak_are_found(world):
-    check = found(world(3), "push-sum", REPLAYED, size=3, spoil=(wrong_programs.leaking, ""))
+    check = check_of(world(3), "push-sum", REPLAYED, size=3, spoil=(wrong_programs.leaking, ""))
     assert check.verdict == "NO" and check.finding.startswith("weights of values add up to ")
 
 
 def test_values_staler_than_declared_are_found(world):
     spoil = (wrong_programs.too_stale, "")
-    check = found(world(3), "asyncddp", REPLAYED, size=3, spoil=spoil, max_staleness=2)
+    check = check_of(world(3), "asyncddp", REPLAYED, size=3, spoil=spoil, max_staleness=2)
     assert check.verdict == "NO" and check.finding.endswith("at most 2 are declared")
 
 
@@ -154,9 +153,9 @@ RATES = LearnConfig(budget_s=1, eval_every_s=1)
 
 
 def test_training_for_a_time_is_judged_before_it_begins(world):
-    right = found(world(2), "asyncddp", REPLAYED, learn=RATES, max_staleness=3)
+    right = check_of(world(2), "asyncddp", REPLAYED, learn=RATES, max_staleness=3)
     assert (right.verdict, right.judged_by, right.finding) == ("yes", "invariants", None)
-    wrong = found(world(2), "allreduce", REPLAYED, learn=RATES, spoil=(spoilt, "factor 1.01"))
+    wrong = check_of(world(2), "allreduce", REPLAYED, learn=RATES, spoil=(spoilt, "factor 1.01"))
     assert (wrong.verdict, wrong.judged_by) == ("NO", "reference")
 
 
@@ -171,7 +170,7 @@ def test_that_leaves_nothing_behind(world):
 def test_right_programs_are_right(world, name, model):
     skip_if_unavailable(name)
     lossless = {"density": 1.0} if name == "mgs" else {}
-    check = found(world(3, name), name, model, size=3, **lossless)
+    check = check_of(world(3, name), name, model, size=3, **lossless)
     assert (check.verdict, check.finding) == ("yes", None)
     free = name in ("win-put", "pull-get", "push-sum", "asyncddp")
     assert check.judged_by == ("invariants" if free else "reference")
@@ -197,7 +196,7 @@ MORE = [
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "options", "verdict"), MORE)
 def test_settings_are_judged_as_far_as_they_can_be(world, name, options, verdict):
-    check = found(world(3, name), name, REPLAYED, size=3, **options)
+    check = check_of(world(3, name), name, REPLAYED, size=3, **options)
     assert check.verdict == verdict and check.replicas_agree
     assert (check.finding is None) == (verdict == "yes")
 
@@ -209,12 +208,12 @@ def test_settings_are_judged_as_far_as_they_can_be(world, name, options, verdict
 def test_right_programs_are_right_with_adamw(world, name, model, size):
     skip_if_unavailable(name)
     lossless = {"density": 1.0} if name == "mgs" else {}
-    check = found(world(size, name), name, model, size=size, optimizer=ADAMW, **lossless)
+    check = check_of(world(size, name), name, model, size=size, optimizer=ADAMW, **lossless)
     assert (check.verdict, check.finding) == ("yes", None)
 
 
 def test_without_a_reference_only_replicas_are_compared(world):
-    check = found(world(2), "neighbor", REPLAYED, spoil=(wrong_programs.unreferenced, ""))
+    check = check_of(world(2), "neighbor", REPLAYED, spoil=(wrong_programs.unreferenced, ""))
     assert check.verdict == "unchecked" and check.judged_by == "replicas"
     assert "neighbor has no serial reference" in check.finding
 

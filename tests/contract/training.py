@@ -21,12 +21,12 @@ from tests.contract.models import batch, loss_of, make_model, make_optimizer
 
 STEPS = 5
 States = dict[str, dict[str, np.ndarray]]
-"""By the moment ("step 0", ..., "end", "closed") the model's state; besides what was seen."""
+"""States of the model by moment ("step 0", ..., "end", "closed"), and what was seen besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What a training script does; the defaults are the ordinary loop."""
+    """Script of a training; the defaults are the ordinary loop."""
 
     model: str = "awkward"
     optimizer: str = "SGD"
@@ -37,24 +37,24 @@ class Script:
     read: str = "at the end"
     """The state dict: `at the end` only, or after `every step`."""
     evaluate: str = "never"
-    """After every step: with `grad`, `no_grad` or `inference`."""
+    """Evaluates after every step: with `grad`, `no_grad` or `inference`."""
     clip: str = "none"
-    """By `own` (`clip_grad_norm_` of the optimizer) or `torch`, after `synchronize()`."""
+    """Clips by `own` (`clip_grad_norm_` of the optimizer) or `torch`, after `synchronize()`."""
     scaler: str = "none"
     """`overflow`: with a GradScaler; rank 1's second step is not finite."""
     zero: str = "none"
-    """What `zero_grad` leaves: `none` or `zeros`."""
+    """State that `zero_grad` leaves: `none` or `zeros`."""
     call: str = "step"
     """`closure`: `step(closure)`."""
     steps: str = "once"
     """`left out` in every second pass, or made `twice`."""
     checkpoint: str = "none"
-    """After three steps everything is saved, and loaded into new objects: `before` they are
+    """Everything is saved after three steps and loaded into new objects: `before` they are
     wrapped, or, one step later, the `model first` or the `optimizer first`."""
 
 
 def fails(script: Script, rank: int, size: int, step: int) -> bool:
-    """Whether the loss of a rank is not finite."""
+    """Returns whether the loss of a rank is not finite."""
     return script.scaler == "overflow" and step == 1 and rank == min(1, size - 1)
 
 
@@ -63,7 +63,7 @@ def passes(script: Script) -> range:
 
 
 def calls(script: Script, step: int) -> int:
-    """How often `step()` is called."""
+    """Returns how often `step()` is called."""
     return {"once": 1, "left out": step % 2, "twice": 2}[script.steps]
 
 
@@ -195,7 +195,7 @@ class OnRank:
 
 
 def on_rank(name: str, options: dict[str, Any], script: Script, kind: Any = OnRank) -> States:
-    """What this rank's replica goes through."""
+    """Returns the states of this rank's replica."""
     return kind(name, options, script).run()
 
 
@@ -208,7 +208,7 @@ def far(
     kind: type[OnRank] = OnRank,
     reference: Any = None,
 ) -> float:
-    """How far any rank's replica is from what `serial` says of it."""
+    """Returns the largest distance of any rank's replica from `serial`."""
     wanted = serial(name, options, script, size, reference)
     results = pool.run(on_rank, name, options, script, kind)
     return max(difference(got, want) for got, want in zip(results, wanted, strict=True))
@@ -217,8 +217,7 @@ def far(
 def serial(
     name: str, options: dict[str, Any], script: Script, size: int, reference: Any = None
 ) -> list[States]:
-    """What each rank's replica must go through, by the reference of the algorithm or another, to
-    which its options mean nothing."""
+    """Returns each rank's states by the algorithm's reference, or by one without options."""
     meaning, clipped = Meaning.of(name), script.clip != "none"
     models = [make_model(script.model) for _ in range(size)]
     optimizers = [make_optimizer(script.optimizer, model) for model in models]

@@ -84,7 +84,7 @@ class Wrong(AveragingEngine):
 
     def _spoil(self, gradients: list[torch.Tensor]) -> None:
         kind, _, much = self.name.partition(" ")
-        small = sorted(gradients, key=lambda one: one.numel())
+        small = sorted(gradients, key=lambda tensor: tensor.numel())
         if kind == "factor":
             torch._foreach_mul_(gradients, float(much))
         if kind == "noise":
@@ -132,9 +132,9 @@ PROGRAMS: dict[str, tuple[str, Callable[[int], bool]]] = {
     "one rank ignored after step 2": ("one rank ignored", late),
     "stale after step 2": ("stale", late),
 }
-"""By name what is wrong, and when."""
+"""Programs by what is wrong, and when."""
 FEW_TENSORS = sorted(name for name in PROGRAMS if name.split()[1] not in ("30", "50", "107"))
-"""Those that mean something in a model of some tensors."""
+"""Programs that mean something in a model of some tensors."""
 
 
 def spoilt(name: str) -> Any:
@@ -211,11 +211,11 @@ PHASES = [
     "checking that the replicas agree",
     "leaving",
 ]
-"""What somebody who waits for a first repeat is told, one after the other."""
+"""Phases of a first repeat, in order."""
 
 
 def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | None) -> Check:
-    """On a rank: what the harness finds of the trial, whose algorithm is spoilt like that."""
+    """Returns, on a rank, the harness's check of a trial whose algorithm is spoilt like that."""
     it, build = Trial.from_json(trial), worker.build
     replayed = "@" in it.model
     if replayed:  # seven tensors of all kinds instead of its own
@@ -245,12 +245,12 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
 
 
 def begun(trial: dict[str, Any], repeat: int) -> tuple[Any, ...]:
-    """On a rank: what a training for a time begins with; weights, batch and random state."""
-    found: list[Any] = []
+    """Returns, on a rank, how a training for a time begins: weights, batch and random state."""
+    drawn: list[Any] = []
 
     def learn(trial: Trial, briefing: Any, workload: Any, *_: Any) -> None:
         tensors = [*workload.model.state_dict().values(), *workload.inputs, *workload.targets]
-        found.extend([[tensor.tolist() for tensor in tensors], torch.rand(3).tolist()])
+        drawn.extend([[tensor.tolist() for tensor in tensors], torch.rand(3).tolist()])
 
     try:
         with (
@@ -262,7 +262,7 @@ def begun(trial: dict[str, Any], repeat: int) -> tuple[Any, ...]:
             worker._run(Trial.from_json(trial), briefing, repeat, lambda phase: None)
     finally:
         set_pace(Pace(1.0, None))
-    return tuple(found)
+    return tuple(drawn)
 
 
 def unreferenced(name: str) -> Any:

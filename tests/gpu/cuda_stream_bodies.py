@@ -1,4 +1,4 @@
-"""What each rank does in the tests of stream ordering, on CUDA or CPU tensors.
+"""Programs of ranks in the tests of stream ordering, on CUDA or CPU tensors.
 
 Every tensor is first filled with a wrong value, and gets the right one late, on a stream of its
 own: who does not wait for that stream moves the wrong one. Results are read at once after `wait`,
@@ -169,7 +169,7 @@ def chain(device: torch.device) -> None:
 
 
 def other_operations(device: torch.device) -> None:
-    """What torch.distributed offers besides, through the same late inputs and early reads."""
+    """Other operations of torch.distributed, through the same late inputs and early reads."""
     rank, size = dist.get_rank(), dist.get_world_size()
     numel = PART * size
     total = sum(values(r, numel) for r in range(size))

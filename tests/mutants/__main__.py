@@ -40,7 +40,7 @@ _MUTATED = ("dear/", "common/harness/", "common/results/")
 _MUTATED += ("common/emulation/", "common/models/", "common/virtual/")
 """What is changed; `coverage.ini` names the same folders."""
 _NO_MATTER = ("docs/", "tests/mutants/judged.yaml")
-"""Beside all texts: what is changed there changes no mutant and no test."""
+"""Files besides texts whose change changes no mutant and no test."""
 
 
 def main() -> int:
@@ -82,11 +82,11 @@ def _run(options: argparse.Namespace) -> int:
     known = Results(options.scratch / "results.jsonl", f"{state} {options.seed} {options.count}")
     if not options.as_seen:
         _look(options.scratch, state)
-    found = seen.Seen(options.scratch / "seen")
+    watched = seen.Seen(options.scratch / "seen")
     jobs = []
     for mutant in drawn:
         lines = None if mutant.at_import else range(mutant.line, mutant.end_line + 1)
-        tests = ordered(found.tests(mutant.path, lines), found)
+        tests = ordered(watched.tests(mutant.path, lines), watched)
         jobs.append((mutant, sources[mutant.path], tests))
     names = [identity(mutant, source) for mutant, source, _ in jobs]
     todo = [job for name, job in zip(names, jobs, strict=True) if name not in known.by_id]
@@ -96,6 +96,32 @@ def _run(options: argparse.Namespace) -> int:
         f"on {options.workers} workers: at most "
         f"{(total + 10 * len(todo)) / options.workers / 60:.0f} minutes if all survived"
     )
+    _try_all(todo, known, names, options)
+    results = sorted(
+        (known.by_id[name] for name in names), key=lambda trial: (trial["path"], trial["line"])
+    )
+    card = machine_card()
+    facts = {
+        "commit": card["commit"],
+        "machine": card,
+        "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "seed": options.seed,
+        "count": len(results),
+        "candidates": sum(map(len, every.values())),
+        "files": sum(map(bool, every.values())),
+        "tests": len(watched.seconds),
+        "seconds": round(sum(trial["seconds"] for trial in results), 1),
+    }
+    text = report.write(options.out, facts, results)
+    print(text.partition("## Survivors")[0])
+    print(f"{options.out}/mutants.md, mutants.json")
+    return 0 if report.share(results) >= report.BAR else MISSED
+
+
+def _try_all(
+    todo: list[_Job], known: Results, names: list[str], options: argparse.Namespace
+) -> None:
+    """Tries mutants, notes each result in `known`, and prints how far it has come."""
     began = time.monotonic()
     for number, result in enumerate(_tried(todo, options.workers, options.scratch), start=1):
         known.add(result)
@@ -108,25 +134,6 @@ def _run(options: argparse.Namespace) -> int:
             f"{result['path']}:{result['line']} {result['operator']}",
             flush=True,
         )
-    results = sorted(
-        (known.by_id[name] for name in names), key=lambda one: (one["path"], one["line"])
-    )
-    card = machine_card()
-    facts = {
-        "commit": card["commit"],
-        "machine": card,
-        "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "seed": options.seed,
-        "count": len(results),
-        "candidates": sum(map(len, every.values())),
-        "files": sum(map(bool, every.values())),
-        "tests": len(found.seconds),
-        "seconds": round(sum(one["seconds"] for one in results), 1),
-    }
-    text = report.write(options.out, facts, results)
-    print(text.partition("## Survivors")[0])
-    print(f"{options.out}/mutants.md, mutants.json")
-    return 0 if report.share(results) >= report.BAR else MISSED
 
 
 def _arguments() -> argparse.Namespace:
@@ -160,7 +167,7 @@ def identity(mutant: Mutant, source: str) -> str:
     """
     lines = source.splitlines()
     same = lines[: mutant.line - 1].count(lines[mutant.line - 1])  # equal lines before it
-    change = [one for one in mutant.diff(source).split("\n") if not one.startswith("@@")]
+    change = [line for line in mutant.diff(source).split("\n") if not line.startswith("@@")]
     text = "\n".join([mutant.path, f"{same} {mutant.column}", *change])
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -171,13 +178,17 @@ def stale_judgements(
     """Judgements of changes that today's files do not have, as `PATH ID`."""
     stale = []
     for path, judged in report.judgements().items():
-        there = (one for one in every.get(path, ()) if one.means_something(sources[path]))
-        names = {identity(one, sources[path]) for one in there}
+        there = (
+            candidate
+            for candidate in every.get(path, ())
+            if candidate.means_something(sources[path])
+        )
+        names = {identity(candidate, sources[path]) for candidate in there}
         stale += [f"{path} {name}" for name in judged if name not in names]
     return stale
 
 
-def ordered(names: Sequence[str], found: seen.Seen) -> list[tuple[str, float]]:
+def ordered(names: Sequence[str], watched: seen.Seen) -> list[tuple[str, float]]:
     """The tests that a mutant meets, with their seconds.
 
     The fastest case of each test comes first, then the second fastest of each: hundreds of quick
@@ -185,10 +196,10 @@ def ordered(names: Sequence[str], found: seen.Seen) -> list[tuple[str, float]]:
     """
     turns: dict[str, int] = {}
     ranked = []
-    for name in sorted(names, key=found.seconds.__getitem__):
+    for name in sorted(names, key=watched.seconds.__getitem__):
         function = name.partition("[")[0]
         turns[function] = turns.get(function, 0) + 1
-        ranked.append((turns[function], found.seconds[name], name))
+        ranked.append((turns[function], watched.seconds[name], name))
     chosen: list[tuple[str, float]] = []
     spent = 0.0
     for _, seconds, name in sorted(ranked):
@@ -200,7 +211,7 @@ def ordered(names: Sequence[str], found: seen.Seen) -> list[tuple[str, float]]:
 
 
 class Results:
-    """What is known already, a line of JSON each; of another state it is forgotten."""
+    """Results that are known already, a line of JSON each; of another state they are forgotten."""
 
     def __init__(self, path: Path, state: str) -> None:
         self._path = path
@@ -208,7 +219,7 @@ class Results:
         if not lines or json.loads(lines[0]) != state:
             path.write_text(json.dumps(state) + "\n")
             lines = []
-        self.by_id = {one["id"]: one for one in map(json.loads, lines[1:])}
+        self.by_id = {trial["id"]: trial for trial in map(json.loads, lines[1:])}
 
     def add(self, result: dict[str, Any]) -> None:
         with self._path.open("a") as file:

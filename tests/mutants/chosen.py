@@ -13,7 +13,7 @@ import pytest
 
 
 def environment(names: list[str], folder: Path) -> dict[str, str]:
-    """What a pytest process with this plugin needs; `folder` is its own, to talk to its caller."""
+    """Environment of a pytest process with this plugin; in `folder` it talks to its caller."""
     (folder / "names.json").write_text(json.dumps(names))
     (folder / "failed.json").unlink(missing_ok=True)
     return {"MUTANTS_CHOSEN": str(folder)}

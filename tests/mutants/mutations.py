@@ -1,4 +1,4 @@
-"""Which small changes of meaning there are in a file, and a sample of them over many files.
+"""Small changes of meaning that a file allows, and a sample of them over many files.
 
 Cosmic Ray has the operators and writes the changed source. Of its operators those are taken that
 make one small change each; what cannot change what the program does is left out by `_noise`.
@@ -78,13 +78,13 @@ class Mutant:
     """Relative to the repository's root."""
     operator: str
     occurrence: int
-    """Which of the operator's places in the file."""
+    """Number of the operator's place in the file."""
     line: int
     end_line: int
     """Last line of the statement (of its head, where it has a body) that is changed."""
     column: int
     at_import: bool
-    """It stands in no function: the line is executed once, for whichever test imports the file."""
+    """The line stands in no function: it runs once, for whichever test imports the file."""
 
     def apply(self, source: str) -> str:
         """The file as the mutant has it."""
@@ -93,7 +93,7 @@ class Mutant:
         return changed
 
     def means_something(self, source: str) -> bool:
-        """Whether the changed file is another program at all, and no mistake in grammar."""
+        """Returns whether the changed file is another program at all, and no mistake in grammar."""
         try:
             return ast.dump(ast.parse(self.apply(source))) != ast.dump(ast.parse(source))
         except SyntaxError:
@@ -103,7 +103,7 @@ class Mutant:
             return False
 
     def diff(self, source: str) -> str:
-        """What changes, as a unified diff with one line of context."""
+        """Returns the change as a unified diff with one line of context."""
         lines = source.splitlines(), self.apply(source).splitlines()
         return "\n".join(list(difflib.unified_diff(*lines, n=1, lineterm=""))[2:])
 
@@ -113,7 +113,7 @@ def candidates(path: str, source: str) -> list[Mutant]:
     tree = ast.parse(source)
     noise, heads, inside = _noise(tree), _heads(tree), _inside_functions(tree)
     seen = dict.fromkeys(OPERATORS, -1)
-    found = []
+    mutants = []
     for node in ast_nodes(get_ast(source)):
         for name, operator in OPERATORS.items():
             for start, stop in operator.mutation_positions(node):
@@ -124,7 +124,7 @@ def candidates(path: str, source: str) -> list[Mutant]:
                 if node.parent is not None and node.parent.type in ("parameters", "lambdef"):
                     continue
                 line, end_line = heads.get(start[0], (start[0], start[0]))
-                found.append(
+                mutants.append(
                     Mutant(
                         path=path,
                         operator=name,
@@ -135,18 +135,18 @@ def candidates(path: str, source: str) -> list[Mutant]:
                         at_import=line not in inside,
                     )
                 )
-    return found
+    return mutants
 
 
 def sample(sources: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
-    """About `count` mutants, the same for the same seed and sources.
+    """Returns about `count` mutants, the same for the same seed and sources.
 
     Every file that has any is asked for at least one, and for more as the root of its number of
     places: a file of hundreds of lines does not crowd out the small ones. Within a file places are
     drawn first and one change of each second: numbers, which can go up and down, count once.
     """
     places = {path: _by_place(candidates(path, text)) for path, text in sorted(sources.items())}
-    weights = {path: math.sqrt(len(found)) for path, found in places.items() if found}
+    weights = {path: math.sqrt(len(there)) for path, there in places.items() if there}
     shares = _shares(weights, count, {path: len(places[path]) for path in weights})
     drawn = []
     for path, share in shares.items():
@@ -158,9 +158,9 @@ def sample(sources: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
     return drawn
 
 
-def _by_place(found: list[Mutant]) -> list[list[Mutant]]:
+def _by_place(mutants: list[Mutant]) -> list[list[Mutant]]:
     groups: dict[tuple[int, int, str], list[Mutant]] = {}
-    for mutant in found:
+    for mutant in mutants:
         kind = mutant.operator.split("_")[0]
         groups.setdefault((mutant.line, mutant.column, kind), []).append(mutant)
     return list(groups.values())
@@ -180,7 +180,7 @@ _Place = tuple[int, int]
 
 
 def _noise(tree: ast.Module) -> list[tuple[_Place, _Place]]:
-    """Where a change means nothing: types, decorators, messages, invariants, interfaces."""
+    """Places where a change means nothing: types, decorators, messages, invariants, interfaces."""
     return [
         ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
         for node in _noisy(tree)
@@ -193,8 +193,8 @@ def _noisy(tree: ast.Module) -> Iterator[ast.expr | ast.stmt]:
             yield from node.decorator_list
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            every += [one for one in (node.args.vararg, node.args.kwarg) if one]
-            yield from (one.annotation for one in every if one.annotation)
+            every += [argument for argument in (node.args.vararg, node.args.kwarg) if argument]
+            yield from (argument.annotation for argument in every if argument.annotation)
             if node.returns:
                 yield node.returns
             if node.name == "__repr__":
@@ -228,7 +228,7 @@ def _is_large(value: object) -> bool:
 
 
 def _names(nodes: list[ast.expr]) -> set[str]:
-    return {one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return {child.id for node in nodes for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
 def _called(function: ast.expr) -> str:
@@ -236,7 +236,7 @@ def _called(function: ast.expr) -> str:
 
 
 def _is_type(value: ast.expr) -> bool:
-    """Whether it is an alias such as `Place = Callable[[int], str] | None`."""
+    """Returns whether it is an alias such as `Place = Callable[[int], str] | None`."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr):
         return _is_type(value.left) or _is_type(value.right)
     return isinstance(value, ast.Subscript) and _called(value.value) in {
@@ -246,7 +246,7 @@ def _is_type(value: ast.expr) -> bool:
 
 
 def _heads(tree: ast.Module) -> dict[int, tuple[int, int]]:
-    """By line, first and last line of the innermost statement there, bodies left out."""
+    """Returns by line the first and last line of its innermost statement, bodies left out."""
     heads: dict[int, tuple[int, int]] = {}
     for node in ast.walk(tree):  # breadth first: inner statements come later and replace outer ones
         if not isinstance(node, ast.stmt):

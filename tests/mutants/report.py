@@ -1,4 +1,4 @@
-"""What became of all mutants: a table by folder and the survivors with their diffs."""
+"""Report of all mutants: a table by folder and the survivors with their diffs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CAUGHT = ("failed", "hang", "unstartable")
 
 def share(results: Sequence[Mapping[str, Any]]) -> float:
     """Caught mutants over all; what survives counts as such whatever is said of it."""
-    return sum(one["outcome"] in _CAUGHT for one in results) / len(results)
+    return sum(result["outcome"] in _CAUGHT for result in results) / len(results)
 
 
 def judgements() -> dict[str, dict[str, str]]:
-    """By path and mutant's id, what somebody has found of a survivor."""
+    """Returns, by path and mutant's id, somebody's judgement of a survivor."""
     return yaml.safe_load(JUDGED.read_text()) or {} if JUDGED.exists() else {}
 
 
@@ -42,7 +42,7 @@ def markdown(
     judged: Mapping[str, Mapping[str, str]],
 ) -> str:
     """The report for people."""
-    survivors = [one for one in results if one["outcome"] not in _CAUGHT]
+    survivors = [result for result in results if result["outcome"] not in _CAUGHT]
     lines = [
         f"# {len(results)} small changes of meaning",
         "",
@@ -54,22 +54,24 @@ def markdown(
         "| folder | mutants | failed | hang | unstartable | survived | of these unseen | caught |",
         "| ------ | ------: | -----: | ---: | ----------: | -------: | --------------: | -----: |",
     ]
-    folders = sorted({_folder(one["path"]) for one in results})
+    folders = sorted({_folder(result["path"]) for result in results})
     for folder in folders:
-        lines.append(_row(folder, [one for one in results if _folder(one["path"]) == folder]))
+        lines.append(
+            _row(folder, [result for result in results if _folder(result["path"]) == folder])
+        )
     lines += [_row("all", results), "", "## Survivors", ""]
     if not survivors:
         lines.append("None.")
-    for one in survivors:
-        said = judged.get(one["path"], {}).get(one["id"], "Not judged.")
-        seen = f"{one['asked']} tests asked" if one["asked"] else "no test executes it"
+    for result in survivors:
+        judgement = judged.get(result["path"], {}).get(result["id"], "Not judged.")
+        seen = f"{result['asked']} tests asked" if result["asked"] else "no test executes it"
         lines += [
-            f"### {one['path']}:{one['line']} ({one['id']})",
+            f"### {result['path']}:{result['line']} ({result['id']})",
             "",
-            f"{said} ({one['operator']}, {seen})",
+            f"{judgement} ({result['operator']}, {seen})",
             "",
             "```diff",
-            one["diff"],
+            result["diff"],
             "```",
             "",
         ]
@@ -81,7 +83,7 @@ def _folder(path: str) -> str:
 
 
 def _row(name: str, results: Sequence[Mapping[str, Any]]) -> str:
-    count = Counter(one["outcome"] for one in results)
-    unseen = sum(one["outcome"] == "survived" and not one["asked"] for one in results)
+    count = Counter(result["outcome"] for result in results)
+    unseen = sum(result["outcome"] == "survived" and not result["asked"] for result in results)
     numbers = [len(results), *(count[kind] for kind in (*_CAUGHT, "survived")), unseen]
     return f"| {name} | {' | '.join(map(str, numbers))} | {share(results):.0%} |"

@@ -1,4 +1,4 @@
-"""Which tests execute a line, and how long each takes: a pytest plugin that asks coverage.py.
+"""Tests that execute a line, and how long each takes: a pytest plugin that asks coverage.py.
 
 As a plugin (`-p tests.mutants.seen`) it gives the lines that a test executes the test's name: here,
 in ranks of pools, which serve many tests, and in ranks that a test starts. `Seen` reads the result.
@@ -20,7 +20,7 @@ _TIMES = "tests.jsonl"
 
 
 def environment(tree: Path, folder: Path) -> dict[str, str]:
-    """What a pytest process that has this plugin needs besides, to look at the code in `tree`."""
+    """Environment that a pytest process with this plugin needs to look at the code in `tree`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = (HERE / "site", tree, tree / "common")
     return {
@@ -94,7 +94,7 @@ def test_of(context: str) -> str:
 
 
 class Seen:
-    """What was found: `seconds` by test that has passed, and `tests(path, lines)`."""
+    """Coverage of a run: `seconds` by test that has passed, and `tests(path, lines)`."""
 
     def __init__(self, folder: Path) -> None:
         self.seconds = _passed(folder / _TIMES)
@@ -115,19 +115,21 @@ class Seen:
         Args:
             lines: None: any line of it.
         """
-        measured = next((full for one, full in self._files.items() if one.match(path)), None)
+        measured = next(
+            (full for pattern, full in self._files.items() if pattern.match(path)), None
+        )
         if measured is None:
             return []
         if measured not in self._by_line:
             self._by_line[measured] = self._data.contexts_by_lineno(measured)
-        found = self._by_line[measured]
-        lines = found if lines is None else lines
-        names = {test_of(context) for line in lines for context in found.get(line, ())}
+        by_line = self._by_line[measured]
+        lines = by_line if lines is None else lines
+        names = {test_of(context) for line in lines for context in by_line.get(line, ())}
         return sorted(names & self.seconds.keys())
 
 
 def _passed(path: Path) -> dict[str, float]:
     """Seconds by test; one that has failed at any time is none to ask."""
     ended = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    bad = {one["id"] for one in ended if one["outcome"] != "passed"}
-    return {one["id"]: one["seconds"] for one in ended if one["id"] not in bad}
+    bad = {test["id"] for test in ended if test["outcome"] != "passed"}
+    return {test["id"]: test["seconds"] for test in ended if test["id"] not in bad}

@@ -24,7 +24,7 @@ from tests.mutants import chosen
 Outcome = Literal["failed", "hang", "unstartable", "survived"]
 """`unstartable`: no test could begin; all but `survived` are caught."""
 START_S = 60.0
-"""For pytest and the fork server, and for tests that a pool's ranks keep waiting once."""
+"""Limit for pytest and the fork server, and for tests that a pool's ranks keep waiting once."""
 SLOWER = 4.0
 """A mutant may take so many times longer than the tests took when they were looked at."""
 _HANGS = ("Failed: Timeout", "no answer from rank")
@@ -34,7 +34,7 @@ _BUILT = ("common/comm_core/*.so", "common/comm_core/_built_for.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of one mutant."""
+    """Outcome of one mutant."""
 
     outcome: Outcome
     by: str | None = None
@@ -76,8 +76,8 @@ class Tree:
             trial = self._tried(path, text, original, list(tests))
         finally:
             self._write(path, original)
-        found = {"asked": len(tests), "seconds": round(time.monotonic() - began, 1)}
-        return Trial(**{**trial, **found})
+        facts = {"asked": len(tests), "seconds": round(time.monotonic() - began, 1)}
+        return Trial(**{**trial, **facts})
 
     def _tried(
         self, path: str, changed: str, original: str, left: list[tuple[str, float]]
@@ -115,14 +115,14 @@ class Tree:
             env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": place}
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=60", *files]
             command += ["-p", "no:cacheprovider", "-p", "tests.mutants.chosen"]
-            with Path(place, "said").open("w") as said:
+            with Path(place, "output").open("w") as output:
                 process = subprocess.Popen(
                     command,
                     cwd=self.folder,
                     env=env,
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
+                    stdout=output,
+                    stderr=output,
                     start_new_session=True,
                 )
                 try:
@@ -138,7 +138,7 @@ class Tree:
                 return {"outcome": "survived", "message": "the tests that see it were not found"}
             failure = chosen.failed(Path(place))
             if failure is None:
-                words = Path(place, "said").read_text().strip().splitlines()
+                words = Path(place, "output").read_text().strip().splitlines()
                 message = words[-1] if words else f"exit status {code}"
                 return {"outcome": "unstartable", "by": None, "message": message}
             hung = any(sign in failure["message"] for sign in _HANGS)
@@ -164,7 +164,7 @@ def tracked(root: Path) -> list[str]:
 
 
 def adopt() -> None:
-    """From now on processes whose parents have died become this one's, so that it can end them."""
+    """Adopts processes whose parents have died, so that this process can end them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROGRAM = next((found for name in ("chromium", "chromium-browser", "google-chrome")
-                if (found := shutil.which(name))), None)  # fmt: skip
+PROGRAM = next((program for name in ("chromium", "chromium-browser", "google-chrome")
+                if (program := shutil.which(name))), None)  # fmt: skip
 LIMIT_S = 60.0
 
 
@@ -90,16 +90,16 @@ class Browser:
         """Goes there, and waits until it is loaded."""
         self._events.clear()
         self.send("Page.navigate", url=url)
-        while not any(one.get("method") == "Page.loadEventFired" for one in self._events):
+        while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
             self._events.append(self._message())
 
     def value(self, script: str) -> Any:
-        """What an expression gives, as JSON; a promise is waited for."""
-        found = self.send(
+        """Returns the value of an expression, as JSON; a promise is waited for."""
+        program = self.send(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in program, program["exceptionDetails"]
+        return program["result"].get("value")
 
     def press(self, key: str) -> None:
         """Enter, Tab, Escape, or a letter."""
@@ -121,28 +121,30 @@ class Browser:
 
     def picture(self, path: Path, whole: bool = True) -> None:
         """Writes what is to be seen as PNG."""
-        found = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        program = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(program["data"]))
 
     def paper(self, path: Path) -> None:
         """Writes what would be printed as PDF."""
-        found = self.send("Page.printToPDF", preferCSSPageSize=True, printBackground=False)
-        path.write_bytes(base64.b64decode(found["data"]))
+        program = self.send("Page.printToPDF", preferCSSPageSize=True, printBackground=False)
+        path.write_bytes(base64.b64decode(program["data"]))
 
     @property
     def requests(self) -> list[str]:
-        """What the page has asked for since it was opened, itself included."""
+        """Addresses that the page has asked for since it was opened, itself included."""
         return [
-            one["params"]["request"]["url"]
-            for one in self._events
-            if one.get("method") == "Network.requestWillBeSent"
+            event["params"]["request"]["url"]
+            for event in self._events
+            if event.get("method") == "Network.requestWillBeSent"
         ]
 
     @property
     def complaints(self) -> list[str]:
-        """What stands in its console, of errors and warnings of any kind."""
+        """Errors and warnings in the page's console."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
-        return [json.dumps(one["params"]) for one in self._events if one.get("method") in kinds]
+        return [
+            json.dumps(event["params"]) for event in self._events if event.get("method") in kinds
+        ]
 
     def close(self) -> None:
         """Ends it."""

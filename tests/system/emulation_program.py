@@ -243,15 +243,15 @@ def the_switch_delays() -> None:
         delays_are(cluster, {"h0": 1000, "h1": 1000, "h2": 4000})
         cluster.restore()
         delays_are(cluster, {"h1": 4000})
-        found = measured_network(cluster)
-        assert found["links"] == "switch" and found["switch"]["frames"] > 100, found
+        network = measured_network(cluster)
+        assert network["links"] == "switch" and network["switch"]["frames"] > 100, network
         cluster.set_profile(network_profile("100mbit"), 1)
         assert cluster.notes == []
         delays_are(cluster, {"h0": 0, "h1": 0, "h2": 0})
 
 
 def delays_are(cluster: EmulatedCluster, wanted_us: dict[str, float]) -> None:
-    """From these hosts to the next; a busy machine may add to it."""
+    """Checks delays from these hosts to the next; a busy machine may add to them."""
     rows = {row["source"]: row for row in packet_delays(cluster, 0.2)}
     assert [row["target"] for row in rows.values()] == ["h1", "h2", "h0"]
     for source, us in wanted_us.items():
@@ -318,8 +318,8 @@ def what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one() -> None:
         sending = subprocess.Popen(here.command(python(DATAGRAMS, near.address)))
         cost = transfer_cost(here, far)
         assert sending.wait(LIMIT_S) == 0
-        found = cluster.links.counters()
-        assert cost > 0 and found["packets"] > 10_000 and found["missed"] == 0, found
+        counters = cluster.links.counters()
+        assert cost > 0 and counters["packets"] > 10_000 and counters["missed"] == 0, counters
 
 
 SSHD = "/usr/sbin/sshd"
@@ -331,7 +331,7 @@ def a_server_of_ssh_answers_over_the_switch() -> None:
         tempfile.TemporaryDirectory() as folder,
         EmulatedCluster(hosts=2, profile=profile, links="switch") as cluster,
     ):
-        one, other = cluster.hosts
+        first, other = cluster.hosts
         Path("/run/sshd").mkdir(exist_ok=True)  # as Debian's start of it does
         key = Path(folder, "key")
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
@@ -354,8 +354,8 @@ def a_server_of_ssh_answers_over_the_switch() -> None:
         options = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={os.devnull}"]
         options += ["-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-p", "2222", "-i", str(key)]
         before = cluster.links.counters()
-        said = output(one, ["ssh", *options, "h1", "hostname; echo $SSH_CONNECTION"])
-        assert said.split()[:2] == ["h1", "10.78.0.1"], said
+        line = output(first, ["ssh", *options, "h1", "hostname; echo $SSH_CONNECTION"])
+        assert line.split()[:2] == ["h1", "10.78.0.1"], line
         assert cluster.links.counters()["frames"] - before["frames"] > 10
 
 
@@ -389,20 +389,20 @@ def a_dead_switch_is_told_and_replaced() -> None:
 
 
 def programs() -> list[int]:
-    """Those that are switches, in this sandbox."""
-    found = []
+    """Returns the sandbox's processes that are switches."""
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and (folder / "comm").read_text() == "link_switch\n":
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids
 
 
 def a_transfer_tells_what_a_byte_costs() -> None:
     with EmulatedCluster(hosts=2, profile=network_profile("1gbit")) as cluster:
-        found = calibrate(cluster.hosts)
+        costs = calibrate(cluster.hosts)
     # A byte costs more than copying it twice, less than a microsecond on any machine in use.
-    assert 1e-11 < found.cpu_s_per_byte < 1e-6
-    assert 1e8 < found.memory_bytes_per_s < 1e12
+    assert 1e-11 < costs.cpu_s_per_byte < 1e-6
+    assert 1e8 < costs.memory_bytes_per_s < 1e12
 
 
 def what_is_urgent_has_the_link_first() -> None:

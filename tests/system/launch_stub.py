@@ -43,7 +43,7 @@ def stub_job(folder: Path, mode: str, *, world_size: int, timeout_s: float = 200
 
 
 def place(folder: Path, rank: int) -> dict:
-    """What the stub of this rank found out about itself."""
+    """Returns the place that the stub of this rank has found itself in."""
     return json.loads((folder / f"place-{rank}.json").read_text())
 
 

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from common.emulation.config import Fault
-from common.harness.trial import MeasureConfig, OptimizerConfig, Trial, options_of
+from common.harness.settings import MeasureConfig, OptimizerConfig
+from common.harness.trial import Sources, Trial, options_of
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.replay import model as replay
 from common.models.workload import Workload
@@ -37,11 +38,13 @@ def make_trial(algorithm: str, world: int = 4, **more: Any) -> Trial:
     }
     options = options_of(algorithm, more.pop("options", {}))
     fault = Fault(**more.pop("fault")) if more.get("fault") else None
+    sources = {key: more.pop(key) for key in vars(Sources()) if key in more}
     return Trial(
         algorithm=algorithm,
         world_size=world,
         options=options,
         fault=fault,
+        sources=Sources(**sources),
         **{**fields, **more},
     )
 
@@ -56,8 +59,8 @@ def write_cifar(folder: Path, *, name: str = "cifar10", images: int = 40) -> Pat
     """Files as those of CIFAR-10 or CIFAR-100, for training and to judge by; what an image shows
     goes with its label. Returns the folder that holds their own."""
     fine = name == "cifar100"
-    own = folder / ("cifar-100-python" if fine else "cifar-10-batches-py")
-    own.mkdir(parents=True)
+    inner = folder / ("cifar-100-python" if fine else "cifar-10-batches-py")
+    inner.mkdir(parents=True)
     random, classes = np.random.default_rng(1), 100 if fine else 10
     key, names = ("fine_labels", "fine_label_names") if fine else ("labels", "label_names")
     parts = ["train", "test"] if fine else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
@@ -65,9 +68,9 @@ def write_cifar(folder: Path, *, name: str = "cifar10", images: int = 40) -> Pat
         labels = (np.arange(images) % classes).tolist()
         pixels = random.integers(0, 60, (images, 3072)) + 15 * (np.array(labels)[:, None] % 13)
         held = {"data": pixels.astype(np.uint8), key: labels}
-        (own / part).write_bytes(pickle.dumps(held))
+        (inner / part).write_bytes(pickle.dumps(held))
     meta = {names: [f"class {i}" for i in range(classes)]}
-    (own / ("meta" if fine else "batches.meta")).write_bytes(pickle.dumps(meta))
+    (inner / ("meta" if fine else "batches.meta")).write_bytes(pickle.dumps(meta))
     return folder
 
 

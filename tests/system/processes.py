@@ -1,4 +1,4 @@
-"""What tests of processes share: waiting for something, and who is still there."""
+"""Shared parts of tests of processes: waiting for something, and what is still there."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def alive(pid: int) -> bool:
 
 
 def number_in(path: Path) -> int | None:
-    """What a process wrote there, None before."""
+    """Returns the number that a process wrote there, None before."""
     text = path.read_text() if path.exists() else ""
     return int(text) if text else None

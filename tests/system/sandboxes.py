@@ -26,7 +26,7 @@ needs_sandbox = pytest.mark.skipif(
 
 
 class Outside:
-    """What a sandbox could leave behind, as seen from where the tests run.
+    """Traces that a sandbox could leave behind, as seen from where the tests run.
 
     Attributes:
         environment: for the sandbox; by what it holds, its processes are found again.

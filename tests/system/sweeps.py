@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.trial import Briefing
 from tests.system.processes import ROOT, python, wait_for
 
@@ -31,7 +31,7 @@ timeout_s: 60
 
 
 class Driver:
-    """Of one experiment, whose name is `tiny`."""
+    """Command line for one experiment, whose name is `tiny`."""
 
     def __init__(self, folder: Path, text: str = TINY) -> None:
         self.folder = folder
@@ -45,16 +45,16 @@ class Driver:
         return ["tests/system/undisturbed.py", "run", str(self.experiment), *logs, *flags]
 
     def run(self, *flags: str, **more: Any) -> subprocess.CompletedProcess:
-        """To its end."""
+        """Runs it to its end."""
         return python(*self.command(*flags), **more)
 
     def show(self, *flags: str) -> subprocess.CompletedProcess:
         return python("benchmarks.py", "show", *flags, "--logs", self.logs)
 
     def start(self, *flags: str, interrupts: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
-        """In the foreground; with `interrupts` ignored as a script starts things with `&`.
+        """Starts it in the foreground; with `interrupts` ignored as scripts start things with `&`.
 
-        Otherwise a suite in the background would hand on that it ignores them.
+        A suite in the background would hand on otherwise that it ignores them.
         """
         return subprocess.Popen(
             [sys.executable, *self.command(*flags)],
@@ -67,7 +67,7 @@ class Driver:
         )
 
     def records(self) -> list[dict]:
-        """As anybody may read them: a line of JSON each."""
+        """Returns the records as anybody may read them: a line of JSON each."""
         lines = (self.sweep / "records.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
@@ -90,7 +90,7 @@ class Driver:
 
 
 def write_trial(folder: Path, algorithm: str, world_size: int) -> None:
-    """What the workers of a short trial read."""
+    """Writes the files that the workers of a short trial read."""
     experiment = folder / "x.yaml"
     experiment.write_text(
         f"algorithms: [{algorithm}]\nworld_sizes: [{world_size}]\nbaseline: false\n"
@@ -104,13 +104,13 @@ def write_trial(folder: Path, algorithm: str, world_size: int) -> None:
 
 def processes_of(folder: Path | str) -> list[int]:
     """Live processes whose environment or arguments name the folder, or hold this text."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             text = " ".join([*process.environ().values(), *process.cmdline()])
             if str(folder) in text and process.pid != os.getpid():
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def repeats(record: dict) -> list[list[float]]:

@@ -117,9 +117,9 @@ def test_network_starts_its_own_ranks_and_writes_the_fit(tmp_path):
     kept = json.loads(path.read_text())
     assert (kept["kind"], kept["ranks"]) == ("network", 2)
     assert set(kept["collectives"]) == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
-    for found in kept["collectives"].values():
-        assert found["nbytes"] == [4096, 8192, 16384, 32768, 65536]
-        assert found["alpha_s"] >= 0 and found["beta_s_per_byte"] >= 0
+    for fit in kept["collectives"].values():
+        assert fit["nbytes"] == [4096, 8192, 16384, 32768, 65536]
+        assert fit["alpha_s"] >= 0 and fit["beta_s_per_byte"] >= 0
 
 
 @pytest.mark.parametrize(

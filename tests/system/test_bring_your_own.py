@@ -41,7 +41,7 @@ def mine(tmp_path) -> Path:
 
 
 def state() -> str:
-    """What git sees of the repository; logs and figures are ignored."""
+    """Returns the repository's state by git; logs and figures are ignored."""
     words = ["git", "status", "--porcelain"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
 
@@ -60,16 +60,16 @@ def test_one_command_from_a_file_to_a_table(tmp_path, mine, monkeypatch):
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stderr.count("net.py modelled for NVIDIA GeForce RTX 3090") == 1
     lines = (logs / "net" / "records.jsonl").read_text().splitlines()
-    dear, own = (json.loads(line) for line in lines)
-    assert [one["trial"]["algorithm"] for one in (dear, own)] == ["dear", "small-ones"]
-    assert own["trial"]["plugin"]["path"] == str(mine / "small_ones.py")
-    for one in (dear, own):
-        assert one["status"] == "ok" and one["check"]["matches_reference"]
+    dear, small = (json.loads(line) for line in lines)
+    assert [record["trial"]["algorithm"] for record in (dear, small)] == ["dear", "small-ones"]
+    assert small["trial"]["plugin"]["path"] == str(mine / "small_ones.py")
+    for record in (dear, small):
+        assert record["status"] == "ok" and record["check"]["matches_reference"]
         assert (
-            one["trial"]["model"] == "net.py@rtx3090-modelled"
-            and one["fabric"]["kind"] == "emulated"
+            record["trial"]["model"] == "net.py@rtx3090-modelled"
+            and record["fabric"]["kind"] == "emulated"
         )
-        assert one["throughput"]["unit"] == "sample/s" and one["bound"]["step_s"] > 0
+        assert record["throughput"]["unit"] == "sample/s" and record["bound"]["step_s"] > 0
     assert dear["modelled"]["step_s"] > 0, dear["modelled"]
     table = (logs / "net" / "table.md").read_text()
     assert "net.py@rtx3090-modelled" in table and "small-ones" in table

@@ -22,9 +22,9 @@ EMULATED = ("run", str(ROOT / "configs" / "experiments" / "emulated-quick.yaml")
 def refused(capsys, *arguments: str) -> str:
     """The one line that a mistake is answered with."""
     assert cli.main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    return said.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    return output.err
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_the_documents_have_todays_keys():
 def test_what_cannot_run_here_is_listed_with_the_reason(monkeypatch):
     kind = algorithm_class("horovod")
     monkeypatch.setattr(kind, "unavailable", classmethod(lambda cls: "it was not built"))
-    found = listing()["algorithms"]
-    assert found["horovod"].endswith("  [unsupported here: it was not built]")
-    assert "unsupported" not in found["wfbp"]
+    listed = listing()["algorithms"]
+    assert listed["horovod"].endswith("  [unsupported here: it was not built]")
+    assert "unsupported" not in listed["wfbp"]
 
 
 def test_output_into_a_closed_pipe_is_no_traceback():

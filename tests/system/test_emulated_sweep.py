@@ -122,7 +122,7 @@ def test_a_cell_finds_its_time_scale_and_is_measured_at_twice_that(tmp_path):
         (steps,) = record["systematic"]["iters"]
         # Emulated seconds there, too: at k and at 2k a step takes what it does.
         assert 0.2 < steps[0][0] < 2
-        assert all(one["time_scale"] <= scale for one in record["set_aside"])
+        assert all(launch["time_scale"] <= scale for launch in record["set_aside"])
     assert sorted(record["order"]["positions"] for record in records) == [[0], [1]]
     assert len({record["order"]["seed"] for record in records}) == 1
     assert "systematic" in done.stdout
@@ -184,7 +184,7 @@ def test_a_trial_whose_switch_dies_fails_and_the_next_has_another_switch(replaye
     try:
         replayed.worker("dear", rank=0, phase="measuring")
         below = psutil.Process(process.pid).children(recursive=True)
-        (switch,) = [one for one in below if one.name() == "link_switch"]
+        (switch,) = [child for child in below if child.name() == "link_switch"]
         switch.kill()
         stdout, stderr = process.communicate(timeout=120)
     finally:

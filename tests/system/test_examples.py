@@ -85,7 +85,7 @@ def test_images_and_texts_are_trained_on_by_an_ordinary_script(tmp_path, flags, 
         write_cifar(place)
     given = ("--data-dir", str(place), "--batch-size", "4", "--epochs", "3", *flags)
     output = train_in_ranks(tmp_path, *given, script=TRAINING)
-    losses = [float(found) for found in re.findall(r"  loss ([0-9.]+)", output)]
+    losses = [float(loss) for loss in re.findall(r"  loss ([0-9.]+)", output)]
     assert len(losses) == 3 and losses[2] < losses[0], output
     assert output.count(wanted) == 3 and "on 2 process(es), dear" in output
 
@@ -221,7 +221,7 @@ def curves(path: Path) -> dict[str, list[float]]:
 
 
 def results(script: str, folder: Path, *flags: str) -> tuple[str, dict[str, list[float]]]:
-    """What four ranks print, and their curves."""
+    """Returns what four ranks print, and their curves."""
     done = run_ranks(script, "--out", str(folder), *flags, ranks=4)
     assert done.returncode == 0, done.stderr
     stem = folder / Path(script).stem
@@ -231,15 +231,15 @@ def results(script: str, folder: Path, *flags: str) -> tuple[str, dict[str, list
 
 @pytest.mark.full
 def test_consensus_is_exact_and_as_fast_as_the_spectral_gap_says(tmp_path):
-    said, found = results("consensus.py", tmp_path, "--iterations", "60")
-    measured = {name: curve for name, curve in found.items() if "predicted" not in name}
+    output, curves = results("consensus.py", tmp_path, "--iterations", "60")
+    measured = {name: curve for name, curve in curves.items() if "predicted" not in name}
     assert list(measured) == [
         *("ring", "star", "2-D mesh", "exponential", "fully connected", "one-peer exponential")
     ]
     for name, curve in measured.items():
-        assert name in said
+        assert name in output
         assert curve[0] == 1 and curve[-1] < 1e-6
-        for distance, bound in zip(curve, found.get(f"{name} (predicted)", []), strict=False):
+        for distance, bound in zip(curve, curves.get(f"{name} (predicted)", []), strict=False):
             assert distance <= bound * (1 + 1e-6) + 1e-13
     assert measured["fully connected"][1] < 1e-12
     assert measured["one-peer exponential"][1] > 0.1
@@ -249,16 +249,16 @@ def test_consensus_is_exact_and_as_fast_as_the_spectral_gap_says(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("script", ["linear_regression.py", "logistic_regression.py"])
 def test_corrected_methods_converge_linearly_and_plain_averaging_stalls(tmp_path, script):
-    said, found = results(script, tmp_path)
-    assert list(found) == BIASED + EXACT
-    assert all(name in said for name in found)
-    last = len(found[EXACT[0]]) - 1
+    output, curves = results(script, tmp_path)
+    assert list(curves) == BIASED + EXACT
+    assert all(name in output for name in curves)
+    last = len(curves[EXACT[0]]) - 1
     for name in BIASED:
-        curve = found[name]
+        curve = curves[name]
         assert curve[-1] > 1e-3
         assert curve[-1] == pytest.approx(curve[last * 3 // 4], rel=1e-3)  # it moves no more
     for name in EXACT:
-        curve = found[name]
+        curve = curves[name]
         assert curve[0] == pytest.approx(1)
         assert curve[-1] < 1e-8
         # Linearly: no part of the way is much slower than another.

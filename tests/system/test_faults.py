@@ -122,7 +122,7 @@ def test_a_latency_changes_and_comes_back(tmp_path):
 
 
 class Traced(StandIn):
-    """Of three hosts, whose links have a trace."""
+    """Cluster of three hosts, whose links have a trace."""
 
     hosts = (0, 1, 2)
     profile = NetworkProfile(
@@ -276,15 +276,15 @@ def test_nothing_is_blamed_that_did_not_happen_or_did_no_harm():
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "words"),
     [
         (Fault(kind="link_down", host=2), "host 2 runs no rank; allowed: 0 to 1"),
         (Fault(kind="kill_rank", rank=4), "there is no rank 4; allowed: 0 to 3"),
         (Fault(kind="slow_host", host=0, factor=0.5), "cannot be made faster, got factor 0.5"),
     ],
 )
-def test_a_fault_without_a_place_is_a_users_mistake(fault, said):
-    with pytest.raises(UserError, match=said):
+def test_a_fault_without_a_place_is_a_users_mistake(fault, words):
+    with pytest.raises(UserError, match=words):
         check_fault(fault, hosts=8, ranks_per_host=2, world_size=4, replayed=False)
     # The third host has a rank in a larger world, and replayed compute may be made faster.
     check_fault(fault, hosts=8, ranks_per_host=2, world_size=5, replayed=True)

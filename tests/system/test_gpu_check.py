@@ -168,12 +168,18 @@ def test_the_sweeps_of_the_plan_are_experiments(tmp_path, device, capsys):
     ],
 )
 def test_the_verdict_on_tests(tmp_path, cases, status, reason):
-    said = {"good": "", "bad": "<failure message='no'/>", "later": "<skipped message='no timm'/>"}
+    contents = {
+        "good": "",
+        "bad": "<failure message='no'/>",
+        "later": "<skipped message='no timm'/>",
+    }
     report, log = tmp_path / "report.xml", tmp_path / "log"
     log.write_text("no module named pytest\n")
     if cases is not None:
-        made = (f"<testcase name='{case}'>{said[case]}</testcase>" for case in cases.split())
-        report.write_text(f"<testsuites><testsuite>{''.join(made)}</testsuite></testsuites>")
+        elements = (
+            f"<testcase name='{case}'>{contents[case]}</testcase>" for case in cases.split()
+        )
+        report.write_text(f"<testsuites><testsuite>{''.join(elements)}</testsuite></testsuites>")
     code = int(cases is None or "bad" in cases)
     assert judge_tests(report, Ended(code=code, seconds=1, log=log)) == (status, reason)
 
@@ -211,8 +217,8 @@ def test_the_verdict_on_a_sweep(tmp_path, other, code, status, reason):
     records = [] if other is None else [_record("ddp"), other]
     (tmp_path / "records.jsonl").write_text("".join(f"{line}\n" for line in records))
     ended = Ended(code=code, seconds=1, log=tmp_path / "log")
-    found, why = judge_sweep(tmp_path, {"resnet50"}, ended)
-    assert found == status and why.startswith(reason)
+    verdict, why = judge_sweep(tmp_path, {"resnet50"}, ended)
+    assert verdict == status and why.startswith(reason)
 
 
 FACTS = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "gpus": ["NVIDIA H200"]}
@@ -263,9 +269,11 @@ def test_the_check_needs_no_package():
 
 def test_the_probe_names_what_is_missing_and_how_to_get_it(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    found = gpu_check.missing("# comment\ntorch==2.13.0\nnot-a-package>=1.0\n\nnumpy>=2.0  # why\n")
+    missing = gpu_check.missing(
+        "# comment\ntorch==2.13.0\nnot-a-package>=1.0\n\nnumpy>=2.0  # why\n"
+    )
     how = "pip install 'not-a-package>=1.0'"
-    assert found == {"not-a-package": how, "c++": "no C++ compiler"}
+    assert missing == {"not-a-package": how, "c++": "no C++ compiler"}
 
 
 @pytest.fixture

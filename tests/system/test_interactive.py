@@ -115,11 +115,11 @@ def test_the_notebook_gives_what_readers_see_and_leaves_no_process_behind(tmp_pa
             os.kill(process, signal.SIGKILL)
     notebook = json.loads((tmp_path / NOTEBOOK.name).read_text())
     assert not outputs(notebook, "error")
-    said = printed(notebook)
-    assert sorted(re.findall(r"rank (\d) of 4", said)) == list("0123")
-    assert len(re.findall(r"less than 1e-6 after \d+ iterations", said)) == 4
+    text = printed(notebook)
+    assert sorted(re.findall(r"rank (\d) of 4", text)) == list("0123")
+    assert len(re.findall(r"less than 1e-6 after \d+ iterations", text)) == 4
     committed = json.loads(NOTEBOOK.read_text())
-    assert sorted(printed(committed).splitlines()) == sorted(said.splitlines())
+    assert sorted(printed(committed).splitlines()) == sorted(text.splitlines())
     assert [len(outputs(each, "display_data")) for each in (notebook, committed)] == [2, 2]
 
 
@@ -127,7 +127,7 @@ def test_the_notebook_names_no_machine():
     notebook = json.loads(NOTEBOOK.read_text())
     streams = outputs(notebook, "stream")
     assert {out["name"] for out in streams} == {"stdout"}
-    said = "".join("".join(out["text"]) for out in streams)
-    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b|/\w+/|\d+\.\d+\.\d+\.", said)
+    text = "".join("".join(out["text"]) for out in streams)
+    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b|/\w+/|\d+\.\d+\.\d+\.", text)
     pictures = outputs(notebook, "display_data")
     assert all(set(out["data"]) == {"image/png", "text/plain"} for out in pictures)

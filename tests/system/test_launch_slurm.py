@@ -52,7 +52,7 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=60 State=UP
 
 
 def unable() -> str | None:
-    """Why no Slurm can be started here, or None."""
+    """Returns why no Slurm can be started here, or None."""
     if os.geteuid() != 0:
         return "starting Slurm's daemons needs root"
     missing = [name for name in (*_DAEMONS, "srun", "sbatch") if _tool(name) is None]
@@ -136,10 +136,10 @@ def _tool(name: str) -> str | None:
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
 
 
 pytestmark = pytest.mark.timeout(400)
@@ -186,9 +186,9 @@ def start(
 
 
 def outcome_of(process: subprocess.Popen) -> dict:
-    said, _ = process.communicate(timeout=380)
+    output, _ = process.communicate(timeout=380)
     assert process.returncode == 0
-    return json.loads(said)
+    return json.loads(output)
 
 
 def queue(slurm) -> str:

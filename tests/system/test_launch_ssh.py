@@ -78,7 +78,7 @@ def ssh(agent: str, *names: str, slots: int = 1):
 
 
 def pids(job: StubJob) -> list[int]:
-    """Of the ranks, once all of them are there."""
+    """Returns the ranks' process ids, once all of them are there."""
     paths = [job.folder / f"place-{rank}.json" for rank in range(job.world_size)]
     wait_for(lambda: all(path.exists() for path in paths))
     return [place(job.folder, rank)["pid"] for rank in range(job.world_size)]

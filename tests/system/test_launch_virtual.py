@@ -60,7 +60,7 @@ def run_job(
     world_size: int = 2,
     timeout_s: float = 300.0,
 ) -> None:
-    """Inside a sandbox: builds the hosts, runs the job and prints its outcome."""
+    """Builds hosts inside a sandbox, runs the job and prints its outcome."""
     job = stub_job(Path(folder), mode or "", world_size=world_size, timeout_s=timeout_s)
     if mode is None:
         job = Job(**{**vars(job), "worker_module": WORKER})

@@ -154,10 +154,10 @@ def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
     records = driver.records()
     assert [record["status"] for record in records] == ["ok"] * 10, done.stderr
     for record in records:
-        found = record["check"]
-        assert found["matches_reference"], (record["trial"]["algorithm"], found)
-        assert found["replicas_agree"] and found["replica_spread"] > 0
-        assert 0 < found["consensus_distance"] < 0.5
+        check = record["check"]
+        assert check["matches_reference"], (record["trial"]["algorithm"], check)
+        assert check["replicas_agree"] and check["replica_spread"] > 0
+        assert 0 < check["consensus_distance"] < 0.5
         # On a busy machine two steps may send nothing, where puts that are under way go on.
         free = record["bound"]["kind"] == "asynchronous"
         assert repeats(record)[0] and (free or record["results"][0]["bytes_per_step"] > 0)
@@ -205,8 +205,8 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
     done = driver.run()
     records = driver.records()
     assert [record["status"] for record in records] == ["ok"] * 3, done.stderr
-    found = {record["trial"]["algorithm"]: record for record in records}
-    for name, record in found.items():
+    by_name = {record["trial"]["algorithm"]: record for record in records}
+    for name, record in by_name.items():
         (repeat,) = [result["learning"] for result in record["results"]]
         evaluations, ranks = repeat["evaluations"], repeat["ranks"]
         assert [e["at_s"] for e in evaluations] == [0.0, 0.5, 1.0, 1.5]
@@ -239,9 +239,11 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
             assert 0 < record["check"]["consensus_distance"] < 0.5
     # The same start and the same judges for all.
     assert len({r["results"][0]["learning"]["evaluations"][0]["loss"] for r in records}) == 1
-    ages = [rank["staleness"] for rank in found["asyncddp"]["results"][0]["statistics"]]
+    ages = [rank["staleness"] for rank in by_name["asyncddp"]["results"][0]["statistics"]]
     assert [set(age) for age in ages] == [{"1"}, {"0"}]
-    curve = [e.get("staleness") for e in found["asyncddp"]["results"][0]["learning"]["evaluations"]]
+    curve = [
+        e.get("staleness") for e in by_name["asyncddp"]["results"][0]["learning"]["evaluations"]
+    ]
     assert curve[0] is None and any(age is not None for age in curve)
     assert not list(driver.sweep.glob("*/learned-*"))
     shown = driver.show().stdout

@@ -21,13 +21,13 @@ COMMANDS = page.Commands(sweep="x", again=lambda: (None, ""))
 def browser(tmp_path_factory):
     if PROGRAM is None:
         pytest.skip("no chromium on the PATH")
-    made = Browser(tmp_path_factory.mktemp("browser") / "profile")
-    yield made
-    made.close()
+    chromium = Browser(tmp_path_factory.mktemp("browser") / "profile")
+    yield chromium
+    chromium.close()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def report(tmp_path_factory):
     """`made(name)` is the report of a committed sweep, with its figures."""
     folder = tmp_path_factory.mktemp("reports")
 
@@ -42,14 +42,14 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["merging", "emulated", "quick", "time_to_accuracy", "slow_host"])
-def test_the_console_is_clean_and_nothing_is_asked_for(browser, made, name):
+def test_the_console_is_clean_and_nothing_is_asked_for(browser, report, name):
     for dark in (False, True):
         browser.look(dark=dark)
-        browser.open(made(name))
+        browser.open(report(name))
         assert browser.value("document.querySelector('h1').textContent") == name
         assert browser.complaints == []
-        own = [url for url in browser.requests if not url.startswith("data:")]
-        assert own == [made(name)], "itself alone"
+        urls = [url for url in browser.requests if not url.startswith("data:")]
+        assert urls == [report(name)], "itself alone"
 
 
 def column(browser, table: str, number: int) -> list[str]:
@@ -58,9 +58,9 @@ def column(browser, table: str, number: int) -> list[str]:
     return browser.value(f"{rows}.map((row) => row.cells[{number}].textContent.trim())")
 
 
-def test_tables_are_sorted_by_mouse_and_by_keyboard(browser, made):
+def test_tables_are_sorted_by_mouse_and_by_keyboard(browser, report):
     browser.look()
-    browser.open(made("merging"))
+    browser.open(report("merging"))
     usual = column(browser, "results", 0)
     head = "document.querySelectorAll('#results thead button')[1]"
     browser.value(f"{head}.click()")
@@ -80,9 +80,9 @@ def test_tables_are_sorted_by_mouse_and_by_keyboard(browser, made):
     )
 
 
-def test_a_reason_moves_with_its_row_and_empty_cells_stay_below(browser, made):
+def test_a_reason_moves_with_its_row_and_empty_cells_stay_below(browser, report):
     browser.look()
-    browser.open(made("emulated"))
+    browser.open(report("emulated"))
     heads = "[...document.querySelectorAll('#results thead button')]"
     verdict = f"{heads}.find((one) => one.textContent.startsWith('speed-up'))"
     browser.value(f"{verdict}.click()")
@@ -95,24 +95,24 @@ def test_a_reason_moves_with_its_row_and_empty_cells_stay_below(browser, made):
     assert browser.value(alone) == 0
 
 
-def test_rows_are_filtered_and_the_filter_taken_back(browser, made):
+def test_rows_are_filtered_and_the_filter_taken_back(browser, report):
     browser.look()
-    browser.open(made("merging"))
+    browser.open(report("merging"))
     count = len(column(browser, "results", 0))
     browser.value("document.getElementById('filter-results').focus()")
     for letter in "dear":
         browser.press(letter)
     assert column(browser, "results", 0) == ["dear-none", "dear-threshold", "dear-tuned"]
-    told = "document.querySelector('.filter output').textContent"
-    assert browser.value(told) == f"3 of {count} rows"
+    output = "document.querySelector('.filter output').textContent"
+    assert browser.value(output) == f"3 of {count} rows"
     browser.press("Escape")
-    assert len(column(browser, "results", 0)) == count and browser.value(told) == ""
+    assert len(column(browser, "results", 0)) == count and browser.value(output) == ""
 
 
-def test_colours_are_the_systems_until_somebody_chooses(browser, made):
+def test_colours_are_the_systems_until_somebody_chooses(browser, report):
     background = "getComputedStyle(document.body).backgroundColor"
     browser.look(dark=True)
-    browser.open(made("merging"))
+    browser.open(report("merging"))
     dark = browser.value(background)
     browser.look(dark=False)
     light = browser.value(background)
@@ -127,16 +127,16 @@ def test_colours_are_the_systems_until_somebody_chooses(browser, made):
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-def test_only_tables_are_wider_than_the_window(browser, made, width):
+def test_only_tables_are_wider_than_the_window(browser, report, width):
     browser.look(width=width)
     for name in ("emulated", "time_to_accuracy"):
-        browser.open(made(name))
+        browser.open(report(name))
         assert browser.value("document.documentElement.scrollWidth") <= width
 
 
-def test_what_is_packed_is_saved_unpacked(browser, made):
+def test_what_is_packed_is_saved_unpacked(browser, report):
     browser.look()
-    browser.open(made("merging"))
+    browser.open(report("merging"))
     link = "document.querySelector('a[data-packed]')"
     assert browser.value(f"{link}.download") == "records.jsonl"
     # What it makes to be saved, as a text; the page's policy lets nobody fetch it.
@@ -152,17 +152,17 @@ def test_what_is_packed_is_saved_unpacked(browser, made):
     assert browser.complaints == []
 
 
-def test_without_javascript_all_of_it_is_there(browser, made):
+def test_without_javascript_all_of_it_is_there(browser, report):
     browser.look()
     browser.send("Emulation.setScriptExecutionDisabled", value=True)
     try:
-        browser.open(made("merging"))
+        browser.open(report("merging"))
         assert browser.complaints == []
         shown = browser.send("DOM.getDocument")["root"]["nodeId"]
-        found = browser.send("DOM.querySelectorAll", nodeId=shown, selector="button, input")
-        assert found["nodeIds"] == [], "nothing to click on that would do nothing"
-        found = browser.send("DOM.querySelectorAll", nodeId=shown, selector="#results tbody")
-        assert len(found["nodeIds"]) == 7
+        answer = browser.send("DOM.querySelectorAll", nodeId=shown, selector="button, input")
+        assert answer["nodeIds"] == [], "nothing to click on that would do nothing"
+        answer = browser.send("DOM.querySelectorAll", nodeId=shown, selector="#results tbody")
+        assert len(answer["nodeIds"]) == 7
     finally:
         browser.send("Emulation.setScriptExecutionDisabled", value=False)
 

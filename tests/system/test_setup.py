@@ -80,8 +80,8 @@ def test_the_packages_of_a_python_that_is_a_virtual_environments_stay_visible(tm
     done = _set_up(venv, PIP_NO_INDEX="1")
     assert done.returncode == 0, done.stderr
     code = "import importlib.util as u; print(u.find_spec('torch').origin)"
-    found = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True)
-    assert found.stdout.startswith(sys.prefix)
+    printed = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True)
+    assert printed.stdout.startswith(sys.prefix)
 
 
 def _set_up(venv, **env):
@@ -129,11 +129,11 @@ def test_the_first_table_does_not_wait_for_horovod(tmp_path):
 
 @pytest.mark.parametrize("has", ["an environment", "none"])
 def test_it_runs_in_the_projects_environment_whatever_python_starts_it(tmp_path, has):
-    """Or says in one line what is missing where, before any trial fails for it."""
+    """A line says otherwise what is missing where, before any trial fails."""
     shutil.copy(ROOT / "benchmarks.py", tmp_path)
     (tmp_path / "common" / "harness").mkdir(parents=True)
-    told = "import sys\ndef main(arguments):\n    print(sys.prefix, arguments)\n    return 7\n"
-    (tmp_path / "common" / "harness" / "cli.py").write_text(told)
+    stub = "import sys\ndef main(arguments):\n    print(sys.prefix, arguments)\n    return 7\n"
+    (tmp_path / "common" / "harness" / "cli.py").write_text(stub)
     bare = tmp_path / "bare"
     venv.create(bare)
     if has == "an environment":

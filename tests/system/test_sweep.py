@@ -1,4 +1,4 @@
-"""What a sweep makes of how its trials end: through the command line, on a made-up fabric."""
+"""Sweeps by how their trials end: through the command line, on a made-up fabric."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ TOO_SLOW = Outcome(
 
 
 def ended_well(result: Result = GOOD) -> Outcome:
-    """As a launcher says it: the result has been through a file."""
+    """Returns an outcome as a launcher does: the result has been through a file."""
     return Outcome(status="ok", result=json.loads(json.dumps(dataclasses.asdict(result))))
 
 
-class Made(Fabric):
+class StubFabric(Fabric):
     """Jobs end well, unless their algorithm is one of `outcomes` or the network carries nothing."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Made(Fabric):
         self.scale = 1.0
         self.started: list[str] = []
         self.entered: list[set[tuple[int, bool]]] = []
-        self.told: list[Briefing] = []
+        self.briefings: list[Briefing] = []
 
     def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
         self.settled.append(settled)
@@ -81,7 +81,7 @@ class Made(Fabric):
 
     def run(self, trial: Trial, job: Job) -> Outcome:
         self.started.append(trial.title)
-        self.told.append(Briefing.load(job.folder))
+        self.briefings.append(Briefing.load(job.folder))
         if len(self.started) == self.interrupted_launch:
             raise KeyboardInterrupt
         return self.outcomes.get(trial.algorithm, ended_well())
@@ -90,15 +90,15 @@ class Made(Fabric):
 class Line:
     """`benchmarks.py run` in this process."""
 
-    def __init__(self, folder: Path, made: Made) -> None:
+    def __init__(self, folder: Path, stub: StubFabric) -> None:
         self._experiment = folder / "tiny.yaml"
         self._experiment.write_text(TWO_CELLS)
-        self.made = made
+        self.fabric = stub
         self.logs = folder / "logs"
         self.sweep = self.logs / "tiny"
 
     def run(self, *flags: str) -> int:
-        self.made.started.clear()
+        self.fabric.started.clear()
         command = ["run", str(self._experiment), "--logs", str(self.logs), "--no-plot", *flags]
         return cli.main(command)
 
@@ -109,9 +109,9 @@ class Line:
 
 @pytest.fixture
 def line(tmp_path, monkeypatch):
-    made = Made()
-    monkeypatch.setattr(fabric, "make_fabric", lambda experiment, trials: made)
-    return Line(tmp_path, made)
+    stub = StubFabric()
+    monkeypatch.setattr(fabric, "make_fabric", lambda experiment, trials: stub)
+    return Line(tmp_path, stub)
 
 
 ONE_CELL = ("-k", "bs=2")
@@ -119,7 +119,7 @@ ONE_CELL = ("-k", "bs=2")
 
 def test_repeats_of_compared_trials_take_turns(line):
     assert line.run(*ONE_CELL) == 0
-    names = [title.split()[-1] for title in line.made.started]
+    names = [title.split()[-1] for title in line.fabric.started]
     assert [sorted(names[:2]), sorted(names[2:])] == [["ddp", "dear"]] * 2
     first, second = line.records
     assert first.run == second.run
@@ -129,7 +129,7 @@ def test_a_second_run_runs_nothing_unless_it_is_told_to(line, capsys, monkeypatc
     assert line.run(*ONE_CELL) == 0
     capsys.readouterr()
     assert line.run(*ONE_CELL) == 0
-    assert line.made.started == [] and len(line.records) == 2
+    assert line.fabric.started == [] and len(line.records) == 2
     assert "[1/" not in capsys.readouterr().err
     monkeypatch.setattr(sweep, "now", lambda: "much later")
     assert line.run(*ONE_CELL, "-k", "dear", "--rerun", "all") == 0
@@ -154,65 +154,64 @@ def test_every_run_leaves_its_command_and_its_experiment(line, capsys):
 
 
 def test_a_failed_trial_is_named_and_it_alone_is_run_again(line, capsys):
-    line.made.outcomes["ddp"] = TOO_SLOW
+    line.fabric.outcomes["ddp"] = TOO_SLOW
     assert line.run(*ONE_CELL) == 1
     by_name = {record.label: record for record in line.records}
     assert (by_name["ddp"].status, by_name["dear"].status) == ("timeout", "ok")
     assert by_name["ddp"].error.message == "too slow"
     out = capsys.readouterr().out
     assert "too slow" in out and "no log: it never started" in out
-    line.made.outcomes.clear()
+    line.fabric.outcomes.clear()
     assert line.run(*ONE_CELL) == 0
     assert [record.label for record in line.records[2:]] == ["ddp"]
 
 
 def test_trials_that_are_run_later_have_the_time_scale_of_those_on_record(line):
-    """They are compared with each other."""
-    line.made.scale, line.made.outcomes["ddp"] = 12.0, TOO_SLOW
+    line.fabric.scale, line.fabric.outcomes["ddp"] = 12.0, TOO_SLOW
     assert line.run(*ONE_CELL) == 1
-    line.made.outcomes.clear()
+    line.fabric.outcomes.clear()
     assert line.run() == 0
-    first, again, other_cell = line.made.settled
+    first, again, other_cell = line.fabric.settled
     assert first is None and other_cell is None
     assert again.time_scale == 12.0
     assert again.reason == "as others of the cell, which are on record: 12 CPU seconds a step"
-    line.made.settled.clear()
+    line.fabric.settled.clear()
     assert line.run(*ONE_CELL, "-k", "dear", "--rerun", "all") == 0
-    assert [choice.reason for choice in line.made.settled] == [again.reason], "said once"
-    line.made.settled.clear()
+    assert [choice.reason for choice in line.fabric.settled] == [again.reason], "said once"
+    line.fabric.settled.clear()
     assert line.run(*ONE_CELL, "--rerun", "all") == 0
-    assert line.made.settled == [None], "nothing of the cell stays"
+    assert line.fabric.settled == [None], "nothing of the cell stays"
 
 
 def test_a_fault_has_the_time_scale_of_what_it_is_compared_with(line, monkeypatch):
     monkeypatch.setattr(sandbox, "inside", lambda: True)
-    line.made.scale = 12.0
+    line.fabric.scale = 12.0
     fault = "faults=[{kind: kill_rank, rank: 1, at_s: 1}]"
     cluster = ["--set", "cluster={hosts: 2}", "--set", fault]
     assert line.run(*ONE_CELL, *cluster) == 0
-    undisturbed, faulty = line.made.settled
+    undisturbed, faulty = line.fabric.settled
     assert undisturbed is None and faulty.time_scale == 12.0
 
 
 def test_worlds_of_a_cell_are_prepared_for_together_and_later_ones_anew(line, monkeypatch):
-    """What is right for the smallest of several worlds is too fast for the others."""
+    """Scales that are right for the smallest of several worlds are too fast for the others."""
     monkeypatch.setattr(sandbox, "inside", lambda: True)
     fault = "faults=[{kind: kill_rank, rank: 1, at_s: 1}]"
     worlds = ["--set", "cluster={hosts: 3}", "--set", "world_sizes=[2, 3]", "--set", fault]
     small = [flag.replace("[2, 3]", "[2]") for flag in worlds]
     assert line.run(*ONE_CELL, *worlds) == 0
-    assert line.made.entered == [{(2, False), (3, False)}, {(2, True), (3, True)}]
+    assert line.fabric.entered == [{(2, False), (3, False)}, {(2, True), (3, True)}]
 
-    line.made.settled.clear(), line.made.entered.clear()
+    line.fabric.settled.clear(), line.fabric.entered.clear()
     assert line.run(*ONE_CELL, *small, "--rerun", "all") == 0
-    assert line.made.entered == [{(2, False)}, {(2, True)}]
-    line.made.settled.clear(), line.made.entered.clear()
+    assert line.fabric.entered == [{(2, False)}, {(2, True)}]
+    line.fabric.settled.clear(), line.fabric.entered.clear()
     (line.sweep / "records.jsonl").write_text("")
     assert line.run(*ONE_CELL, *small) == 0
-    line.made.scale = 12.0
+    line.fabric.scale = 12.0
     assert line.run(*ONE_CELL, *worlds) == 0
-    assert line.made.entered[2:] == [{(3, False)}, {(3, True)}]
-    calm, faulty = line.made.settled[2:]
+    assert line.fabric.entered[2:] == [{(3, False)}, {(3, True)}]
+    calm, faulty = line.fabric.settled[2:]
     assert calm is None and faulty.time_scale == 12.0
 
 
@@ -229,7 +228,7 @@ def test_a_record_tells_the_order_of_its_cell_and_a_dry_run_how_long_it_goes_on(
 
 
 def test_an_interrupted_trial_and_those_under_way_are_recorded(line, capsys):
-    line.made.interrupted_launch = 2
+    line.fabric.interrupted_launch = 2
     assert line.run(*ONE_CELL) == 130
     assert "interrupted; finished trials are recorded" in capsys.readouterr().err
     assert {(record.label, record.status) for record in line.records} == {
@@ -239,42 +238,46 @@ def test_an_interrupted_trial_and_those_under_way_are_recorded(line, capsys):
 
 
 def test_a_sweep_that_was_stopped_goes_on_where_it_was(line):
-    line.made.interrupted_launch = 4
+    line.fabric.interrupted_launch = 4
     assert line.run(*ONE_CELL, "--set", "measure.repeats=3") == 130
     first = {record.run for record in line.records}
     marks = [path.parent / "mark" for path in line.sweep.glob("*/trial.json")]
     for mark in marks:
         mark.touch()
-    line.made.interrupted_launch = None
+    line.fabric.interrupted_launch = None
     assert line.run(*ONE_CELL, "--set", "measure.repeats=3") == 0
-    assert len(line.made.started) == 3, "of 6 launches 3 had ended"
+    assert len(line.fabric.started) == 3, "of 6 launches 3 had ended"
     newest = list(store.latest(line.records).values())
     assert {record.status for record in newest} == {"ok"}
     assert {record.run for record in newest} == first, "one run: they have taken turns"
     assert {len(record.iters) for record in newest} == {3}
     assert all(mark.exists() for mark in marks), "files of earlier repeats stay"
-    assert all(told.costs for told in line.made.told[1:]), "measured once for both runs"
+    assert all(briefing.costs for briefing in line.fabric.briefings[1:]), (
+        "measured once for both runs"
+    )
     assert not list(line.sweep.glob("underway*")), "nothing is left of it"
 
 
 def test_a_sweep_that_was_stopped_begins_again_if_the_code_has_changed(line, monkeypatch):
-    line.made.interrupted_launch = 4
+    line.fabric.interrupted_launch = 4
     assert line.run(*ONE_CELL) == 130
-    line.made.interrupted_launch = None
+    line.fabric.interrupted_launch = None
     monkeypatch.setattr(machine, "_commit", lambda: "another")
     assert line.run(*ONE_CELL) == 0
-    assert len(line.made.started) == 4
-    said = "a run of it was stopped and could not be gone on with, as something has changed: commit"
+    assert len(line.fabric.started) == 4
+    words = (
+        "a run of it was stopped and could not be gone on with, as something has changed: commit"
+    )
     for record in store.latest(line.records).values():
-        assert said in [note.text for note in record.notes] and len(record.iters) == 2
+        assert words in [note.text for note in record.notes] and len(record.iters) == 2
 
 
 def test_all_that_is_to_run_again_begins_again(line):
-    line.made.interrupted_launch = 4
+    line.fabric.interrupted_launch = 4
     assert line.run(*ONE_CELL) == 130
-    line.made.interrupted_launch = None
+    line.fabric.interrupted_launch = None
     assert line.run(*ONE_CELL, "--rerun", "all") == 0
-    assert len(line.made.started) == 4
+    assert len(line.fabric.started) == 4
 
 
 def test_a_full_disk_is_one_line_and_costs_no_finished_repeat(line, monkeypatch, capsys):
@@ -284,11 +287,11 @@ def test_a_full_disk_is_one_line_and_costs_no_finished_repeat(line, monkeypatch,
     with monkeypatch.context() as patched:
         patched.setattr(store, "append", full)
         assert line.run(*ONE_CELL) == 2
-    said = capsys.readouterr().err
-    assert said.endswith(f"error: {line.sweep}/records.jsonl: No space left on device\n")
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert error.endswith(f"error: {line.sweep}/records.jsonl: No space left on device\n")
+    assert "Traceback" not in error
     assert line.run(*ONE_CELL) == 0
-    assert line.made.started == [], "all 4 launches had ended; what they gave was kept"
+    assert line.fabric.started == [], "all 4 launches had ended; what they gave was kept"
     assert [record.status for record in line.records] == ["ok", "ok"]
 
 
@@ -308,9 +311,9 @@ def test_json_prints_the_records_and_nothing_else(line, capsys):
     capsys.readouterr()
     assert line.run("--json", *ONE_CELL) == 0
     printed = json.loads(capsys.readouterr().out)
-    kept = [store.latest(line.records)[one["hash"]].to_json() for one in printed]
+    kept = [store.latest(line.records)[record["hash"]].to_json() for record in printed]
     assert printed == json.loads(json.dumps(kept))
-    assert [one["trial"]["label"] for one in printed] == ["ddp", "dear"]
+    assert [record["trial"]["label"] for record in printed] == ["ddp", "dear"]
 
 
 def test_an_unavailable_algorithm_is_recorded_with_its_reason(line, monkeypatch, capsys):
@@ -330,14 +333,14 @@ def test_two_runs_of_one_sweep_do_not_mix(line, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert line.run() == 2
         assert "another run" in capsys.readouterr().err
-        assert line.made.started == []
+        assert line.fabric.started == []
     assert line.run(*ONE_CELL) == 0
 
 
 def test_training_that_diverges_is_marked_and_the_sweep_goes_on(line, capsys):
     check = Check(replicas_agree=False, matches_reference=False, replica_spread=math.inf)
     wild = dataclasses.replace(GOOD, loss=math.nan, check=check)
-    line.made.outcomes["ddp"] = ended_well(wild)
+    line.fabric.outcomes["ddp"] = ended_well(wild)
     assert line.run(*ONE_CELL) == 1
     ddp, dear = sorted(line.records, key=lambda record: record.label != "ddp")
     assert ddp.ok and ddp.first.loss is None and ddp.check.replica_spread is None
@@ -350,7 +353,7 @@ def test_training_that_diverges_is_marked_and_the_sweep_goes_on(line, capsys):
 def test_what_was_not_the_right_training_has_no_word_and_the_exit_status_is_1(line, capsys):
     wrong = Check(replicas_agree=True, matches_reference=False, finding="nothing was exchanged")
     fast = dataclasses.replace(GOOD, iters=[[0.01, 0.01]], check=wrong)
-    line.made.outcomes["dear"] = ended_well(fast)
+    line.fabric.outcomes["dear"] = ended_well(fast)
     repeats = ("--set", "measure.repeats=3")
     assert line.run(*ONE_CELL, *repeats) == 1
     out = capsys.readouterr().out
@@ -360,38 +363,38 @@ def test_what_was_not_the_right_training_has_no_word_and_the_exit_status_is_1(li
     assert len(dear.iters) == 1, "more repeats of it would tell nothing"
     # It is measured again, alone, and is not asked of others; showing is not running.
     assert line.run(*ONE_CELL, *repeats) == 1
-    assert [title.split()[-1] for title in line.made.started] == ["dear"]
+    assert [title.split()[-1] for title in line.fabric.started] == ["dear"]
     assert line.run(*ONE_CELL, *repeats, "-k", "ddp") == 0
     assert cli.main(["show", "tiny", "--logs", str(line.logs)]) == 0
     # What nobody has compared is no mistake, but no result either.
-    line.made.outcomes["dear"] = ended_well(dataclasses.replace(GOOD, check=Check()))
+    line.fabric.outcomes["dear"] = ended_well(dataclasses.replace(GOOD, check=Check()))
     assert line.run(*ONE_CELL, *repeats, "--rerun", "all") == 0
     assert "unchecked" in capsys.readouterr().out
 
 
 def test_a_cell_whose_network_fails_is_recorded_and_the_sweep_goes_on(line):
-    line.made.broken_cells = 1
+    line.fabric.broken_cells = 1
     assert line.run() == 1
     failed = [record for record in line.records if record.status == "failed"]
     assert [record.trial["batch_size"] for record in failed] == [2, 2]
     for record in failed:
         assert "h1 carries no data" in record.error.message
-    assert len(line.made.started) == 4
-    assert all("bs=4" in title for title in line.made.started)
+    assert len(line.fabric.started) == 4
+    assert all("bs=4" in title for title in line.fabric.started)
 
 
 def test_fail_fast_ends_the_sweep_there(line):
-    line.made.broken_cells = 1
+    line.fabric.broken_cells = 1
     assert line.run("--fail-fast") == 1
     assert [record.status for record in line.records] == ["failed", "failed"]
-    assert line.made.started == []
+    assert line.fabric.started == []
 
 
 def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_told(line):
     assert line.run() == 0
     assert [record.first.costs for record in line.records] == [COSTS] * 4
     # Both models differ in batch size only.
-    assert [briefing.costs for briefing in line.made.told] == [None, *[COSTS] * 7]
+    assert [briefing.costs for briefing in line.fabric.briefings] == [None, *[COSTS] * 7]
 
 
 def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
@@ -403,7 +406,7 @@ def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
         check = moved if len(launches) == 1 else None
         return ended_well(dataclasses.replace(GOOD, cost_check=check))
 
-    line.made.run = run
+    line.fabric.run = run
     assert line.run(*ONE_CELL) == 0
     assert [record.first.cost_check for record in line.records] == [moved] * 2
     doubtful = "costs of collectives are doubtful: +50% from begin to end"
@@ -412,10 +415,10 @@ def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
 
 
 def test_costs_that_a_disturbed_launch_has_measured_are_measured_again(line):
-    line.made.outcomes = dict.fromkeys(("ddp", "dear"), ended_well(DISTURBED))
+    line.fabric.outcomes = dict.fromkeys(("ddp", "dear"), ended_well(DISTURBED))
     assert line.run(*ONE_CELL, "--set", "measure.repeats=1") == 0
-    told = [briefing.costs for briefing in line.made.told]
-    assert told == [None] * 2 + [COSTS], "the first launch is done again, by itself"
+    costs = [briefing.costs for briefing in line.fabric.briefings]
+    assert costs == [None] * 2 + [COSTS], "the first launch is done again, by itself"
 
 
 DISTURBED = dataclasses.replace(GOOD, strain=Strain(core_wait=1.0, foreign_cores=2.0))
@@ -423,32 +426,32 @@ UNCHECKED = dataclasses.replace(GOOD, check=Check(finding="nothing to compare it
 
 
 def labels(line):
-    return [title.split()[-1] for title in line.made.started]
+    return [title.split()[-1] for title in line.fabric.started]
 
 
 def test_flagged_rows_are_measured_again_by_the_next_run(line, capsys):
-    line.made.outcomes["dear"] = ended_well(DISTURBED)
+    line.fabric.outcomes["dear"] = ended_well(DISTURBED)
     assert line.run(*ONE_CELL) == 0
     assert "disturbed" in capsys.readouterr().out
-    line.made.outcomes["dear"] = ended_well(UNCHECKED)
+    line.fabric.outcomes["dear"] = ended_well(UNCHECKED)
     assert line.run(*ONE_CELL) == 0 and labels(line) == ["dear"] * 2
     assert line.run(*ONE_CELL) == 0 and labels(line) == [], "nothing would check it another time"
 
 
 def test_a_cell_without_a_valid_base_is_measured_again_as_a_whole(line, capsys):
-    """At a time scale of its own: the others have one at which the base was not valid."""
-    line.made.outcomes["ddp"] = ended_well(DISTURBED)
+    """The new time scale differs: the others have one at which the base was not valid."""
+    line.fabric.outcomes["ddp"] = ended_well(DISTURBED)
     assert line.run(*ONE_CELL, "--set", "measure.repeats=5") == 0
-    assert len(line.made.started) <= 3, "no round after the first"
+    assert len(line.fabric.started) <= 3, "no round after the first"
     dear = next(record for record in line.records if record.label == "dear")
     assert flag_text(dear).startswith(
         "stopped: no verdict is possible, for ddp is not valid: disturbed"
     )
-    line.made.outcomes.clear()
-    line.made.settled.clear()
+    line.fabric.outcomes.clear()
+    line.fabric.settled.clear()
     assert line.run(*ONE_CELL, "--set", "measure.repeats=5") == 0
     assert sorted(labels(line)) == ["ddp"] * 5 + ["dear"] * 5
-    assert line.made.settled == [None]
+    assert line.fabric.settled == [None]
     assert line.run(*ONE_CELL, "--set", "measure.repeats=5") == 0 and labels(line) == []
 
 
@@ -473,7 +476,7 @@ def test_shards_are_whole_cells_and_together_the_sweep(line, tmp_path, capsys):
     whole = [record.to_json() for record in line.records]
     first, second = line.records[:2], line.records[2:]
     assert len({record.trial["batch_size"] for record in first}) == 1, "compared ones together"
-    assert {one.hash for one in first}.isdisjoint({one.hash for one in second})
+    assert {kept.hash for kept in first}.isdisjoint({kept.hash for kept in second})
     # On two machines each has a folder of its own.
     capsys.readouterr()
     parts = []
@@ -487,21 +490,21 @@ def test_shards_are_whole_cells_and_together_the_sweep(line, tmp_path, capsys):
     into = tmp_path / "merged/tiny"
     assert cli.main(["merge", *parts, "--into", str(into)]) == 0
     merged = capsys.readouterr().out
-    assert {one["hash"] for one in whole} == {
-        one.hash for one in store.load(into / "records.jsonl")
+    assert {kept["hash"] for kept in whole} == {
+        kept.hash for kept in store.load(into / "records.jsonl")
     }
     assert merged.count("mnist_cnn") >= 4 and (into / "reports.json").exists()
     # It goes on like any other: nothing is left to run.
-    line.made.started.clear()
+    line.fabric.started.clear()
     again = ["run", str(tmp_path / "tiny.yaml"), "--logs", str(into.parent), "--no-plot"]
-    assert cli.main(again) == 0 and line.made.started == []
+    assert cli.main(again) == 0 and line.fabric.started == []
 
 
 def test_of_a_trial_that_stands_in_two_parts_the_good_record_counts(line, tmp_path):
     assert line.run(*ONE_CELL) == 0
     good = tmp_path / "good"
     line.sweep.rename(good)
-    line.made.outcomes["ddp"] = TOO_SLOW
+    line.fabric.outcomes["ddp"] = TOO_SLOW
     assert line.run(*ONE_CELL) == 1
     for order in ([good, line.sweep], [line.sweep, good]):
         into = tmp_path / f"into-{order[0].name}"
@@ -511,7 +514,7 @@ def test_of_a_trial_that_stands_in_two_parts_the_good_record_counts(line, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("run {} --shard 3/2", "--shard 3/2: must be PART/PARTS"),
         ("run {} --shard 0/2", "--shard 0/2: must be PART/PARTS"),
@@ -523,12 +526,12 @@ def test_of_a_trial_that_stands_in_two_parts_the_good_record_counts(line, tmp_pa
         ("merge {logs} --into {logs}", "exists; merge into a new folder"),
     ],
 )
-def test_a_part_that_there_is_not_is_one_clear_line(line, capsys, words, said):
+def test_a_part_that_there_is_not_is_one_clear_line(line, capsys, words, message):
     line.logs.mkdir()
     text = words.format(line._experiment, logs=line.logs)
     assert cli.main(text.split()) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert said in error and line.made.started == []
+    assert message in error and line.fabric.started == []
 
 
 def test_parts_of_different_experiments_are_not_merged(line, tmp_path, capsys):
@@ -554,8 +557,8 @@ def test_a_trial_that_does_not_fit_is_recorded_and_the_others_run(line, monkeypa
     monkeypatch.setattr(fabric, "misfit", misfit)
     monkeypatch.setattr(sweep, "misfit", misfit)
     assert line.run() == 0
-    found = {(record.trial["batch_size"], record.status) for record in line.records}
-    assert found == {(2, "ok"), (4, "unsupported")}
+    statuses = {(record.trial["batch_size"], record.status) for record in line.records}
+    assert statuses == {(2, "ok"), (4, "unsupported")}
     capsys.readouterr()
     assert line.run("-k", "bs=4") == 2, "nothing that could run"
     assert "error: too much memory" in capsys.readouterr().err

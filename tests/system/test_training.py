@@ -50,9 +50,9 @@ def _curve(record, key):
 def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages(tmp_path):
     driver = Driver(tmp_path, CIFAR.format(folder=write_cifar(tmp_path / "cifar", images=20)))
     done = driver.run()
-    found = driver.records()
-    assert [record["status"] for record in found] == ["ok", "ok"], done.stderr
-    for record in found:
+    records = driver.records()
+    assert [record["status"] for record in records] == ["ok", "ok"], done.stderr
+    for record in records:
         (run,) = [result["learning"] for result in record["results"]]
         assert _curve(record, "epoch") == [0, 1, 2, 3]
         assert _curve(record, "steps") == [[6 * epoch] * 2 for epoch in range(4)]
@@ -69,7 +69,7 @@ def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages
         assert (
             record["results"][0]["data"]["train"] == 100 and record["trial"]["dtype"] == "amp-bf16"
         )
-    ddp, dear = found
+    ddp, dear = records
     losses = [_curve(record, "train_loss")[1:] for record in (dear, ddp)]
     assert losses[0] == pytest.approx(losses[1], rel=2**-8), "but for rounding in bf16"
     # DDP copies rank 0's running averages of batch normalization; else each rank has its own.
@@ -132,6 +132,6 @@ def test_what_cannot_be_learned_is_one_line(tmp_path, change, text):
     driver = Driver(tmp_path, CIFAR.format(folder=write_cifar(tmp_path / "cifar")))
     (tmp_path / "empty").mkdir()
     settings = [flag.format(empty=tmp_path / "empty") for flag in change]
-    done = driver.run("--dry-run", *(part for one in settings for part in ("--set", one)))
+    done = driver.run("--dry-run", *(part for setting in settings for part in ("--set", setting)))
     assert done.returncode == 2 and text in done.stderr, done.stderr
     assert done.stderr.count("\n") == 1

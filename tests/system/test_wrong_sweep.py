@@ -94,7 +94,7 @@ timeout_s: 100
 
 
 class OwnTree(Driver):
-    """Of a copy of the library, with further algorithms in it."""
+    """Copy of the library with further algorithms in it."""
 
     def __init__(self, folder: Any, text: str, **files: str) -> None:
         self.tree = folder / "tree"
@@ -111,7 +111,7 @@ class OwnTree(Driver):
         super().__init__(folder, text)
 
     def verdicts(self) -> dict[str, dict]:
-        """Of a run, by label."""
+        """Verdicts of a run, by label."""
         paths = os.pathsep.join([str(self.tree), str(self.tree / "common")])
         done = subprocess.run(
             [sys.executable, *self.command()],
@@ -121,8 +121,8 @@ class OwnTree(Driver):
             text=True,
             timeout=850,
         )
-        self.status, self.said = done.returncode, done.stdout + done.stderr
-        assert self.sweep.exists(), self.said
+        self.status, self.output = done.returncode, done.stdout + done.stderr
+        assert self.sweep.exists(), self.output
         return {record["trial"]["label"]: record["check"] for record in self.records()}
 
 
@@ -137,9 +137,9 @@ def test_wrong_programs_are_found_in_a_sweep(tmp_path, model, batch, chosen):
     algorithms = [{"name": "spoilt", "label": n, "options": {"program": n}} for n in chosen]
     text = SWEEP.format(algorithms=algorithms, model=model, batch=batch, steps=4)
     driver = OwnTree(tmp_path, text, synchronous__spoilt=SPOILT)
-    found = driver.verdicts()
-    assert found.keys() == set(chosen), driver.said
-    assert {name: check["matches_reference"] for name, check in found.items()} == dict.fromkeys(
+    verdicts = driver.verdicts()
+    assert verdicts.keys() == set(chosen), driver.output
+    assert {name: check["matches_reference"] for name, check in verdicts.items()} == dict.fromkeys(
         chosen, False
     )
     assert driver.status == 1
@@ -154,8 +154,8 @@ def test_an_algorithm_of_ones_own_is_judged_by_its_reference_or_not_at_all(
     text = SWEEP.format(algorithms=algorithms, model="mnist_cnn", batch=8, steps=12)
     code = TENTH + (REFERENCE if with_reference else "")
     driver = OwnTree(tmp_path, text, decentralized__tenth=code)
-    found = {name: check["matches_reference"] for name, check in driver.verdicts().items()}
+    verdicts = {name: check["matches_reference"] for name, check in driver.verdicts().items()}
     if with_reference:
-        assert found == {"mean": True, "sum": False, "never": False}, driver.said
+        assert verdicts == {"mean": True, "sum": False, "never": False}, driver.output
     else:
-        assert found == dict.fromkeys(ways), driver.said
+        assert verdicts == dict.fromkeys(ways), driver.output

@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 
-from common.harness import cli, own
-from common.harness.experiment import load
+from common.harness import cli, custom
+from common.harness.experiment_file import load
 from common.harness.trial import Trial
 from common.harness.verbs.list import listing
 from common.models import profile as profiles
@@ -60,7 +60,7 @@ def nothing_brought(tmp_path, monkeypatch):
         monkeypatch.setattr(registry, "_brought", {})
         monkeypatch.setattr(algorithms, "_plugins", {})
         for name in [*sys.modules]:
-            if name.startswith(("own_models.", "dear_plugins.")) or name == "near_by":
+            if name.startswith(("user_models.", "dear_plugins.")) or name == "near_by":
                 del sys.modules[name]
 
     forget()
@@ -102,7 +102,7 @@ def one_line(call) -> str:
 
 
 def bring(path: Path, batch_size: int = 4, gpu: str = "rtx2080ti") -> profiles.Profile:
-    name, size, length = own.bring_model(f"file:{path}", batch_size, None, gpu)
+    name, size, length = custom.bring_model(f"file:{path}", batch_size, None, gpu)
     return registry.profile_of(name, size, length)
 
 
@@ -164,7 +164,7 @@ def test_the_example_is_a_model():
 
 
 def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():
-    name, size, length = own.bring_model("hf:gpt2", None, None, None)
+    name, size, length = custom.bring_model("hf:gpt2", None, None, None)
     assert (name, size, length) == ("hf:gpt2", None, None)
     entry = registry.model_entry(name)
     assert (entry.sample_unit, entry.batch_size, entry.sentence_len) == ("sen", 8, 64)
@@ -176,12 +176,12 @@ def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():
 
 
 def test_a_classifier_of_timm_is_a_model_with_images_of_its_size():
-    own.bring_model("timm:convnextv2_atto", None, None, None)
+    custom.bring_model("timm:convnextv2_atto", None, None, None)
     with torch.device("meta"):
         made = registry.build("timm:convnextv2_atto", 2, None, torch.Generator())
     assert made.inputs[0].shape == (2, 3, 224, 224) and made.loss().shape == ()
     assert sum(param.numel() for param in made.model.parameters()) == 3_708_400
-    said = one_line(lambda: own.bring_model("timm:resnet50dd", None, None, None))
+    said = one_line(lambda: custom.bring_model("timm:resnet50dd", None, None, None))
     assert "did you mean 'resnet50d'" in said and "timm.list_models()" in said
 
 
@@ -193,7 +193,7 @@ def test_a_classifier_of_timm_is_a_model_with_images_of_its_size():
     ],
 )
 def test_a_type_that_is_none_is_one_line(kind, words):
-    assert words in one_line(lambda: own.bring_model(f"hf:{kind}", None, None, None))
+    assert words in one_line(lambda: custom.bring_model(f"hf:{kind}", None, None, None))
 
 
 def test_a_class_without_arguments_is_a_model_too(mine):
@@ -269,7 +269,7 @@ def test_a_wrong_model_is_one_line_and_leaves_nothing(tmp_path, mine, case):
 def test_a_wrong_model_is_found_before_it_computes_in_ranks(mine, case):
     text, words = WRONG_MODELS[case]
     path = mine(text)
-    said = one_line(lambda: own.bring_model(f"file:{path}", 4, None, None))
+    said = one_line(lambda: custom.bring_model(f"file:{path}", 4, None, None))
     assert [word for word in ["mine.py", *words] if word not in said] == []
 
 
@@ -280,7 +280,7 @@ def test_bad_names_are_one_line(tmp_path, mine):
     assert "did you mean 'rtx2080ti'" in one_line(lambda: bring(path, gpu="rtx2080"))
     assert "torch sees none here; name one" in one_line(lambda: bring(path, gpu="here"))
     again = "resnet50@rtx2080ti-modelled"
-    assert "recorded model already" in one_line(lambda: own.bring_model(again, 64, None, "v100"))
+    assert "recorded model already" in one_line(lambda: custom.bring_model(again, 64, None, "v100"))
     elsewhere = tmp_path / "elsewhere" / "mine.py"
     elsewhere.parent.mkdir()
     shutil.copy(path, elsewhere)
@@ -300,7 +300,7 @@ def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, min
     assert profiles.load(kept) == made and kept.parent.name == "rtx2080ti-modelled"
     assert state() == before
     assert {one.name for one in tmp_path.iterdir()} == {"cache", "mine.py"}
-    monkeypatch.setattr(own, "_modelled", None)
+    monkeypatch.setattr(custom, "_modelled", None)
     assert bring(path) == made
     with pytest.raises(TypeError):
         bring(path, batch_size=5)  # another one
@@ -308,11 +308,11 @@ def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, min
 
 def test_a_profile_that_another_program_has_made_is_not_taken(tmp_path, monkeypatch):
     def key() -> str:
-        return own._key(registry.Brought(source="hf:gpt2"), "device", "rtx2080ti", 4, None)
+        return custom._key(registry.Brought(source="hf:gpt2"), "device", "rtx2080ti", 4, None)
 
     before, makers = key(), tmp_path / "makers"
-    shutil.copytree(own._MAKERS, makers)
-    monkeypatch.setattr(own, "_MAKERS", makers)
+    shutil.copytree(custom._PROFILERS, makers)
+    monkeypatch.setattr(custom, "_PROFILERS", makers)
     assert key() == before
     (makers / "work.py").write_text("# counts otherwise\n")
     assert key() != before
@@ -327,7 +327,7 @@ def test_on_a_machine_with_a_gpu_profiles_are_measured_there(mine, monkeypatch, 
         options.device, options.warmup, options.steps, options.name = "cpu", 0, 1, "test-9"
         return record(options)
 
-    monkeypatch.setattr(own, "_gpu_here", lambda: True)
+    monkeypatch.setattr(custom, "gpu_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 9")
     monkeypatch.setattr(layers, "record_profile", on_cpu)
     plan = planned(capsys, "--model-file", mine(), "--batch", 4)
@@ -340,7 +340,7 @@ def test_a_model_that_fails_where_it_is_measured_is_one_line(mine, monkeypatch):
     def fail(options):
         raise RuntimeError("CUDA error:\nno kernel")
 
-    monkeypatch.setattr(own, "_gpu_here", lambda: True)
+    monkeypatch.setattr(custom, "gpu_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 9")
     monkeypatch.setattr(layers, "record_profile", fail)
     said = one_line(lambda: bring(mine(), gpu="here"))
@@ -350,8 +350,8 @@ def test_a_model_that_fails_where_it_is_measured_is_one_line(mine, monkeypatch):
 
 
 def test_a_shipped_profile_is_taken_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(own, "_modelled", None)
-    found = own.bring_model("resnet50", None, None, "rtx2080ti")
+    monkeypatch.setattr(custom, "_modelled", None)
+    found = custom.bring_model("resnet50", None, None, "rtx2080ti")
     assert found == ("resnet50@rtx2080ti-modelled", None, None)
     assert registry.brought_of("resnet50@rtx2080ti-modelled", 64) is None
 
@@ -392,14 +392,16 @@ def test_a_module_in_the_files_folder_that_another_hides_is_refused(tmp_path, mi
 
 def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):
     first = trial()
-    assert first.model == "mine.py@v100-modelled" and first.brought.source.startswith("file:/")
-    assert Path(first.brought.profile).is_absolute() and first.profile_digest
+    assert first.model == "mine.py@v100-modelled" and first.sources.brought.source.startswith(
+        "file:/"
+    )
+    assert Path(first.sources.brought.profile).is_absolute() and first.sources.profile_digest
     assert trial().hash == first.hash
     moved = tmp_path / "moved"
     moved.mkdir()
     shutil.copy(tmp_path / "mine.py", moved)
     there = trial(models=[{**EXPERIMENT["models"][0], "name": f"file:{moved}/mine.py"}])
-    assert there.hash == first.hash and there.brought.source != first.brought.source
+    assert there.hash == first.hash and there.sources.brought.source != first.sources.brought.source
     mine(TINY + "# another\n")
     assert trial().hash != first.hash
     assert trial(models=[{**EXPERIMENT["models"][0], "batch_size": 5}]).hash != first.hash
@@ -426,7 +428,7 @@ def test_one_value_is_as_good_as_a_list_of_one(tmp_path, trial):
     shutil.copy(ALGORITHM, tmp_path / "small_ones.py")
     (made,) = [trial(models="file:mine.py", plugins="small_ones.py", algorithms="small-ones")]
     assert (made.model, made.algorithm) == ("mine.py", "small-ones")
-    assert made.brought.source == f"file:{tmp_path}/mine.py"
+    assert made.sources.brought.source == f"file:{tmp_path}/mine.py"
 
 
 def test_an_algorithm_of_ones_own_is_compared_with_the_others_wherever_files_lie():
@@ -454,7 +456,7 @@ def test_an_algorithm_from_a_file_is_one_of_those_there_are(tmp_path, trial):
     path.write_text(text)
     made = trial(plugins=["small_ones.py"], algorithms=["small-ones", "ddp"])
     assert (made.algorithm, made.label) == ("small-ones", "small-ones")
-    assert made.plugin.path == str(path) and made.options.small_kb == 64
+    assert made.sources.plugin.path == str(path) and made.options.small_kb == 64
     assert "small-ones" in listing()["algorithms"]
     assert made.cell == trial().cell, "they are compared with each other"
     path.write_text(text + "# another\n")
@@ -571,7 +573,7 @@ def test_a_mistake_is_one_line_and_status_2(capsys, flags, words):
 
 def test_a_profile_is_kept_by_the_content_of_the_model_file():
     keys = [
-        own._key(registry.Brought(source="file:/m.py", digest=digest), "a", "rtx2080ti", 8, None)
+        custom._key(registry.Brought(source="file:/m.py", digest=digest), "a", "rtx2080ti", 8, None)
         for digest in ("1", "2")
     ]
     assert keys[0] != keys[1]

@@ -11,7 +11,7 @@ import pytest
 from common.emulation.config import Fault
 from common.emulation.dilation import Calibration, Choice
 from common.emulation.links.profile import network_profile
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.running import fabric as fabrics
 from common.harness.running import launches
 from common.harness.running.cell import Cell
@@ -20,7 +20,8 @@ from common.harness.running.launches import CellContext
 from common.harness.running.turn import Turn, order_seed, planned
 from common.harness.running.ui import Progress
 from common.harness.running.underway import Standing, Underway
-from common.harness.trial import MeasureConfig, Trial
+from common.harness.settings import MeasureConfig
+from common.harness.trial import Trial
 from common.launch.job import Outcome
 from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Strain

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.harness import sweeps
+from common.harness import experiment_file
 from common.harness.cli import main
 from common.harness.verbs import doctor
 from common.paths import ROOT
@@ -42,15 +42,16 @@ def _no_core(patch):
 
 
 def _no_namespaces(patch):
-    patch.setattr(sweeps.sandbox, "unable", lambda: "namespaces are forbidden here")
+    patch.setattr(experiment_file.sandbox, "unable", lambda: "namespaces are forbidden here")
 
 
 def _no_switch(patch):
-    patch.setattr(sweeps, "PROGRAM", SimpleNamespace(exists=lambda: False))
+    patch.setattr(experiment_file, "PROGRAM", SimpleNamespace(exists=lambda: False))
 
 
 def _no_memory(patch):
-    patch.setattr(doctor, "misfit", lambda trial: "4 ranks need 9 GiB, and 1 GiB is available")
+    reasons = iter(["4 ranks need 9 GiB, and 1 GiB is available"])
+    patch.setattr(doctor, "misfit", lambda trial: next(reasons, None))
 
 
 def _no_disk(patch):

@@ -86,7 +86,7 @@ def test_an_unknown_network_is_one_clear_line(name, words):
         (ClusterConfig, {"max_time_scale": 0.5}, "cluster.max_time_scale must be at least 1"),
         (ClusterConfig, {"min_time_scale": 0.5}, "cluster.min_time_scale must be at least 1"),
         (ClusterConfig, {"min_time_scale": 50}, "cluster.max_time_scale must be at least 50, got"),
-        (ClusterConfig, {"kind": "real"}, "unknown key of cluster 'kind' 'real'"),
+        (ClusterConfig, {"kind": "real"}, "key of cluster 'kind': unknown value 'real'"),
         (Fault, {"kind": "link_down"}, "needs `host:`"),
         (Fault, {"kind": "link_down", "host": 1, "rank": 1}, "has no `rank:`"),
         (Fault, {"kind": "link_rate", "host": 1}, "needs `rate:`"),
@@ -100,7 +100,7 @@ def test_an_unknown_network_is_one_clear_line(name, words):
         (Fault, {"kind": "link_down", "host": 0, "for_s": 0}, "for_s must be greater than 0"),
         (Fault, {"kind": "link_delay", "host": 1}, "needs `delay_us:`"),
         (Fault, {"kind": "link_delay", "host": 1, "delay_us": -1}, "delay_us must be at least 0"),
-        (ClusterConfig, {"links": "cables"}, "unknown key of cluster 'links' 'cables'"),
+        (ClusterConfig, {"links": "cables"}, "key of cluster 'links': unknown value 'cables'"),
         (Fault, {"kind": "earthquake"}, "unknown kind of fault"),
     ],
 )

@@ -8,7 +8,8 @@ import json
 import pytest
 import torch
 
-from common.harness.trial import BASELINE, OptimizerConfig
+from common.harness.settings import OptimizerConfig
+from common.harness.trial import BASELINE
 from common.harness.worker.timing import evidence
 from common.harness.worker.timing.measure import Measured, measure_steps
 from common.harness.worker.timing.strain import Pressure

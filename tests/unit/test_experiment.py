@@ -15,15 +15,9 @@ from common.emulation.config import Fault
 from common.emulation.links.profile import network_profile
 from common.harness import cli
 from common.harness import experiment as experiments
-from common.harness.experiment import load
-from common.harness.learn import LearnConfig
-from common.harness.trial import (
-    BASELINE,
-    MeasureConfig,
-    OptimizerConfig,
-    Trial,
-    options_of,
-)
+from common.harness.experiment_file import load
+from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
+from common.harness.trial import BASELINE, Cuda, Trial, options_of
 from common.harness.verbs.run import cluster_overrides
 from common.models.registry import Brought
 from dear.errors import UserError
@@ -80,10 +74,10 @@ def one_line(read, content, *overrides):
     [
         ({"world_size": [2]}, ["'world_size'", "did you mean 'world_sizes'?"]),
         ({"models": [{"name": "mnist_cnn", "batch_size": 0}]}, ["batch_size", "at least 1"]),
-        ({"models": [{"name": "mnist_cnn", "batch_size": 2.5}]}, ["'batch_size'", "2.5"]),
+        ({"models": [{"name": "mnist_cnn", "batch_size": 2.5}]}, ["'models.0.batch_size'", "2.5"]),
         ({"models": [{"name": "mnist_cnn", "sentence_len": 9}]}, ["sentence_len", "mnist_cnn"]),
         ({"models": ["resnt50"]}, ["model 'resnt50'", "did you mean 'resnet50'?"]),
-        ({"models": [{"batch_size": 1}]}, ["models", "'name' is missing"]),
+        ({"models": [{"batch_size": 1}]}, ["'models.0.name' is missing"]),
         ({"models": []}, ["models", "empty"]),
         ({"algorithms": ["daer"]}, ["algorithm 'daer'", "did you mean 'dear'?"]),
         ({"algorithms": [BASELINE]}, ["algorithm 'none'"]),
@@ -109,7 +103,7 @@ def one_line(read, content, *overrides):
         ({"world_sizes": []}, ["world_sizes", "empty"]),
         ({"world_sizes": [2, 2]}, ["n=2", "twice"]),
         ({"dtype": "float31"}, ["dtype 'float31'", "did you mean 'float32'?"]),
-        ({"device": "gpu"}, ["'device' 'gpu'", "cuda"]),
+        ({"device": "gpu"}, ["'device': unknown value 'gpu'", "cuda"]),
         ({"launcher": "slumr"}, ["launcher 'slumr'", "slurm"]),
         ({"hostfile": "hosts"}, ["hostfile", "launcher=mpirun"]),
         ({"name": "a/b"}, ["name", "'a/b'"]),
@@ -120,7 +114,7 @@ def one_line(read, content, *overrides):
         ({"threads_per_rank": 0}, ["threads_per_rank", "at least 1"]),
         ({"optimizer": {"lr": 0}}, ["optimizer.lr", "greater than 0"]),
         ({"optimizer": {"lr": float("inf")}}, ["optimizer.lr", "inf"]),
-        ({"optimizer": {"name": "lion"}}, ["key of `optimizer` 'name' 'lion'", "adamw"]),
+        ({"optimizer": {"name": "lion"}}, ["'optimizer.name': unknown value 'lion'", "adamw"]),
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, ["optimizer.momentum", "adamw"]),
         ({"measure": {"repeats": 0}}, ["measure.repeats", "at least 1"]),
         ({"measure": {"repeats": [5, 3]}}, ["measure.repeats", "[least, most]", "[5, 3]"]),
@@ -279,8 +273,6 @@ def test_hash_changes_with_every_field_but_the_label(trial):
         "backend": "mpi",
         "device": "cuda",
         "dtype": "float64",
-        "tf32": True,
-        "cudnn_benchmark": True,
         "seed": 2,
         "threads_per_rank": 2,
         "optimizer": OptimizerConfig(lr=0.02),
@@ -292,23 +284,34 @@ def test_hash_changes_with_every_field_but_the_label(trial):
         "collective_timeout_s": 5.0,
         "fault": Fault(kind="kill_rank", rank=1),
         "learn": LearnConfig(),
-        "data_digest": "0123456789abcdef",
-        "profile_digest": "0123456789abcdef",
-        "network_digest": "0123456789abcdef",
-        "plugin": Plugin(path="/own.py", digest="0123456789abcdef"),
-        "brought": Brought(source="file:/own.py", digest="0123456789abcdef"),
     }
-    assert {*other, "label"} == {field.name for field in dataclasses.fields(Trial)}
-    changed = [dataclasses.replace(trial, **{key: value}).hash for key, value in other.items()]
-    assert len({trial.hash, *changed}) == len(other) + 1
+    grouped = {
+        "cuda": {"tf32": True, "cudnn_benchmark": True},
+        "sources": {
+            "data_digest": "0123456789abcdef",
+            "profile_digest": "0123456789abcde0",
+            "network_digest": "0123456789abcde1",
+            "plugin": Plugin(path="/own.py", digest="0123456789abcdef"),
+            "brought": Brought(source="file:/own.py", digest="0123456789abcdef"),
+        },
+    }
+    assert {*other, *grouped, "label"} == {field.name for field in dataclasses.fields(Trial)}
+    changes = [{key: value} for key, value in other.items()]
+    for name, fields in grouped.items():
+        group = getattr(trial, name)
+        assert {*fields} == {field.name for field in dataclasses.fields(group)}
+        changes += [{name: dataclasses.replace(group, **{k: v})} for k, v in fields.items()]
+    hashes = [dataclasses.replace(trial, **change).hash for change in changes]
+    assert len({trial.hash, *hashes}) == len(changes) + 1
     assert dataclasses.replace(trial, label="other").hash == trial.hash
 
 
 def test_switches_of_gpus_are_of_gpus(read):
     asked = GOOD | {"device": "cuda", "tf32": True, "cudnn_benchmark": True}
     made = read(asked).trials()[0]
-    assert made.tf32 and made.cudnn_benchmark and Trial.from_json(made.to_json()) == made
-    assert not read(GOOD).trials()[0].tf32
+    assert made.cuda == Cuda(tf32=True, cudnn_benchmark=True)
+    assert Trial.from_json(made.to_json()) == made
+    assert not read(GOOD).trials()[0].cuda.tf32
     for key in ("tf32", "cudnn_benchmark"):
         assert one_line(read, GOOD | {key: True}) == f"{key}: goes with device: cuda"
 
@@ -321,27 +324,27 @@ def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monk
         "baseline": False,
     }
     first = read(content).trials()[0]
-    profile, network = first.profile_digest, first.network_digest
+    profile, network = first.sources.profile_digest, first.sources.network_digest
     assert read(content).trials()[0].hash == first.hash
 
     loaded = experiments.profile_of("resnet50@rtx2080ti-modelled", 64)
     said = dataclasses.replace(loaded, rule="in other words")
     faster = dataclasses.replace(loaded, calls=loaded.calls[:-1])
     monkeypatch.setattr(experiments, "profile_of", lambda *of: said)
-    assert read(content).trials()[0].profile_digest == profile
+    assert read(content).trials()[0].sources.profile_digest == profile
     monkeypatch.setattr(experiments, "profile_of", lambda *of: faster)
     changed = read(content).trials()[0]
-    assert changed.profile_digest != profile and changed.hash != first.hash
+    assert changed.sources.profile_digest != profile and changed.hash != first.hash
     monkeypatch.undo()
 
     links = network_profile("10gbe")
     said = dataclasses.replace(links, source="elsewhere")
     slower = dataclasses.replace(links, latency_us=11)
     monkeypatch.setattr(emulation, "network_profile", lambda name: said)
-    assert read(content).trials()[0].network_digest == network
+    assert read(content).trials()[0].sources.network_digest == network
     monkeypatch.setattr(emulation, "network_profile", lambda name: slower)
     changed = read(content).trials()[0]
-    assert changed.network_digest != network and changed.hash != first.hash
+    assert changed.sources.network_digest != network and changed.hash != first.hash
     monkeypatch.undo()
 
     for other in ({"links": "tc"}, {"congestion": "cubic"}):

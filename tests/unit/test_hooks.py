@@ -69,3 +69,22 @@ def test_looking_at_a_parameter_is_not_reading_it():
     assert [readers.groups_of(layer) for layer in model] == [{0}, {1}, {2}, {3}]
     places = {param: i for i, param in enumerate(model.parameters())}
     assert [places[param] for param in readers.order()] == [2, 0, 1, 3]
+
+
+class Judged(nn.Sequential):
+    """Training runs the first layer only, evaluation both."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x) if self.training else self[1](self[0](x))
+
+
+def test_a_module_that_runs_in_an_evaluation_first_stands_for_itself_then():
+    model = Judged(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    readers = ReaderMap(model, list(model.parameters()))
+    model(torch.ones(1, 2))
+    readers.set_groups([[param] for param in model.parameters()])
+    readers.freeze()
+    assert readers.groups_of(model) == {1}
+    model.eval()
+    assert readers.due(model[1], {0, 1}) == [0, 1], "what an evaluation reads is not known"
+    assert (readers.groups_of(model), readers.groups_of(model[1])) == (set(), {1})

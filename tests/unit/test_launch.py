@@ -92,7 +92,7 @@ A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
         *((name, A, {"rmda": 1}, f"unknown option of launcher {name} 'rmda'") for name in NAMES),
         ("ssh", A, {"port": 70000}, "port must be in 1..65535, got 70000"),
         ("ssh", A, {"agent": " "}, "option agent: must be a command"),
-        ("ssh", A, {"rdma": 3}, "'rdma' 3"),
+        ("ssh", A, {"rdma": 3}, "'rdma': unknown value 3"),
         ("mpirun", A, {"mca": "btl=tcp"}, "'mca': must be a mapping"),
         ("slurm", None, {"queue_s": 0}, "queue_s must be greater than 0"),
         ("slurm", None, {"gpus_per_node": 0}, "gpus_per_node must be at least 1, got 0"),

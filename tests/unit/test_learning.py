@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from common.harness.experiment import load
-from common.harness.learn import LearnConfig
+from common.harness.experiment_file import load
+from common.harness.settings import LearnConfig
 from common.harness.trial import Trial
 from common.harness.worker.loop import Loop, Schedule, TrainingClock
 from common.launch.job import Job, outcome_of
@@ -61,7 +61,7 @@ def read(tmp_path, monkeypatch):
             {"learn": {"data": "digits", "batch_sizes": [4, 2, 1]}, "world_sizes": [2]},
             "learn.batch_sizes: 3 batch sizes for 2 workers",
         ),
-        ({"learn": {"data": "digits", "sampler": "mine"}}, "'sampler' 'mine'"),
+        ({"learn": {"data": "digits", "sampler": "mine"}}, "'learn.sampler': unknown value 'mine'"),
         ({"learn": {"data": "mnist"}}, "set data_dir=FOLDER or MNIST_DIR"),
         ({"learn": {"data": "mnist"}, "data_dir": "/nonexistent"}, "no folder /nonexistent"),
         ({"data_dir": "/tmp"}, "digits comes with scikit-learn and has no folder"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.harness.learn import LearnConfig
 from common.harness.running.record import make_record
+from common.harness.settings import LearnConfig
 from common.harness.worker import judge
 from common.harness.worker.judge import Snapshots, set_floating
 from common.harness.worker.timing import evidence
@@ -104,6 +104,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
     ]
     trial = _learning_trial(target=0.001)
     result = judge.result(trial, saved, test_split)
+    assert result.bytes_per_step == 800 * 4 // (4 * 2)
 
     def plain(values):
         set_floating(model, values)

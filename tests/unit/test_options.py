@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.trial import options_of
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
@@ -91,12 +91,15 @@ def test_wrong_type_names_key_wish_and_value(key, value, words):
     ("given", "words"),
     [
         ({"cuont": 2}, ["option of demo 'cuont'", "did you mean 'count'?", "worlds"]),
-        ({"mode": "trea"}, ["option of demo 'mode' 'trea'", "did you mean 'tree'?"]),
-        ({"worlds": [1, "b"]}, ["option of demo 'worlds': must be a whole number, got 'b'"]),
+        ({"mode": "trea"}, ["option of demo 'mode': unknown value 'trea'", "did you mean 'tree'?"]),
+        ({"worlds": [1, "b"]}, ["option of demo 'worlds.1': must be a whole number, got 'b'"]),
         ({"worlds": None}, ["got None"]),
-        ({"inner": {"size": "big"}}, ["key of `inner` 'size'"]),
-        ({"inner": {"size": 2, "shaer": 1}}, ["key of `inner` 'shaer'", "did you mean 'share'?"]),
-        ({"inner": {}}, ["key of `inner`: 'size' is missing"]),
+        ({"inner": {"size": "big"}}, ["option of demo 'inner.size': must be"]),
+        (
+            {"inner": {"size": 2, "shaer": 1}},
+            ["'inner': unknown key 'shaer'", "'share'?"],
+        ),
+        ({"inner": {}}, ["option of demo 'inner.size' is missing"]),
         ({"either": [{"sise": 1}]}, ["did you mean 'size'?"]),
     ],
 )
@@ -108,7 +111,7 @@ def test_a_mistake_is_one_line_that_names_it(given, words):
 
 
 def test_what_is_missing_or_far_from_all_names():
-    with pytest.raises(UserError, match="option of demo: 'name' is missing"):
+    with pytest.raises(UserError, match="option of demo 'name' is missing"):
         build_options(Outer, {}, "option of demo")
     with pytest.raises(UserError, match="option of demo 'x': it has none"):
         build_options(Nothing, {"x": 1}, "option of demo")

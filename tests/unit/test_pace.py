@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from common.harness.trial import OptimizerConfig
+from common.harness.settings import OptimizerConfig
 from common.harness.worker.timing.stopwatch import Stopwatch
 from common.models.replay import pace
 from common.models.replay.lead import Lead, leads_s

@@ -36,6 +36,7 @@ def test_a_terminals_line_is_never_longer_than_it_and_says_what_matters_first(mo
     line = ProgressLine(terminal)
     line(begun())
     line.clear()
+    assert terminal.getvalue().endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the cursor is shown again"
     drawn = terminal.lines()
     assert max(map(len, drawn)) <= width
     (last,) = {one.rstrip() for one in drawn if "2/18" in one}

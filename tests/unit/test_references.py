@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from common.harness import variables
-from common.harness.experiment import AlgorithmChoice, load
+from common.harness.experiment import AlgorithmChoice
+from common.harness.experiment_file import load
 from dear.algorithms import aliases
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names, algorithm_options

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from common.harness import cli
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.results import store
 from common.results.committed import catalogue
 from common.results.records import Plan, SetAside, typed
@@ -435,3 +435,11 @@ def test_mistakes_are_a_line(tmp_path, capsys, monkeypatch, arguments, words):
 def test_marks_say_what_the_words_for_them_are():
     assert flagged.mark(record()) is None and flagged.mark(record(correct=False)) == "incorrect"
     assert flagged.mark(record(status="oom")) == "oom"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("merging", "t interval over repeats"), ("time_to_accuracy", "t intervals over the runs")],
+)
+def test_the_interval_is_explained(name, words):
+    assert words in " ".join(element.text for element in read(RECORDS / name).elements)

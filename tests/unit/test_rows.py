@@ -13,7 +13,8 @@ from common.results import stats
 from common.results.exports.reference_reports import reports
 from common.results.records import FabricFacts, Order, Record
 from common.results.records.trust import Modelled, Network, Strain, Systematic
-from common.results.tables.table import csv_text, significant
+from common.results.tables.cells import significant
+from common.results.tables.table import csv_text
 from common.results.timed import answers, bounds, rows
 from common.results.validity import flag_text, incorrect
 from dear.errors import UserError

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from common.harness.learn import LearnConfig, ScheduleConfig
+from common.harness.settings import LearnConfig, OptimizerConfig, ScheduleConfig
+from common.harness.trial import Briefing
+from common.harness.worker.learning import learn
 from common.harness.worker.schedule import make_schedule
+from common.models.datasets import Parts
+from common.models.datasets.tensors import Tensors
+from common.models.registry import build
+from common.results.records.trust import Check
 from dear.errors import UserError
 from dear.options import build_options
+from tests.system.made import make_trial
 
 
 def rates(world_size=4, epochs=4, steps_per_epoch=10, **config):
@@ -92,3 +102,26 @@ def test_it_falls_by_gamma_in_each_epoch():
 def test_what_cannot_be_is_said(given, text):
     with pytest.raises(UserError, match=text):
         build_options(LearnConfig, {"data": "digits"} | given, "key of learn")
+
+
+def _losses():
+    schedule = ScheduleConfig(kind="multistep", milestones=(1,), gamma=1e-9)
+    trial = make_trial(
+        "allreduce",
+        1,
+        optimizer=OptimizerConfig(lr=0.1),
+        learn=LearnConfig(data="digits", epochs=3, schedule=schedule),
+    )
+    workload = build(trial.model, trial.batch_size, None, torch.Generator().manual_seed(1))
+    with mock.patch("dear.shutdown"), tempfile.TemporaryDirectory() as folder:
+        briefing = Briefing(folder=Path(folder), time_scale=1.0, costs={})
+        images = torch.randn(40, 1, 28, 28, generator=torch.Generator().manual_seed(2))
+        samples = Tensors(images, torch.arange(40) % 10)
+        data = Parts(train=samples, test=samples, classes=10, split="random")
+        result = learn(trial, briefing, workload, data, Check(), 0, lambda phase: None)
+    return [evaluation.loss for evaluation in result.learning.evaluations]
+
+
+def test_a_training_follows_its_schedule(world):
+    start, first, *rest = world(1).run(_losses)[0]
+    assert first != start and rest == pytest.approx([first] * 2, rel=1e-6)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.rig.coverage import ENOUGH, MACHINES, cover
 from bench.rig.tables import COVERAGE, EMULATED, FALSE_WORDS, NOISES, Plan, Tally
 from bench.words import DEFAULT
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.results.stats import (
     Difference,
     compare,

@@ -10,7 +10,7 @@ import pytest
 
 from bench import words
 from bench.rig import coverage, tables
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.results.store import Comparison, append
 from tests.unit.made_record import record, with_iters, with_notes
 

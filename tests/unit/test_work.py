@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.profiling.work import FLOPS, kernels
+from common.profiling.work import kernels
 
 
 class Recording(TorchDispatchMode):
@@ -99,10 +99,6 @@ def test_convolutions_are_counted_as_by_hand(module, x, by_hand):
     assert forward.flops == by_hand
     gradients = backward.kernels["convolution_backward"]
     assert [kernel.flops for kernel in gradients] == [by_hand, by_hand, 0], "input, weight, bias"
-    module.zero_grad()
-    with FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
-        module(x).sum().backward()
-    assert counter.get_total_flops() == 3 * by_hand
 
 
 def test_an_input_without_gradient_costs_nothing():

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from common.harness.running.record import make_record
-from common.harness.trial import BASELINE, MeasureConfig
+from common.harness.settings import MeasureConfig
+from common.harness.trial import BASELINE
 from common.harness.worker import timed, training
 from common.harness.worker.checking import correctness, plain
+from common.harness.worker.checking.afresh import Afresh
 from common.harness.worker.checking.correctness import Farthest
 from common.harness.worker.timing import costs, measure
 from common.harness.worker.timing.measure import measure_steps, steps_of_all, untimed_in_block
@@ -530,3 +532,15 @@ def test_a_drift_is_that_of_the_largest_message_that_both_have():
     first = made(n10=1.0, n20=4.0, n30=5.0)
     assert costs._drift(first, made(n10=7.0, n20=5.0)) == pytest.approx(0.25)
     assert costs._drift(first, made(n20=2.0)) == pytest.approx(-0.5)
+
+
+def test_the_first_of_two_passes_in_a_step_is_made_afresh():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+    workload = Workload(model=model, inputs=(torch.ones(8, 4),), targets=(), criterion=torch.mean)
+    afresh = Afresh(workload)
+    afresh.watch(frozenset({"", "0", "1"}))
+    wanted = torch.autograd.grad(workload.loss(), list(model.parameters()))
+    workload.loss()  # draws anew what is dropped
+    afresh.unwatch()
+    for got, want in zip(afresh.passes().values(), wanted, strict=True):
+        assert torch.equal(got, want)

@@ -38,4 +38,5 @@ def unavailable() -> str | None:
 
 def library_version() -> str:
     """Returns the MPI library's description of itself, with its version. The build prints it."""
-    return library().Get_library_version().split("\0")[0].strip()
+    text: str = library().Get_library_version()
+    return text.split("\0")[0].strip()

@@ -16,10 +16,16 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
 
 log = logging.getLogger("dear")
 
@@ -52,10 +58,15 @@ _BITWISE = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
 _LOGICAL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PRODUCT": "LAND", "MIN": "LAND"}
 _LOGICAL |= {"BAND": "LAND", "BXOR": "LXOR"}
 # MPI sees two-byte floats as opaque bytes, reduced by these functions. NaN propagates on any rank.
-_FOLDS = {"SUM": torch.add, "PROD": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
+_FOLDS: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "PROD": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+}
 
 
-def library() -> Any:
+def library() -> ModuleType:
     """Returns mpi4py's module `MPI` without starting MPI.
 
     Raises:
@@ -96,14 +107,15 @@ class Work(dist.Work):
         title: str,
         timeout: timedelta,
         outputs: list[torch.Tensor],
-        finish: Callable[[Any], int | None],
+        finish: Callable[[MPI.Status], int | None],
         broke: Callable[[str], None],
     ) -> None:
         super().__init__()
         self._title = title
         self._timeout_s = min(timeout.total_seconds(), _FOR_EVER_S)
         self._deadline = time.monotonic() + self._timeout_s
-        self._outputs, self._finish, self._broke = outputs, finish, broke
+        self._outputs, self._broke = outputs, broke
+        self._finish: Callable[[MPI.Status], int | None] | None = finish
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self._ended = threading.Event()
         self._ending = threading.Lock()  # acquired, never released, by the first thread to end it
@@ -160,14 +172,15 @@ class Work(dist.Work):
         # The thread that ended the operation may not have completed `self._future` yet.
         return self._settled(torch.futures.Future())
 
-    def retire(self, error: str | None, status: Any) -> None:
+    def retire(self, error: str | None, status: MPI.Status) -> None:
         """Ends the operation after MPI has ended the call, with its result or with `error`."""
-        if self._ended.is_set():
+        finish = self._finish
+        if finish is None:
             return
         try:
             if error is not None:
                 raise dist.DistBackendError(error)
-            self._source = self._finish(status)
+            self._source = finish(status)
         except Exception as reason:
             self._end(dist.DistBackendError(f"{self}: {reason}"))
         else:
@@ -189,11 +202,13 @@ class Work(dist.Work):
         self._ended.set()
         self._settled(self._future)
 
-    def _settled(self, future: torch.futures.Future) -> torch.futures.Future:
+    def _settled(
+        self, future: torch.futures.Future[list[torch.Tensor]]
+    ) -> torch.futures.Future[list[torch.Tensor]]:
         if self._error is None:
             future.set_result(self._outputs)
         else:
-            future.set_exception(self._error)
+            future.set_exception(self._error)  # type: ignore[arg-type]  # typed as set_result
         return future
 
 
@@ -224,14 +239,16 @@ class Engine:
             )
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank, self.size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-        self.types = {
+        self.types: dict[torch.dtype, MPI.Datatype] = {
             dtype: getattr(mpi, name) if name else mpi.BYTE.Create_contiguous(2).Commit()
             for dtype, name in TYPES.items()
         }
-        self._folds: dict[tuple[torch.dtype, str], Any] = {}
+        self._folds: dict[tuple[torch.dtype, str], MPI.Op] = {}
         self._lock = threading.Lock()  # guards every MPI call, `_requests` and `_works`
-        self._requests: list[Any] = []
-        self._works: list[tuple[Work, Any]] = []  # for each request, with the objects to keep alive
+        self._requests: list[MPI.Request] = []
+        self._works: list[
+            tuple[Work, object]
+        ] = []  # for each request, with the objects to keep alive
         self._waited = 0.0  # time of the last poll by a waiting thread
         self._begun = threading.Event()
         self._process = os.getpid()
@@ -239,9 +256,9 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="mpi", daemon=True)
         self._thread.start()
 
-    def reduction(self, reduce_op: dist.ReduceOp, dtype: torch.dtype) -> Any:
+    def reduction(self, reduce_op: dist.ReduceOp, dtype: torch.dtype) -> MPI.Op:
         """Returns MPI's operation for torch's. For AVG it is SUM; the caller divides afterwards."""
-        torch_name = reduce_op.op.name
+        torch_name = reduce_op.op.name  # type: ignore[attr-defined]  # not in torch's stub
         if dtype == torch.bool:
             name = _LOGICAL.get(torch_name)
         elif dtype.is_floating_point:
@@ -253,11 +270,12 @@ class Engine:
         if name is None:
             raise TypeError(f"the MPI backend cannot reduce {dtype} by {torch_name}")
         if TYPES[dtype] is not None:
-            return getattr(self.mpi, name)
+            operation: MPI.Op = getattr(self.mpi, name)
+            return operation
         if (dtype, name) not in self._folds:
             fold = _FOLDS[name]
 
-            def reduce(source: Any, target: Any, _: Any) -> None:
+            def reduce(source: MPI.buffer, target: MPI.buffer, _: MPI.Datatype) -> None:
                 if target.nbytes:
                     result = torch.frombuffer(target, dtype=dtype)
                     fold(torch.frombuffer(source, dtype=dtype), result, out=result)
@@ -265,19 +283,25 @@ class Engine:
             self._folds[dtype, name] = self.mpi.Op.Create(reduce, commute=True)
         return self._folds[dtype, name]
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Callable[..., T], *arguments: object) -> T:
         """Makes an MPI call that does not block for long."""
         with self._lock:
             return self._call(function, *arguments)
 
-    def begin(self, work: Work, keep: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    def begin(
+        self,
+        work: Work,
+        keep: object,
+        function: Callable[..., MPI.Request],
+        *arguments: object,
+    ) -> None:
         """Starts an operation. The engine holds `keep` until MPI has ended the operation."""
         with self._lock:
             self._requests.append(self._call(function, *arguments))
             self._works.append((work, keep))
         self._begun.set()
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, function: Callable[..., T], *arguments: object) -> T:
         if self._ended or self.mpi.Is_finalized():
             raise dist.DistBackendError("MPI has ended in this process")
         try:
@@ -286,7 +310,10 @@ class Engine:
             raise dist.DistBackendError(error.Get_error_string()) from error
 
     def drive(
-        self, done: Callable[[], bool], nap: Callable[[float], Any], until: float = float("inf")
+        self,
+        done: Callable[[], bool],
+        nap: Callable[[float], bool | None],
+        until: float = float("inf"),
     ) -> None:
         """Polls MPI until `done()` or the time `until`.
 
@@ -325,7 +352,7 @@ class Engine:
         return news
 
     def _poll(self, busy_s: float) -> bool:
-        """Retires finished requests. True if any has finished or the poll took over `busy_s`."""
+        """Retires finished requests; returns True if any was or the poll took over `busy_s`."""
         mpi = self.mpi
         began = time.thread_time()
         with self._lock:
@@ -348,8 +375,8 @@ class Engine:
                 self._requests = [r for i, r in enumerate(self._requests) if i not in ended]
                 self._works = [w for i, w in enumerate(self._works) if i not in ended]
         for index, status in zip(indices, statuses, strict=False):
-            error = status.Get_error() if code == mpi.ERR_IN_STATUS else code
-            failure = None if error == mpi.SUCCESS else mpi.Get_error_string(error)
+            ended_with = status.Get_error() if code == mpi.ERR_IN_STATUS else code
+            failure = None if ended_with == mpi.SUCCESS else mpi.Get_error_string(ended_with)
             works[index].retire(failure, status)
         now = time.monotonic()
         for work in works:

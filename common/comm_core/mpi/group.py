@@ -7,7 +7,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,23 @@ import torch.distributed as dist
 from .engine import Work, the_engine
 from .rows import Row, Tensors
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
 NAME = "comm_core_mpi"
+
+
+class Options(Protocol):
+    """Options that torch passes to every collective."""
+
+    timeout: timedelta
+
+
+class RootedOptions(Options, Protocol):
+    """Options of a collective with a root."""
+
+    rootRank: int
 
 
 class Group(dist.ProcessGroup):
@@ -31,7 +47,9 @@ class Group(dist.ProcessGroup):
             a member does not join within the group's timeout.
     """
 
-    def __init__(self, options: Any, process_group_options: Any = None) -> None:
+    def __init__(
+        self, options: _DistributedBackendOptions, process_group_options: object = None
+    ) -> None:
         if process_group_options is not None:
             raise ValueError(f"{NAME} has no process group options, got {process_group_options!r}")
         self._engine = the_engine()
@@ -49,7 +67,7 @@ class Group(dist.ProcessGroup):
                 f"group '{self._label}': torch.distributed says rank {expected[0]} of "
                 f"{expected[1]}, MPI says rank {rank} of {size}; started without mpirun?"
             )
-        super().__init__(self._rank, self._size)
+        super().__init__(self._rank, self._size)  # type: ignore[call-arg]  # not in torch's stub
         # Creating an MPI communicator has no timeout and blocks all other groups, so the members
         # first wait for each other here.
         keys = [f"mpi-member-{rank}" for rank in range(self._size)]
@@ -63,10 +81,12 @@ class Group(dist.ProcessGroup):
             ) from error
         self._comm = self._engine.call(self._communicator, ranks)
 
-    def _communicator(self, ranks: list[int]) -> Any:
+    def _communicator(self, ranks: list[int]) -> MPI.Intracomm:
         mpi = self._engine.mpi
-        world = mpi.COMM_WORLD
-        self._largest_tag = world.Get_attr(mpi.TAG_UB)
+        world: MPI.Intracomm = mpi.COMM_WORLD
+        largest_tag = world.Get_attr(mpi.TAG_UB)
+        assert isinstance(largest_tag, int)
+        self._largest_tag = largest_tag
         if ranks:
             tag = zlib.crc32(self._label.encode()) % (self._largest_tag + 1)
             comm = world.Create_group(world.Get_group().Incl(ranks), tag)
@@ -95,8 +115,8 @@ class Group(dist.ProcessGroup):
 
     getBackendName = _get_backend_name = name
 
-    def _get_backend(self, device: torch.device) -> Group:
-        return self
+    def _get_backend(self, device: torch.device) -> Group:  # type: ignore[override]
+        return self  # a group in Python is its own backend
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -113,7 +133,7 @@ class Group(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
 
-    def _root(self, name: str, options: Any) -> tuple[int, bool]:
+    def _root(self, name: str, options: RootedOptions) -> tuple[int, bool]:
         root = self._peer(name, options.rootRank)
         return root, root == self._rank
 
@@ -148,11 +168,14 @@ class Group(dist.ProcessGroup):
         name: str,
         source: Row | None,
         target: Row | None,
-        options: Any,
-        call: Callable[..., Any],
-        *arguments: Any,
+        options: Options | None,
+        call: Callable[..., MPI.Request],
+        *arguments: object,
     ) -> Work:
-        """Starts `call(*arguments)`; copies the result into `target`'s tensors at the end."""
+        """Starts `call(*arguments)`; copies the result into `target`'s tensors at the end.
+
+        Sends and receives have no `options`.
+        """
         reason = self._failure and f"is unusable since {self._failure}"
         if reason := "was destroyed" if self._closed else reason:
             raise dist.DistBackendError(f"{name}: the MPI group '{self._label}' {reason}")
@@ -163,10 +186,11 @@ class Group(dist.ProcessGroup):
         mean = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG
         timeout = timedelta(0) if options is None else options.timeout
 
-        def finish(status: Any) -> int | None:
+        def finish(status: MPI.Status) -> int | None:
             sender = None
-            if name.startswith("recv"):
-                sender, count = status.Get_source(), status.Get_count(arguments[0][1])
+            if target is not None and options is None:
+                sender = status.Get_source()
+                count = status.Get_count(self._engine.types[target.dtype])
                 if count != target.elements:
                     raise ValueError(
                         f"rank {sender} sent {count} elements, but the tensor has {target.elements}"

@@ -1,14 +1,31 @@
 """Collectives and messages of torch.distributed over MPI."""
 
+# mypy: disable-error-code="override, assignment"
+# torch's stub types the calls of a user, with several overloads. Its C++ code calls these methods
+# with the options of each operation.
+
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .engine import Work
 from .group import Group
 from .rows import Row, Tensors
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import (
+        AllgatherOptions,
+        AllreduceOptions,
+        AllToAllOptions,
+        BarrierOptions,
+        BroadcastOptions,
+        GatherOptions,
+        ReduceOptions,
+        ReduceScatterOptions,
+        ScatterOptions,
+    )
 
 
 class MpiGroup(Group):
@@ -24,7 +41,7 @@ class MpiGroup(Group):
     blocks on this rank do not imply equal blocks on all, and all ranks must make the same call.
     """
 
-    def allreduce(self, tensors: Tensors, options: Any) -> Work:
+    def allreduce(self, tensors: Tensors, options: AllreduceOptions) -> Work:
         row = Row("all_reduce", tensors)
         ends = (self._engine.mpi.IN_PLACE, row.message())
         op = self._engine.reduction(options.reduceOp, row.dtype)
@@ -32,7 +49,7 @@ class MpiGroup(Group):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, options: Any) -> Work:
+    def reduce(self, tensors: Tensors, options: ReduceOptions) -> Work:
         row = Row("reduce", tensors)
         root, is_root = self._root("reduce", options)
         ends = (self._engine.mpi.IN_PLACE, row.message()) if is_root else (row.message(), None)
@@ -41,7 +58,7 @@ class MpiGroup(Group):
         return self._submit("reduce", row, out, options, self._comm.Ireduce, *ends, op, root)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, options: Any
+        self, output: torch.Tensor, input: torch.Tensor, options: ReduceScatterOptions
     ) -> Work:
         row = Row("reduce_scatter_tensor", [input])
         # `out` comes second: if the two overlap, the second is copied, and it is the smaller one.
@@ -49,38 +66,42 @@ class MpiGroup(Group):
         row.share(self._size, out)
         return self._reduce_scatter(out, row, options)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: list[Tensors], options: ReduceScatterOptions
+    ) -> Work:
         out = Row("reduce_scatter", outputs)
         return self._reduce_scatter(out, self._list("reduce_scatter", inputs, out), options)
 
-    def _reduce_scatter(self, out: Row, row: Row, options: Any) -> Work:
+    def _reduce_scatter(self, out: Row, row: Row, options: ReduceScatterOptions) -> Work:
         self._check_own(out.elements, "output", row)
         op = self._engine.reduction(options.reduceOp, row.dtype)
         arguments = (row.message(), out.message(), row.counts, op)
         return self._submit(row.name, row, out, options, self._comm.Ireduce_scatter, *arguments)
 
-    def broadcast(self, tensors: Tensors, options: Any) -> Work:
+    def broadcast(self, tensors: Tensors, options: BroadcastOptions) -> Work:
         row = Row("broadcast", tensors)
         root, is_root = self._root("broadcast", options)
         ends = (row, None) if is_root else (None, row)
         return self._submit("broadcast", *ends, options, self._comm.Ibcast, row.message(), root)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, options: AllgatherOptions
+    ) -> Work:
         out = Row("all_gather_into_tensor", [output])
         row = Row("all_gather_into_tensor", [input], out)
         out.share(self._size, row)
         return self._all_gather(out, row, options)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, options: AllgatherOptions) -> Work:
         out = self._list("all_gather", outputs)
         return self._all_gather(out, Row(out.name, inputs, out), options)
 
-    def _all_gather(self, out: Row, row: Row, options: Any) -> Work:
+    def _all_gather(self, out: Row, row: Row, options: AllgatherOptions) -> Work:
         self._check_own(row.elements, "input", out)
         ends = (row.message(), out.blocks())
         return self._submit(row.name, row, out, options, self._comm.Iallgatherv, *ends)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, options: GatherOptions) -> Work:
         root, is_root = self._root("gather", options)
         out = self._list("gather", outputs) if is_root else None
         row = Row("gather", inputs, out)
@@ -89,7 +110,7 @@ class MpiGroup(Group):
         arguments = (row.message(), out and out.blocks(), root)
         return self._submit("gather", row, out, options, self._comm.Igatherv, *arguments)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: ScatterOptions) -> Work:
         root, is_root = self._root("scatter", options)
         out = Row("scatter", outputs)
         row = self._list("scatter", inputs, out) if is_root else None
@@ -104,7 +125,7 @@ class MpiGroup(Group):
         input: torch.Tensor,
         output_splits: list[int],
         input_splits: list[int],
-        options: Any,
+        options: AllToAllOptions,
     ) -> Work:
         out = Row("all_to_all_single", [output])
         row = Row("all_to_all_single", [input], out)
@@ -112,11 +133,11 @@ class MpiGroup(Group):
         row.split(input_splits, self._size)
         return self._all_to_all(out, row, options)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: AllToAllOptions) -> Work:
         out = self._list("all_to_all", [outputs])
         return self._all_to_all(out, self._list("all_to_all", [inputs], out), options)
 
-    def _all_to_all(self, out: Row, row: Row, options: Any) -> Work:
+    def _all_to_all(self, out: Row, row: Row, options: AllToAllOptions) -> Work:
         self._check_own(row.counts[self._rank], "input", out)
         ends = (row.blocks(), out.blocks())
         return self._submit(row.name, row, out, options, self._comm.Ialltoallv, *ends)
@@ -137,7 +158,7 @@ class MpiGroup(Group):
         arguments = (row.message(), source, self._tag(name, tag))
         return self._submit(name, None, row, None, self._comm.Irecv, *arguments)
 
-    def barrier(self, opts: Any) -> Work:
+    def barrier(self, opts: BarrierOptions) -> Work:
         return self._submit("barrier", None, None, opts, self._comm.Ibarrier)
 
     # Names of these methods before torch 2.13.

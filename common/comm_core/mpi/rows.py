@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .engine import TYPES, the_engine
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 Tensors = Sequence[torch.Tensor]
 
@@ -90,7 +93,7 @@ class Row:
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if not self._copied:
             return []
-        parts = self._memory[: self.elements].split([t.numel() for t in self.tensors])
+        parts = torch.split(self._memory[: self.elements], [t.numel() for t in self.tensors])
         return [(part.view(t.shape), t.data) for part, t in zip(parts, self.tensors, strict=True)]
 
     def divide(self, by: int) -> None:
@@ -122,13 +125,13 @@ class Row:
             )
         self.counts = [split * (tensor.numel() // max(rows, 1)) for split in splits]
 
-    def message(self) -> list[Any]:
+    def message(self) -> tuple[MPI.buffer, MPI.Datatype]:
         """Returns the argument for mpi4py's calls."""
         engine = the_engine()
         memory = engine.mpi.buffer.fromaddress(self._memory.data_ptr(), self.nbytes)
-        return [memory, engine.types[self.dtype]]
+        return memory, engine.types[self.dtype]
 
-    def blocks(self) -> list[Any]:
+    def blocks(self) -> tuple[MPI.buffer, list[int], MPI.Datatype]:
         """Returns the argument for MPI's "v" calls, in which rank i has `counts[i]` elements."""
         memory, kind = self.message()
-        return [memory, self.counts, kind]
+        return memory, self.counts, kind

@@ -9,14 +9,14 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ..collectives import Body, Channel, check_pair, check_tensor, plain
 from ..job import backends_of, copy_of
-from .operations import DeviceStream, HostStream, Operation
+from .operations import DeviceStream, HostStream, Operation, Stream
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +47,7 @@ def _end_threads() -> None:
         lane.host.close(EXIT_TIMEOUT_S)
         if set(lane.backends.values()) == {"gloo"} and lane.idle():
             lane.close()
-            lane.channel = None
+            del lane.channel
 
 
 class Lane:
@@ -58,11 +58,10 @@ class Lane:
         ordered = self.backends.get("cpu") in _ORDERED
         self.host = HostStream(ordered)
         self.devices: dict[torch.device, DeviceStream] = {}
-        self.channel: Channel | None = Channel(group, dist.get_world_size(group), ordered)
-        """None after the interpreter's exit handler has run."""
+        self.channel = Channel(group, dist.get_world_size(group), ordered)
         _open_lanes.add(self)
 
-    def stream(self, device: torch.device) -> HostStream | DeviceStream:
+    def stream(self, device: torch.device) -> Stream:
         """Returns the stream for tensors on `device`."""
         if device.type == "cpu":
             return self.host
@@ -71,17 +70,20 @@ class Lane:
         return self.devices[device]
 
     def idle(self) -> bool:
-        """True if nothing is queued or in flight."""
-        return all(stream.idle() for stream in (self.host, *self.devices.values()))
+        """Returns True if nothing is queued or in flight."""
+        return all(stream.idle() for stream in self._streams())
 
     def close(self) -> None:
         """Ends the streams, then destroys the process group."""
-        for stream in (self.host, *self.devices.values()):
+        for stream in self._streams():
             stream.close()
         try:
             dist.destroy_process_group(self.channel.group)
         except (ValueError, AssertionError):
             log.debug("torch.distributed has already destroyed this process group")
+
+    def _streams(self) -> list[Stream]:
+        return [self.host, *self.devices.values()]
 
 
 class Handles:
@@ -114,7 +116,7 @@ class Handles:
             raise self._failed[handle]
 
     def done(self, handle: int) -> bool:
-        """True once all operations of `handle` have succeeded or failed; never blocks."""
+        """Returns True once all operations of `handle` have succeeded or failed; never blocks."""
         self._check(handle)
         return all(operation.ended() for operation in self._pending.get(handle, ()))
 
@@ -189,7 +191,7 @@ class Streams:
     def _open(self) -> None:
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call comm_core.init() first")
-        group = dist.group.WORLD if self._group is None else self._group
+        group = self._group or dist.distributed_c10d._get_default_group()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of the job is not in the given group")
@@ -243,7 +245,7 @@ class Streams:
         self._handles.wait(handle)
 
     def done(self, handle: int) -> bool:
-        """True once the operation of `handle` has ended; never blocks.
+        """Returns True once the operation of `handle` has ended; never blocks.
 
         Raises:
             TypeError, ValueError: as in `sync_stream`.
@@ -272,7 +274,7 @@ class Streams:
         dist.barrier(self._lanes[0].channel.group, device_ids=device_ids)
 
     def num_free_streams(self) -> int:
-        """Number of idle streams, 0 .. nstreams: those with nothing queued or in flight."""
+        """Returns the number of streams with nothing queued or in flight."""
         self._check_open()
         return sum(lane.idle() for lane in self._lanes)
 
@@ -298,7 +300,7 @@ class Streams:
         return lane
 
     def _in_turn(
-        self, name: str, body: Callable[..., Body], *arguments: Any, lone: bool = True
+        self, name: str, body: Callable[..., Body], *arguments: object, lone: bool = True
     ) -> int:
         lane = self._next_lane()
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]

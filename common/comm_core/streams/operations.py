@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..collectives import Body
 
@@ -26,7 +27,28 @@ class Operation(Protocol):
         """Blocks the host until the operation has ended; never raises `error`."""
 
     def ended(self) -> bool:
-        """True once the operation has succeeded or failed; never blocks."""
+        """Returns True once the operation has succeeded or failed; never blocks."""
+
+
+class Stream(Protocol):
+    """Queue of operations on one device."""
+
+    def submit(
+        self, name: str, body: Body, *, tensors: Sequence[torch.Tensor], lone: bool
+    ) -> Operation:
+        """Queues `body`, which uses `tensors`.
+
+        Raises the errors that the backend raises at once, e.g. for an unsupported dtype.
+
+        Args:
+            lone: `body` is a single collective with no work after it.
+        """
+
+    def idle(self) -> bool:
+        """Returns True if nothing is queued or in flight."""
+
+    def close(self) -> None:
+        """Blocks the host until everything submitted has ended."""
 
 
 class HostOperation:
@@ -36,7 +58,7 @@ class HostOperation:
         self.name = name
         self.error: Exception | None = None
         self._body: Body | None = body
-        self._works: list[Any] = []
+        self._works: Sequence[dist.Work] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread_runs_it = False
@@ -77,12 +99,12 @@ class HostOperation:
             return True
         return not self._thread_runs_it and all(work.is_completed() for work in self._works)
 
-    def _advance(self) -> list[Any] | None:
+    def _advance(self) -> Sequence[dist.Work] | None:
         assert self._body is not None
         with torch.no_grad():
             return next(self._body, None)
 
-    def _await(self, works: Sequence[Any]) -> None:
+    def _await(self, works: Sequence[dist.Work]) -> None:
         # Waits for all of them even after a failure: the others may still use temporary tensors.
         for work in works:
             try:
@@ -113,11 +135,9 @@ class HostStream:
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def submit(self, name: str, body: Body, *, tensors: Sequence[torch.Tensor], lone: bool) -> Any:
-        """Queues `body`. `lone` means that it is a single collective with no work after it.
-
-        Raises the errors that the backend raises at once, e.g. for an unsupported dtype.
-        """
+    def submit(
+        self, name: str, body: Body, *, tensors: Sequence[torch.Tensor], lone: bool
+    ) -> HostOperation:
         operation = HostOperation(name, body)
         with self._changed:
             self._forget_ended()
@@ -136,7 +156,6 @@ class HostStream:
         return operation
 
     def idle(self) -> bool:
-        """True if nothing is queued or in flight."""
         with self._changed:
             self._forget_ended()
             return not self._queue and not self._started
@@ -178,7 +197,7 @@ class DeviceOperation:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self._device = device
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types
 
     def record(self, stream: torch.cuda.Stream) -> None:
         self._event.record(stream)
@@ -190,21 +209,25 @@ class DeviceOperation:
         self._event.synchronize()
 
     def ended(self) -> bool:
-        return self._event.query()
+        ended: bool = self._event.query()  # type: ignore[no-untyped-call]  # as above
+        return ended
 
 
 class DeviceStream:
     """Stream for the tensors of one CUDA device.
 
     Expects a backend whose `Work.wait` makes the current CUDA stream wait (NCCL). With another
-    backend `submit` blocks."""
+    backend `submit` blocks.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
         self._last: DeviceOperation | None = None
 
-    def submit(self, name: str, body: Body, *, tensors: Sequence[torch.Tensor], lone: bool) -> Any:
+    def submit(
+        self, name: str, body: Body, *, tensors: Sequence[torch.Tensor], lone: bool
+    ) -> DeviceOperation:
         """Queues `body` after the work of the caller's current CUDA stream and of this stream."""
         operation = DeviceOperation(name, self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -219,10 +242,8 @@ class DeviceStream:
         return operation
 
     def idle(self) -> bool:
-        """True if the device has finished everything submitted."""
         return self._last is None or self._last.ended()
 
     def close(self) -> None:
-        """Blocks the host until the device has finished everything submitted."""
         if self._last is not None:
             self._last.settle()

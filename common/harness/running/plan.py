@@ -13,11 +13,10 @@ from common.harness.experiment import Experiment
 from common.harness.running import ui
 from common.harness.running.fabric import WORKER, launcher_for
 from common.harness.running.sweep import to_run
-from common.harness.sweeps import RECORDS, short
 from common.harness.trial import Trial
 from common.launch.job import Job
 from common.models.registry import is_replay, profile_of
-from common.paths import DRIVER
+from common.paths import DRIVER, RECORDS, short
 from common.results import store
 from dear.errors import UserError
 

@@ -24,6 +24,7 @@ from common.harness.running.ui import Progress
 from common.harness.running.underway import Standing, Underway, path_of
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Job, Outcome
+from common.paths import RECORDS
 from common.results import store
 from common.results.records import Record, Result, typed
 from common.results.records.trust import CostCheck, Note
@@ -66,7 +67,7 @@ class Sweep:
     command: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
-        self._path = self.folder / "records.jsonl"
+        self._path = self.folder / RECORDS
         self._run_id = f"{now()}-{uuid.uuid4().hex[:8]}"
         self._costs: dict[tuple[Any, ...], _Costs] = {}
         self._progress = Progress(total=0)

@@ -71,10 +71,11 @@ class ProgressLine:
     A bar on a terminal; a line per launch where output is kept.
     """
 
-    def __init__(self, stream: TextIO = sys.stderr, quiet: bool = False) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
+        # Not a default of the parameter, which would be the stream as this file was imported.
+        self._stream = stream or sys.stderr
         self._quiet = quiet
-        self._live = stream.isatty()
+        self._live = self._stream.isatty()
         self._last = ""
         self._bar: Any = None
 

@@ -9,25 +9,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.harness.sweeps import RECORDS
 from common.harness.verbs import Status
+from common.paths import RECORDS
 from common.results.records import Record, fabric_words, is_learning
 from common.results.store import Comparison
 from dear.errors import UserError
 
-HELP = "two sweeps, or two algorithms of one"
+HELP = "compare two sweeps, or two algorithms of one"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     text = "a folder of records, SWEEP@LABEL or SWEEP@key=value for a part of it, or a reports.json"
     parser.add_argument("first", help=text)
-    parser.add_argument("second", help="the same; how much faster is it?")
-    parser.add_argument("more", nargs="*", help="further ones, if one is a reports.json")
-    parser.add_argument("--force", action="store_true", help="also of different machines")
+    parser.add_argument("second", help="the same; ratios are those of the second to the first")
+    parser.add_argument("more", nargs="*", help="further reports.json files or folders")
+    parser.add_argument("--force", action="store_true", help="compare different machines, too")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--markdown", action="store_true", help="for a pull request")
-    how.add_argument("--json", action="store_true", help="on stdout")
+    how.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request")
+    how.add_argument("--json", action="store_true", help="print JSON on stdout")
     parser.add_argument(
         "--fail-on",
         metavar="regression:N%",

@@ -22,9 +22,9 @@ from typing import Literal
 from common import machine
 from common.cgroups import usable_cores
 from common.emulation import links
-from common.harness.experiment import Experiment, load
+from common.harness.experiment import Experiment
+from common.harness.experiment_file import load, unable_to_emulate
 from common.harness.running.fabric import misfit
-from common.harness.sweeps import unable_to_emulate
 from common.harness.verbs import Status
 from common.launch.mpirun import find_mpirun
 from common.paths import BUILD, COMMAND, EXPERIMENTS, ROOT
@@ -44,7 +44,7 @@ HELP = "check this machine and suggest a fix for each problem"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
-    parser.add_argument("--json", action="store_true", help="on stdout")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from common.harness import own
 from common.harness.experiment import Experiment
+from common.harness.experiment_file import load_plugins
 from common.harness.verbs.run import add_plugin
 from common.models.registry import MODELS
 from common.paths import EXPERIMENTS, ROOT
@@ -28,21 +28,21 @@ from common.results.committed.pages import with_block
 from dear.algorithms.aliases import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names
 
-HELP = "algorithms, models, experiments"
+HELP = "list algorithms, models and experiments"
 KEYS = "keys of an experiment"
 """Mark of the table in docs/experiments.md."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
-    parser.add_argument("--json", action="store_true", help="as JSON on stdout")
-    parser.add_argument("--keys", action="store_true", help="the keys of an experiment file")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+    parser.add_argument("--keys", action="store_true", help="keys of an experiment file")
     add_plugin(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     """Prints all names with a line on each; the exit status is 0."""
-    own.load_plugins(options.plugin, Path())
+    load_plugins(options.plugin, Path())
     names = {"keys": list(map(dataclasses.asdict, keys()))} if options.keys else listing()
     if options.json:
         print(json.dumps(names, indent=2))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "one sweep of its shards"
+HELP = "combine the shards of a sweep"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     parser.add_argument("parts", nargs="+", type=Path, help="folders with records")
-    parser.add_argument("--into", type=Path, required=True, help="a new folder for all of them")
+    parser.add_argument("--into", type=Path, required=True, help="a new folder for all records")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.harness.sweeps import find_sweep
 from common.harness.verbs.show import add_sweep
 from common.paths import COMMAND, EXPERIMENTS, LOGS, ROOT
 from dear.errors import UserError
@@ -16,19 +15,23 @@ from dear.errors import UserError
 if TYPE_CHECKING:
     from common.results.report import page
 
-HELP = "a sweep as one HTML file"
+HELP = "write a sweep as one HTML file"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     add_sweep(parser)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="(default: report.html in the sweep's folder)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the sweep's folder",
     )
 
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page of a sweep and prints its path; the exit status is 0."""
+    from common.harness.output import find_sweep
     from common.results.report import page
     from plots import embedded
 
@@ -62,7 +65,7 @@ def _commands(folder: Path) -> page.Commands:
 
 def _again(folder: Path) -> tuple[str | None, str]:
     """Returns a command for the experiment of that name, and whether its trials are the same."""
-    from common.harness.experiment import load
+    from common.harness.experiment_file import load
     from common.results.store import Comparison
 
     path = EXPERIMENTS / f"{folder.name}.yaml"

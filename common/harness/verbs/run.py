@@ -11,17 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.emulation import sandbox
-from common.harness import own
-from common.harness.experiment import Experiment, load
-from common.harness.sweeps import default_experiment, find_experiment, short
+from common.harness.experiment import Experiment
+from common.harness.experiment_file import (
+    CommandLine,
+    default_experiment,
+    find_experiment,
+    load,
+)
 from common.harness.trial import Trial
 from common.harness.verbs import Status
-from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE
+from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE, short
 from common.results.records import Record, is_learning
 
 HELP = "run an experiment"
 TRACE = "write timelines of each trial there, for Perfetto"
-OWN_MODELS = EXPERIMENTS / "own.yaml"
+CUSTOM_MODELS = EXPERIMENTS / "custom.yaml"
 """Experiment for models of the command line, if it names no experiment."""
 
 
@@ -32,14 +36,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         help="an experiment file, or the name of one of configs/experiments (default: "
-        "emulated-quick, or quick where nothing can be emulated)",
+        "emulated-quick, or quick if virtual hosts are not possible)",
     )
     _add_selection(parser)
     _add_cluster(parser.add_argument_group("virtual hosts (change the experiment's `cluster`)"))
-    _add_own(
+    _add_custom(
         parser.add_argument_group(
-            "your own (docs/bring_your_own.md)",
-            "Without an experiment: that of configs/experiments/own.yaml, on virtual hosts.",
+            "custom models and algorithms (docs/bring_your_own.md)",
+            "Without an experiment, they run in configs/experiments/custom.yaml, on virtual hosts.",
         )
     )
     _add_output(parser)
@@ -55,8 +59,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="only trials whose title contains TEXT, or key=value of the trial; A|B is either, and "
-        "all that are given must hold",
+        help="only trials whose title contains TEXT, or with key=value; A|B: A or B; if given "
+        "several times, all must hold",
     )
     parser.add_argument(
         "--set",
@@ -81,38 +85,41 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     for flag, text in (
-        ("--hosts", "number of virtual hosts; all ranks of them take part"),
-        ("--ranks-per-host", "ranks on each of them"),
-        ("--network", "their links: a profile of configs/networks, or a bandwidth as 2.5gbit"),
-        ("--time-scale", "how many times slower than real they run (default: chosen)"),
+        ("--hosts", "number of virtual hosts; every trial uses all of them"),
+        ("--ranks-per-host", "ranks on each virtual host"),
+        ("--network", "links: a profile of configs/networks, or a bandwidth such as 2.5gbit"),
+        (
+            "--time-scale",
+            "real seconds per emulated second (default: chosen)",
+        ),
     ):
         group.add_argument(flag, help=text)
 
 
-def _add_own(group: argparse._ArgumentGroup) -> None:
+def _add_custom(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model-file",
         action="append",
         default=[],
         metavar="FILE",
-        help="a Python file with functions model() and batch(batch_size); in place of the "
-        "experiment's models",
+        help="a Python file with functions model() and batch(batch_size); replaces the models of "
+        "the experiment",
     )
     group.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="NAME",
-        help="a model of `list`, or one of transformers or timm, as hf:gpt2 and timm:resnet50d; "
-        "likewise",
+        help="a model of `list`, of transformers (hf:gpt2) or of timm (timm:resnet50d); replaces "
+        "the models of the experiment",
     )
-    group.add_argument("--batch", type=int, metavar="N", help="its samples per rank")
+    group.add_argument("--batch", type=int, metavar="N", help="samples per rank of these models")
     group.add_argument(
         "--gpu",
         metavar="NAME",
-        help="replay the times that the model takes on this GPU, modelled from its operations and "
-        "bytes; `here`: measured on this machine's (default on virtual hosts: here where there is "
-        "one, else rtx2080ti)",
+        help="GPU whose compute times are replayed: a name (times are modelled from operations "
+        "and bytes), or `here` (measured on this machine's GPU). Default on virtual hosts: here if "
+        "there is a GPU, else rtx2080ti",
     )
     add_plugin(group)
 
@@ -134,7 +141,7 @@ def add_plugin(to: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a Python file with an algorithm, which joins the others",
+        help="a Python file with an algorithm, added to the others",
     )
 
 
@@ -143,14 +150,14 @@ def main(options: argparse.Namespace) -> int:
 
     An experiment on virtual hosts runs in a process of its own, which gets the same arguments.
     """
-    given = own.Given.of(options)
+    command_line = CommandLine.of(options)
     if options.experiment is None:
-        options.experiment = OWN_MODELS if given.models else default_experiment()
+        options.experiment = CUSTOM_MODELS if command_line.models else default_experiment()
     path = find_experiment(options.experiment)
-    experiment = load(path, [*cluster_overrides(options), *options.set], given)
+    experiment = load(path, [*cluster_overrides(options), *options.set], command_line)
     everything = experiment.trials()
-    assumed = given.assumed([model.name for model in experiment.models])
-    for line in filter(None, (assumed, experiment.fallback)):
+    assumption = command_line.assumption([model.name for model in experiment.models])
+    for line in filter(None, (assumption, experiment.fallback)):
         if not sandbox.inside():  # the process outside has printed it
             print(line, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():

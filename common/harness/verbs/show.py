@@ -16,7 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     add_sweep(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="the records as JSON on stdout")
+    how.add_argument("--json", action="store_true", help="print the records as JSON on stdout")
     how.add_argument(
         "--breakdown",
         action="store_true",
@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--plan",
         action="store_true",
-        help="what travelled together, what was predicted of it, and what tuners have tried",
+        help="which gradients travelled together, their predicted times, and what tuners tried",
     )
 
 
@@ -40,10 +40,9 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints what the flags ask for; the exit status is 0."""
     from common.harness import output
-    from common.harness.sweeps import find_sweep
     from common.results import store
 
-    folder = find_sweep(options.sweep, options.logs)
+    folder = output.find_sweep(options.sweep, options.logs)
     comparison = store.Comparison.load(folder)
     with store.no_collector():
         results = comparison.results(folder)

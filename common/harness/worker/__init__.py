@@ -89,8 +89,8 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
         # Ranks may share GPUs where another backend than NCCL moves the bytes.
         device = dear.device()
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = trial.tf32
-        torch.backends.cudnn.benchmark = trial.cudnn_benchmark
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = trial.cuda.tf32
+        torch.backends.cudnn.benchmark = trial.cuda.cudnn_benchmark
     data = load_data(trial)
     classes = data and data.classes
     workload = make_workload(trial, device, classes)

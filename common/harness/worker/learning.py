@@ -236,10 +236,10 @@ def load_data(trial: Trial) -> Parts | None:
         return None
     path = datasets.path_of(learn.data, None)
     found = datasets.digest(learn.data, path)
-    if found != trial.data_digest:
+    if found != trial.sources.data_digest:
         raise UserError(
             f"learn.data: {learn.data} has changed since the sweep began, or is another one "
-            f"on this host: digest {found}, wanted {trial.data_digest}"
+            f"on this host: digest {found}, wanted {trial.sources.data_digest}"
         )
     return datasets.load(learn.data, path, registry.sample_size(trial.model, trial.sentence_len))
 

@@ -7,7 +7,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 
-from common.harness.learn import ScheduleConfig
+from common.harness.settings import ScheduleConfig
 
 _COLD = 0.1
 """Where a learning rate that is not scaled begins its warm-up, as a share of itself."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from common.harness.trial import BASELINE, OptimizerConfig, Trial
+from common.harness.settings import OptimizerConfig
+from common.harness.trial import BASELINE, Trial
 from common.models.registry import is_replay
 from common.models.replay import pace
 from common.models.replay.brake import Brake

@@ -29,7 +29,7 @@ class Work:
     module: str
     forward_s: float
     units: tuple[Unit, ...]
-    """In the order of the forward pass; the gradients of the last unit come first."""
+    """Units in the order of the forward pass; the gradients of the last unit come first."""
 
 
 @dataclass(frozen=True, kw_only=True)

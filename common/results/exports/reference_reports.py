@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 from common.results.records import Record
-from common.results.tables.table import Cell, Column, Table, number
+from common.results.tables.cells import Cell, Column, number
+from common.results.tables.table import Table
 from common.results.validity import flag
 from dear.errors import UserError
 

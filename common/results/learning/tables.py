@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from common.results.learning.summary import LearnRow
 from common.results.records import Record
 from common.results.records.record import Throughput
-from common.results.tables.fields import NOTES, PLACE
-from common.results.tables.table import (
+from common.results.tables.cells import (
     Cell,
     Column,
     Form,
-    Table,
     interval,
     number,
     significant,
     word,
 )
+from common.results.tables.fields import NOTES, PLACE
+from common.results.tables.table import Table
 
 _two: Form = "{:.2f}".format
 _one_percent: Form = "{:.1%}".format

@@ -10,7 +10,7 @@ from common.results.records import Record
 from common.results.records.card import flat_card
 from common.results.report.flagged import title
 from common.results.report.parts import Grid, plain
-from common.results.tables.table import Cell, number, significant
+from common.results.tables.cells import Cell, number, significant
 
 _FIRST = ("cpu", "cores", "gpus", "os", "kernel", "python", "packages.torch", "commit")
 _UNKNOWN = "not on record"

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.results.tables.table import UNKNOWN, Cell, R, Table, number
+from common.results.tables.cells import UNKNOWN, Cell, R, number
+from common.results.tables.table import Table
 from common.results.tables.terminal import phrases
 
 _PACKED_FROM = 20_000

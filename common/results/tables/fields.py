@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
 from common.results.records import Record
-from common.results.tables.table import Cell, Column, Shown
+from common.results.tables.cells import Cell, Column, Shown
 
 
 @dataclass(frozen=True, kw_only=True)

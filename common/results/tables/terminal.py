@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table as Grid
-from rich.text import Text
+from common.results.tables.cells import Cell, Column, R
 
-from common.results.tables.table import Cell, Column, R, Table
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MANY = 400
 """Largest number of rows that are printed as a grid. Markdown prints more of them at once."""
@@ -18,28 +18,39 @@ _NOTES = 30
 _COLOURS = {"FASTER": "green", "SLOWER": "red", "NO": "bold red", "failed": "red", "timeout": "red"}
 
 
-def show(table: Table[R], title: str, width: int | None = None) -> None:
-    """Prints a table to stdout.
+def show(
+    columns: Sequence[Column[R]],
+    cells: Sequence[Sequence[Cell]],
+    grey: Sequence[bool],
+    title: str,
+    width: int | None = None,
+) -> bool:
+    """Prints a title and a table to stdout; returns False for a table of too many rows.
 
     On a terminal, columns without room are left out; the last one then follows below. Elsewhere,
     everything is printed.
+
+    Args:
+        grey: whether a row is grey.
+        width: width of the terminal in columns; None: as it is.
     """
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(file=sys.stdout, width=width)
     console = console if console.is_terminal else Console(file=sys.stdout, width=300)
     console.print(Text(title, style="bold"))
-    if len(table.rows) > MANY:
-        print(table.markdown(), end="")
-        return
-    cells = table.cells
+    if len(cells) > MANY:
+        return False
     if not console.is_terminal:
-        _grid(console, table, cells, list(range(len(table.columns))))
-        return
+        _grid(console, columns, cells, grey, list(range(len(columns))))
+        return True
     blocks: dict[str, list[int]] = {}
     for index, line in enumerate(cells):
         blocks.setdefault(line[0].text, []).append(index)
-    for places in blocks.values():
-        part = Table([table.rows[i] for i in places], table.columns)
-        _block(console, part, [cells[i] for i in places])
+    for rows in blocks.values():
+        _block(console, columns, [cells[i] for i in rows], [grey[i] for i in rows])
+    return True
 
 
 def phrases(columns: Sequence[Column[R]], cells: Sequence[Sequence[Cell]]) -> dict[int, str]:
@@ -52,15 +63,21 @@ def phrases(columns: Sequence[Column[R]], cells: Sequence[Sequence[Cell]]) -> di
     return shared
 
 
-def _block(console: Console, table: Table[R], cells: Sequence[Sequence[Cell]]) -> None:
+def _block(
+    console: Console,
+    columns: Sequence[Column[R]],
+    cells: Sequence[Sequence[Cell]],
+    grey: Sequence[bool],
+) -> None:
     """Prints the rows of a model."""
-    columns = table.columns
+    from rich.text import Text
+
     shared = phrases(columns, cells)
     console.print(Text(", ".join(filter(None, shared.values())), style="bold"))
     used = [i for i in range(len(columns)) if i not in shared and any(c[i].text for c in cells)]
     used.sort(key=lambda i: columns[i].weight)
     kept = _fitting({i: _width(columns[i], cells, i) for i in used}, columns, console.width)
-    _grid(console, table, cells, kept)
+    _grid(console, columns, cells, grey, kept)
     last = len(columns) - 1
     if last in used and last not in kept:
         name = next(i for i, column in enumerate(columns) if column.role == "name")
@@ -70,25 +87,34 @@ def _block(console: Console, table: Table[R], cells: Sequence[Sequence[Cell]]) -
 
 
 def _grid(
-    console: Console, table: Table[R], cells: Sequence[Sequence[Cell]], chosen: Sequence[int]
+    console: Console,
+    columns: Sequence[Column[R]],
+    cells: Sequence[Sequence[Cell]],
+    grey: Sequence[bool],
+    chosen: Sequence[int],
 ) -> None:
     """Prints these columns, as far as they are not empty."""
+    from rich.table import Table
+    from rich.text import Text
+
     used = [i for i in chosen if any(line[i].text for line in cells)]
-    grid = Grid()
+    grid = Table()
     for i in used:
-        column = table.columns[i]
-        width = _width(column, cells, i)
-        fixed = width if console.is_terminal and i != len(table.columns) - 1 else None
-        justify = "right" if column.right else "left"
+        width = _width(columns[i], cells, i)
+        fixed = width if console.is_terminal and i != len(columns) - 1 else None
         grid.add_column(
-            column.title, justify=justify, overflow="fold", min_width=fixed, max_width=fixed
+            columns[i].title,
+            justify="right" if columns[i].right else "left",
+            overflow="fold",
+            min_width=fixed,
+            max_width=fixed,
         )
     model = None
-    for row, line in zip(table.rows, cells, strict=True):
+    for line, dim in zip(cells, grey, strict=True):
         if model is not None and model != line[0].text:
             grid.add_section()
         model = line[0].text
-        style = "dim" if row.flag else ""
+        style = "dim" if dim else ""
         texts = (
             Text(cell.text, style=_COLOURS.get(cell.text, style) if cell.word else style)
             for cell in (line[i] for i in used)

@@ -19,8 +19,15 @@ from common.results import stats
 from common.results.records import Record
 from common.results.records.card import flat_card
 from common.results.stats import Difference, Repeats
+from common.results.tables.cells import (
+    Cell,
+    Column,
+    interval,
+    number,
+    word,
+)
 from common.results.tables.fields import NOTES, PLACE, Identity, Validity, identity
-from common.results.tables.table import Cell, Column, Table, interval, number, word
+from common.results.tables.table import Table
 from common.results.timed.rows import difference
 from common.results.validity import flag_text
 from dear.errors import UserError

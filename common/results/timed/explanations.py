@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results.records import Record, Result
-from common.results.tables.table import significant
+from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 
 FAR = 0.9

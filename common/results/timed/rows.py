@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from common.results import stats
 from common.results.records import Record, base_among
 from common.results.stats import Difference
-from common.results.tables.fields import NOTES, PLACE, Compared, Validity, identity
-from common.results.tables.table import (
+from common.results.tables.cells import (
     UNKNOWN,
     Cell,
     Column,
-    Table,
     interval,
     number,
     percent,
     significant,
     word,
 )
+from common.results.tables.fields import NOTES, PLACE, Compared, Validity, identity
+from common.results.tables.table import Table
 from common.results.timed import bounds
 from common.results.timed.bounds import BoundNote
 from common.results.validity import flag, flag_text

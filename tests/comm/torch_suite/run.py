@@ -49,7 +49,7 @@ class Outcomes(unittest.TestResult):
     def __init__(self, progress: TextIO) -> None:
         super().__init__()
         self._progress = progress
-        self.found: dict[str, dict[str, Any]] = {}
+        self.by_test: dict[str, dict[str, Any]] = {}
         self._started = 0.0
 
     def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802 (unittest's name)
@@ -59,7 +59,7 @@ class Outcomes(unittest.TestResult):
     def _add(self, test: unittest.TestCase, outcome: str, reason: str = "", log: str = "") -> None:
         name = test.id().rsplit(".", 1)[-1]
         seconds = round(time.monotonic() - self._started, 1)
-        self.found[name] = {"outcome": outcome, "reason": reason, "seconds": seconds, "log": log}
+        self.by_test[name] = {"outcome": outcome, "reason": reason, "seconds": seconds, "log": log}
         print(f"{outcome:9} {seconds:6.1f} s  {name}  {reason}", file=self._progress, flush=True)
 
     def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
@@ -79,8 +79,8 @@ def reason_of(log: str) -> str:
     """The first rank's exception: a line that starts with its type, without torch's stack."""
     lines = [line for line in log.splitlines() if re.match(r"[\w.]+(Error|Exception)\b.*: ", line)]
     # The first is that of the harness, which quotes the ranks'.
-    found = [line for line in lines if not re.search(r"Process \d+ exited with error code", line)]
-    return (found or lines or log.strip().splitlines()[-1:])[0][:200]
+    causes = [line for line in lines if not re.search(r"Process \d+ exited with error code", line)]
+    return (causes or lines or log.strip().splitlines()[-1:])[0][:200]
 
 
 def run_here(names: list[str] | None, pattern: str, out: Path) -> None:
@@ -88,9 +88,9 @@ def run_here(names: list[str] | None, pattern: str, out: Path) -> None:
     sys.path.insert(0, str(FOLDER))
     import suite
 
-    found = unittest.defaultTestLoader.getTestCaseNames(suite.TorchSuite)
+    every = unittest.defaultTestLoader.getTestCaseNames(suite.TorchSuite)
     if names is None:
-        names = [name for name in found if fnmatch.fnmatchcase(name, f"*{pattern}*")]
+        names = [name for name in every if fnmatch.fnmatchcase(name, f"*{pattern}*")]
     # The ranks' chatter goes to a file, the progress to where standard output was.
     progress = os.fdopen(os.dup(1), "w")
     log = os.open(os.environ["TORCH_SUITE_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -98,7 +98,7 @@ def run_here(names: list[str] | None, pattern: str, out: Path) -> None:
         os.dup2(log, stream)
     result = Outcomes(progress)
     unittest.TestSuite(suite.TorchSuite(name) for name in names).run(result)
-    out.write_text(json.dumps(result.found))
+    out.write_text(json.dumps(result.by_test))
 
 
 def run_pass(gates: str, names: list[str] | None, args: argparse.Namespace) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def run_pass(gates: str, names: list[str] | None, args: argparse.Namespace) -> d
 
 
 def about_the_name(reason: str) -> bool:
-    """Whether a test was skipped for the backend's name or torch's wish for 8 ranks."""
+    """Returns whether a test was skipped for the backend's name or torch's wish for 8 ranks."""
     if re.search(r"Need at least|CUDA is not available", reason):
         return False
     named = re.search(r"backend|gloo|mpi\b|nccl", reason, re.IGNORECASE)

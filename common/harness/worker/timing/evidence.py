@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from common.harness.trial import OptimizerConfig
+from common.harness.settings import OptimizerConfig
 from common.harness.worker.timing.measure import Measured
 from common.harness.worker.training import Training, make_optimizer
 from common.results.records import Breakdown

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from common.harness.trial import MeasureConfig
+from common.harness.settings import MeasureConfig
 from common.harness.worker.timing.stopwatch import Stopwatch
 from common.harness.worker.timing.strain import Gauge, Pressure
 from dear.comm.communicator import Communicator

@@ -24,7 +24,7 @@ from common.models.workload import Workload
 from dear.errors import UserError
 from dear.files import module_of, told
 
-_PACKAGE = "own_models"
+_PACKAGE = "user_models"
 
 
 def build(

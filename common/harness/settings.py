@@ -1,16 +1,119 @@
-"""Keys of an experiment file for training on data, below `learn:`."""
+"""Sections `optimizer`, `measure` and `learn` of an experiment file; trials have them unchanged."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from common.models.datasets import SOURCES
 from dear.errors import UserError, one_of
 from dear.options import at_least, positive
 
-BUDGET_S = 20.0
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The same optimizer and settings for every algorithm of an experiment."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer of torch."""
+    lr: float = 0.01
+    """Learning rate."""
+    momentum: float = 0.0
+    """Momentum of SGD."""
+    weight_decay: float = 0.0
+    """Weight decay."""
+
+    def __post_init__(self) -> None:
+        positive("optimizer.lr", self.lr)
+        at_least("optimizer.momentum", self.momentum, 0)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if self.name != "sgd" and self.momentum:
+            raise UserError(f"optimizer.momentum: {self.name} has none; it is an option of sgd")
+
+    @property
+    def state_copies(self) -> int:
+        """Tensors of optimizer state per parameter."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
+
+    @property
+    def update_passes(self) -> int:
+        """Passes of an update over memory of the parameters' size.
+
+        It reads gradients, and reads and writes parameters and state.
+        """
+        return 3 + 2 * self.state_copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """Number and length of the measurements. Each step is timed; warm-up steps are left out."""
+
+    repeats: int | tuple[int, int] = 3
+    """Separate starts of the workers, interleaved with those of the compared algorithms. With
+    `precision`: the smallest and the largest number, as [5, 12]."""
+    precision: float | None = None
+    """Half width of the 95 % intervals, relative to the value, at which all trials of a cell stop
+    together. Differences between them do not matter."""
+    repeats_at_2k: int = 0
+    """Extra repeats of an emulated cell at twice its time scale k. They estimate the systematic
+    error, and are not part of the result."""
+    warmup_steps: int = 3
+    """Least untimed steps. Steps in which the algorithm tunes itself are untimed, too."""
+    num_iters: int = 1
+    """Blocks of steps per repeat, with a barrier before each block."""
+    steps_per_iter: int | None = None
+    """Steps per block; null: rank 0 chooses, so that a block takes `min_iter_s`."""
+    min_iter_s: float = 1.0
+    """Duration of a block in seconds, if rank 0 chooses the number of steps."""
+    min_steps: int = 3
+    """Smallest number of steps per block, if rank 0 chooses it."""
+    check_steps: int = 2
+    """Steps that are trained both with and without the algorithm, and compared."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.repeats, int):
+            object.__setattr__(self, "repeats", tuple(self.repeats))
+            if len(self.repeats) != 2 or self.repeats[0] > self.repeats[1]:
+                raise UserError(
+                    f"measure.repeats: must be a number or [least, most], got {list(self.repeats)}"
+                )
+        positive("measure.precision", self.precision)
+        if isinstance(self.repeats, int) != (self.precision is None):
+            raise UserError(
+                "measure: `precision` and a range of `repeats` go together, e.g. "
+                "{repeats: [5, 12], precision: 0.02}"
+            )
+        at_least("measure.repeats", self.least_repeats, 1)
+        for name in ("num_iters", "min_steps", "check_steps"):
+            at_least(f"measure.{name}", getattr(self, name), 1)
+        at_least("measure.repeats_at_2k", self.repeats_at_2k, 0)
+        at_least("measure.warmup_steps", self.warmup_steps, 0)
+        positive("measure.min_iter_s", self.min_iter_s)
+        if self.steps_per_iter is not None:
+            at_least("measure.steps_per_iter", self.steps_per_iter, 1)
+
+    @property
+    def least_repeats(self) -> int:
+        """Number of repeats in any case."""
+        return self.repeats if isinstance(self.repeats, int) else self.repeats[0]
+
+    @property
+    def most_repeats(self) -> int:
+        """Number of repeats if the intervals stay too wide."""
+        return self.repeats if isinstance(self.repeats, int) else self.repeats[1]
+
+    @property
+    def plan(self) -> str:
+        """Text with the number of repeats, and the precision at which they end."""
+        text = f"{self.least_repeats} repeats"
+        if self.precision is not None:
+            text = (
+                f"{self.least_repeats} to {self.most_repeats} repeats, until the interval is "
+                f"+-{100 * self.precision:g} % of its value"
+            )
+        more = self.repeats_at_2k
+        return text + (f", and {more} at twice the time scale" if more else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +162,7 @@ class LearnConfig:
     """Training for a time or for some epochs. Ranks of asynchronous algorithms make steps at their
     own pace."""
 
-    budget_s: float = BUDGET_S
+    budget_s: float = 20.0
     """Seconds of training, emulated seconds on virtual hosts. Evaluation does not count."""
     eval_every_s: float = 1.0
     """Seconds of training between two copies of the parameters. They are evaluated afterwards."""
@@ -115,25 +218,24 @@ class LearnConfig:
             return
         at_least("learn.epochs", self.epochs, 1)
         for field in ("budget_s", "eval_every_s"):
-            if getattr(self, field) != _default(field):
+            if self._is_set(field):
                 raise UserError(f"learn.{field}: goes without learn.epochs")
         if self.schedule is not None:
             self.schedule.check(self.epochs)
 
     def _goes_with(self, other: str, *fields: str) -> None:
-        """Raises `UserError` for one of `fields` that is set, which `other` is not."""
+        """Raises `UserError` if one of `fields` is set, because `other` is not."""
         for field in fields:
-            if getattr(self, field) != _default(field):
+            if self._is_set(field):
                 raise UserError(f"learn.{field}: goes with learn.{other}")
+
+    def _is_set(self, field: str) -> bool:
+        return getattr(self, field) != self.__dataclass_fields__[field].default
 
     @property
     def marks(self) -> tuple[float, ...]:
-        """When copies are made, in seconds of training or in epochs; 0 and the end among them."""
+        """Moments of the copies, from 0 to the end, in seconds of training or in epochs."""
         if self.epochs is not None:
             return (*range(0, self.epochs, self.eval_every_epochs), self.epochs)
         count = math.ceil(self.budget_s / self.eval_every_s - 1e-9)
         return (*(i * self.eval_every_s for i in range(count)), self.budget_s)
-
-
-def _default(field: str) -> Any:
-    return LearnConfig.__dataclass_fields__[field].default

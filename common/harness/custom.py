@@ -1,0 +1,209 @@
+"""Models from outside the repository, and their profiles on GPUs.
+
+Models are named `file:PATH`, `hf:TYPE`, `timm:NAME`, or as in the registry. With a GPU beside the
+name, the times that the model takes on it are replayed. Profiles that do not come with the project
+are computed once and kept in the user's cache, `$XDG_CACHE_HOME/dear-bench/profiles`
+(`~/.cache/...`), never in the repository.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.machine import version
+from common.models import profile as profiles
+from common.models import registry
+from common.models.profile import Profile
+from common.models.registry import FILE, HF, TIMM, Brought
+from common.profiling import gpus
+from dear.errors import UserError
+from dear.files import digest_of
+
+if TYPE_CHECKING:
+    from common.models.workload import Workload
+
+HERE = "here"
+"""Name of this machine's GPU, on which the model is measured."""
+_SEED = 1
+_LIBRARIES = ("torch", "torchvision", "timm", "transformers")
+_LEAST_S = 1e-6
+_PROFILERS = Path(__file__).parents[1] / "profiling"
+"""Folder of the programs that write profiles."""
+
+
+def bring_model(
+    name: str, batch_size: int | None, sentence_len: int | None, gpu: str | None
+) -> tuple[str, int | None, int | None]:
+    """Makes a model known in this process; with a GPU also its profile, computed if it is new.
+
+    Returns:
+        The model's name in trials and tables, its batch size and its sentence length. These stay
+        None if they were None and the registry knows the model's defaults.
+
+    Raises:
+        UserError: no such model or GPU, a file that lacks a function, or a model that fails.
+    """
+    name, brought = _register(name)
+    if gpu is None:
+        if brought is not None and brought.source.startswith(FILE):
+            from common.models import user_file  # which imports torch
+
+            user_file.check(Path(brought.source.removeprefix(FILE)))
+        return name, batch_size, sentence_len
+    if "@" in name:
+        raise UserError(f"gpu: {name} is a recorded model already; leave one of the two out")
+    device, profile_model = _profiler(gpu)
+    replayed = f"{name}@{device}"
+    sizes = profiles.batch_sizes().get(replayed, [])
+    if sizes and batch_size in (None, *sizes):
+        shipped = registry.profile_of(replayed, batch_size or sizes[0])
+        if sentence_len in (None, shipped.sentence_len):
+            return replayed, batch_size, sentence_len
+    entry = registry.model_entry(name)
+    batch_size = entry.batch_size if batch_size is None else batch_size
+    sentence_len = registry.sentence_len(name, sentence_len)
+    brought = brought or Brought(source=name)
+    key = _key(brought, device, gpu, batch_size, sentence_len)
+    path = cache() / device / f"{name.replace(':', '-')}-bs{batch_size}-{key}.json"
+    if not path.exists():
+        _keep(profile_model(name, batch_size, sentence_len), path)
+    registry.bring(replayed, dataclasses.replace(brought, profile=str(path)))
+    return replayed, batch_size, sentence_len
+
+
+def cache() -> Path:
+    """Returns the folder of profiles that do not come with the project."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).absolute() / "dear-bench" / "profiles"
+
+
+def _register(name: str) -> tuple[str, Brought | None]:
+    """Makes the registry know a model, and returns its name in trials and tables."""
+    if name.startswith(FILE):
+        path = Path(name.removeprefix(FILE))
+        if re.fullmatch(r"[\w.+-]+\.py", path.name) is None:
+            raise UserError(
+                f"{path}: a model's file ends in .py, and its name has letters, digits, '_', '.', "
+                "'+' and '-' only"
+            )
+        brought = Brought(source=f"{FILE}{path}", digest=digest_of(path))
+        name = path.name
+    elif name.startswith((HF, TIMM)):
+        brought = Brought(source=name)
+    else:
+        return name, None
+    registry.bring(name, brought)
+    registry.model_entry(name)
+    return name, brought
+
+
+def _profiler(gpu: str) -> tuple[str, Callable[[str, int, int | None], Profile]]:
+    """Returns the device as written behind the `@`, and a function that profiles a model on it."""
+    if gpu != HERE:
+        choice = gpus.find(gpu)
+        return choice.folder_name, lambda *model: _modelled(choice, *model)
+    if not gpu_available():
+        raise UserError(
+            f"gpu: torch sees none {HERE}; name one that the times are modelled for: "
+            + ", ".join(gpus.table())
+        )
+    import torch
+
+    from common.profiling.layers import folder_name
+
+    return folder_name(torch.cuda.get_device_name()), _measured
+
+
+def gpu_available() -> bool:
+    """Returns whether torch can use a GPU of this machine."""
+    devices = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd"))
+    if not devices:  # the import of torch takes seconds
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _modelled(gpu: gpus.Choice, name: str, batch_size: int, sentence_len: int | None) -> Profile:
+    import torch
+
+    from common.profiling.modelled import profile_of_any
+
+    def build() -> Workload:
+        torch.manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(_SEED)
+        return registry.build(name, batch_size, sentence_len, generator)
+
+    return profile_of_any(
+        name,
+        build,
+        gpu,
+        batch_size=batch_size,
+        sentence_len=sentence_len,
+        sample_unit=registry.model_entry(name).sample_unit,
+    )
+
+
+def _measured(name: str, batch_size: int, sentence_len: int | None) -> Profile:
+    from common.profiling import layers
+    from common.profiling.recorder import failing
+
+    words = ["--model", name, "--batch", str(batch_size), "--device", "cuda"]
+    words += [] if sentence_len is None else ["--sentence-len", str(sentence_len)]
+    try:
+        return layers.record_profile(layers.parse(words))
+    except UserError:
+        raise
+    except Exception as error:
+        raise failing(name, error) from error
+
+
+def _keep(profile: Profile, path: Path) -> None:
+    """Writes a profile so that a reader sees all of it or nothing.
+
+    Raises:
+        UserError: it cannot be written, or is too short to be replayed.
+    """
+    if profile.step_s < _LEAST_S:
+        raise UserError(
+            f"model {profile.model}: takes less than a microsecond for {profile.batch_size} "
+            f"samples on {profile.device_name}: too little to be replayed; take a larger batch"
+        )
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        profile.save(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"profile {path}: {error.strerror}; XDG_CACHE_HOME says where profiles are kept"
+        ) from None
+    print(
+        f"{profile.model} {profile.kind} for {profile.device_name}: forward "
+        f"{profile.forward_s * 1e3:.1f} ms, backward {profile.backward_s * 1e3:.1f} ms "
+        f"({profile.batch_size} samples); kept as {path}",
+        file=sys.stderr,
+    )
+
+
+def _key(brought: Brought, device: str, gpu: str, batch_size: int, sentence_len: int | None) -> str:
+    """Returns a digest of all that a profile depends on: the model, the GPU, and the programs and
+    libraries that compute the profile."""
+    programs = b"\0".join(path.read_bytes() for path in sorted(_PROFILERS.glob("*.py")))
+    facts = [
+        hashlib.sha256(programs).hexdigest(),
+        brought.digest or brought.source,
+        device,
+        device if gpu == HERE else vars(gpus.find(gpu).gpu),
+        batch_size,
+        sentence_len,
+        {name: version(name) for name in _LIBRARIES},
+    ]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,269 @@
+"""Reader of experiment files: the YAML, `--set`, and models and plugins of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from common.emulation import sandbox
+from common.emulation.links.switched import PROGRAM
+from common.harness import custom
+from common.harness.experiment import Experiment
+from common.models.registry import FILE
+from common.paths import BUILD, EXPERIMENTS
+from common.profiling import gpus
+from dear.algorithms.aliases import ALIASES
+from dear.errors import UserError, one_of
+from dear.options import at_least, build_options
+from dear.training.algorithm import load_plugin
+
+
+def find_experiment(given: str | Path) -> Path:
+    """Returns a file, or the one of configs/experiments with that name, with or without `.yaml`.
+
+    Raises:
+        UserError: there is neither.
+    """
+    path = Path(given)
+    if path.exists() or path.parent != Path():
+        return path
+    known = {path.stem: path for path in EXPERIMENTS.glob("*.yaml")}
+    return one_of("experiment", path.name.removesuffix(".yaml"), known)
+
+
+def default_experiment() -> Path:
+    """Returns the sweep of a command without a verb: emulated where that is possible."""
+    reason = None if sandbox.inside() else unable_to_emulate()
+    if reason:
+        print(f"no virtual hosts here ({reason}): quick.yaml instead", file=sys.stderr)
+    return EXPERIMENTS / ("quick.yaml" if reason else "emulated-quick.yaml")
+
+
+def unable_to_emulate() -> str | None:
+    """Returns why the default sweep cannot run on virtual hosts here, or None if it can."""
+    return sandbox.unable() if PROGRAM.exists() else f"the link switch is not built: {BUILD}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """Models and plugins of the command line, which go before those of the experiment file."""
+
+    name: str | None = None
+    """Name of the sweep; None: the experiment's."""
+    models: tuple[str, ...] = ()
+    batch_size: int | None = None
+    gpu: str | None = None
+    plugins: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> CommandLine:
+        """Reads the flags of `run`. Without an experiment the sweep is named after its models.
+
+        Raises:
+            UserError: `--batch` or `--gpu` without a model.
+        """
+        files = [f"{FILE}{Path(file).absolute()}" for file in options.model_file]
+        models = [*(_absolute_name(name, Path()) for name in options.model), *files]
+        for flag in ("batch", "gpu"):
+            if getattr(options, flag) is not None and not models:
+                raise UserError(f"--{flag}: goes with --model or --model-file")
+        if options.batch is not None:
+            at_least("--batch", options.batch, 1)
+        name = None
+        if models and options.experiment is None:
+            last = [model.rpartition("/")[2].rpartition(":")[2] for model in models]
+            name = "-".join(part.removesuffix(".py") for part in last)
+        return cls(
+            name=name,
+            models=tuple(models),
+            batch_size=options.batch,
+            gpu=options.gpu,
+            plugins=tuple(str(Path(file).absolute()) for file in options.plugin),
+        )
+
+    def apply(self, values: dict[str, object]) -> None:
+        """Replaces the models and the name in an experiment's values, and adds the algorithms."""
+        if self.models:
+            size = {} if self.batch_size is None else {"batch_size": self.batch_size}
+            values["models"] = [{"name": name, **size} for name in self.models]
+        if self.name is not None:
+            values |= {"name": self.name, "description": "models of the command line"}
+        if self.plugins:
+            values["plugins"] = [*_as_list(values.get("plugins")), *self.plugins]
+            algorithms = _as_list(values.get("algorithms"))
+            named = [item.get("name") if isinstance(item, dict) else item for item in algorithms]
+            added = [name for name in map(algorithm_of, self.plugins) if name not in named]
+            values["algorithms"] = [*algorithms, *added]
+
+    def choose_gpus(self, values: dict[str, object]) -> None:
+        """Sets the GPU of the command line's models; those named by `--set` keep theirs.
+
+        On virtual hosts a model is replayed, as its compute would be that of this machine.
+        Elsewhere it computes, unless `--gpu` names a GPU.
+        """
+        for model in _as_list(values.get("models")):
+            if not isinstance(model, dict) or model.get("name") not in self.models:
+                continue
+            if self.gpu is not None:
+                model["gpu"] = self.gpu
+            elif values.get("cluster") and "@" not in model["name"] and "gpu" not in model:
+                model["gpu"] = custom.HERE if custom.gpu_available() else gpus.DEFAULT
+
+    def assumption(self, names: Sequence[str]) -> str | None:
+        """Returns a line on the GPU that was chosen because no flag names any, or None.
+
+        Args:
+            names: models by their names in trials.
+        """
+        named = self.gpu is not None or any("@" in name for name in self.models)
+        device = gpus.find(gpus.DEFAULT).folder_name
+        if named or not self.models or not any(name.endswith(f"@{device}") for name in names):
+            return None
+        return f"no GPU here: times are modelled for {gpus.DEFAULT} (--gpu names another)"
+
+
+def load(
+    path: Path, overrides: Sequence[str] = (), command_line: CommandLine | None = None
+) -> Experiment:
+    """Reads an experiment file; `overrides` are `key=value` with dots and list indices in keys.
+
+    Files of models and algorithms are looked for beside it, then in the current folder.
+
+    Args:
+        command_line: models and algorithms to add; overrides apply to them as well.
+
+    Raises:
+        UserError: no such file, no YAML, an unknown key, or a value that is not allowed.
+    """
+    values = _read(path)
+    command_line = command_line or CommandLine()
+    command_line.apply(values)
+    for override in overrides:
+        _override(values, override)
+    command_line.choose_gpus(values)
+    values.setdefault("name", path.stem)
+    if "plugins" in values:
+        values["plugins"] = load_plugins(_as_list(values["plugins"]), path.parent)
+    if "models" in values:
+        models = _as_list(values["models"])
+        values["models"] = [_absolute_model(model, path.parent) for model in models]
+    return build_options(Experiment, values, "experiment key")
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        values = yaml.load(path.read_text(), _StrictLoader)
+    except OSError as error:
+        raise UserError(f"experiment {path}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or a date that does not exist
+        raise UserError(f"experiment {path}: not valid YAML: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not readable"
+        raise UserError(f"experiment {path}{where}: not valid YAML: {problem}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"experiment {path}: must be a mapping of keys to values")
+    return values
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that refuses a key that stands twice; plain YAML silently takes the last."""
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)
+
+
+def _override(values: dict[str, object], text: str) -> None:
+    key, equals, value_text = text.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {text!r}: must be key=value, e.g. --set measure.repeats=5")
+    try:
+        value = yaml.safe_load(value_text)
+    except (yaml.YAMLError, ValueError):
+        raise UserError(f"--set {text!r}: the value is not valid YAML") from None
+    *path, last = key.split(".")
+    node: dict[str, object] | list[object] = values
+    for part in path:
+        inner = node[_index(node, part, text)] if isinstance(node, list) else node.get(part, {})
+        if not isinstance(inner, (dict, list)):
+            raise UserError(f"--set {text!r}: {part!r} is a value, not a mapping or a list")
+        if isinstance(node, dict):
+            node[part] = inner
+        node = inner
+    if isinstance(node, list):
+        node[_index(node, last, text)] = value
+    else:
+        node[last] = value
+
+
+def _index(node: list[object], part: str, text: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise UserError(f"--set {text!r}: {part!r} is no index of a list of {len(node)}")
+    return int(part)
+
+
+def _as_list(value: object) -> list[object]:
+    """Returns the values of a key that may have one value or a list."""
+    return [] if value is None else [*value] if isinstance(value, list) else [value]
+
+
+def algorithm_of(path: str | Path) -> str:
+    """Returns the name of the algorithm in a file, which is the file's name."""
+    return Path(path).stem.replace("_", "-")
+
+
+def load_plugins(paths: Sequence[object], folder: Path) -> tuple[str, ...]:
+    """Loads algorithms from files, and returns the absolute paths.
+
+    Args:
+        folder: that relative paths are tried from, before the current one.
+
+    Raises:
+        UserError: a file is no plugin, or has the name of another algorithm.
+    """
+    files = []
+    for path in paths:
+        if not isinstance(path, str):
+            raise UserError(f"plugins: must be names of files, got {path!r}")
+        file = _absolute(path, folder)
+        if algorithm_of(file) in ALIASES:
+            raise UserError(f"{file}: {file.stem} is another name of an algorithm; rename the file")
+        load_plugin(file)
+        files.append(str(file))
+    return tuple(files)
+
+
+def _absolute_model(model: object, folder: Path) -> object:
+    """Returns an item of `models`, with an absolute path if it names a file."""
+    if isinstance(model, str):
+        return _absolute_name(model, folder)
+    if isinstance(model, dict) and isinstance(model.get("name"), str):
+        return {**model, "name": _absolute_name(model["name"], folder)}
+    return model
+
+
+def _absolute_name(name: str, folder: Path) -> str:
+    if not name.startswith(FILE):
+        return name
+    return f"{FILE}{_absolute(name.removeprefix(FILE), folder)}"
+
+
+def _absolute(path: str, folder: Path) -> Path:
+    near = folder / Path(path).expanduser()
+    return (near if near.exists() else Path(path).expanduser()).absolute()

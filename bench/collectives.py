@@ -33,7 +33,7 @@ from bench.rig.output import note
 from bench.rig.rank import Place
 from bench.rig.table import Ratio
 from common.emulation.links.profile import network_profile, payload_bytes_per_s
-from common.results.tables.table import significant
+from common.results.tables.cells import significant
 from dear.errors import UserError, unknown
 from dear.lazy import np, torch
 

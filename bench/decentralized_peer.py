@@ -28,7 +28,7 @@ from bench.rig import program, session, table
 from bench.rig.output import note
 from bench.rig.rank import Place
 from bench.rig.table import Ratio
-from common.results.tables.table import significant
+from common.results.tables.cells import significant
 from dear.lazy import dist, np, torch
 from dear.options import at_least
 from dear.topology.schedules import TopologyReg

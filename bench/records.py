@@ -104,7 +104,7 @@ def _print_plan(chosen: dict[str, Recipe]) -> None:
 
 def _took_minutes(name: str) -> float | None:
     """Returns the minutes that the present record took; None if they are unknown."""
-    seconds = (catalogue.made(name) or {}).get("duration_s")
+    seconds = (catalogue.manifest(name) or {}).get("duration_s")
     return seconds and seconds / 60
 
 
@@ -147,7 +147,7 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER
         **(_kept_evidence(work, out) if recipe.sweep is not None else {}),
         "files": catalogue.digests(out),
     }
-    (out / catalogue.MADE).write_text(json.dumps(facts, indent=1) + "\n")
+    (out / catalogue.MANIFEST).write_text(json.dumps(facts, indent=1) + "\n")
     _place(out, folder / name)
     catalogue.restore(name, folder)
     shutil.rmtree(work)
@@ -257,7 +257,7 @@ def _check(chosen: dict[str, Recipe]) -> int:
 
 def problems(name: str, recipe: Recipe, folder: Path = catalogue.FOLDER) -> list[str]:
     """Returns the reasons why a record does not match today's definitions."""
-    facts = catalogue.made(name, folder)
+    facts = catalogue.manifest(name, folder)
     if facts is None:
         return ["was not made by `make records`"]
     wrong = []

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from common.results.records import Record
-from common.results.tables.table import significant
+from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 from plots import style, sweep
 from plots.sweep import Mark

@@ -23,7 +23,7 @@ from matplotlib.lines import Line2D
 from common.results.learning.summary import LearnRow
 from common.results.records import Record, fabric_words
 from common.results.store import Comparison
-from common.results.tables.table import significant
+from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 from common.results.validity import flag_text
 from dear.errors import UserError

@@ -12,7 +12,7 @@ from common.paths import ROOT
 from common.profiling import modelled, published
 from common.profiling.gpus import DEFAULT, find
 from common.profiling.published import Published
-from common.results.committed.pages import written
+from common.results.committed.pages import with_block
 
 PAGE = ROOT / "docs" / "emulation.md"
 _REFERENCE = "resnet50"
@@ -102,7 +102,7 @@ def _step_ms(row: Published) -> float:
 def main() -> int:
     text = PAGE.read_text()
     for name, block in (("times", times()), ("elsewhere", elsewhere())):
-        text = written(text, f"profiles: {name}", block)
+        text = with_block(text, f"profiles: {name}", block)
     PAGE.write_text(text)
     return 0
 

@@ -1,19 +1,18 @@
-"""Fills README.md and docs with what the records give: `python -m common.results.readme`.
+"""Fills README.md and docs with numbers of records: `python -m common.results.readme`.
 
-Comments in the Markdown say what stands where. Of a record NAME (docs/records/NAME):
+Comments in the Markdown mark the places, for a record NAME (docs/records/NAME):
 
-    <!-- standing of NAME -->      which commit and machine it is of, and where it lies
-    <!-- table of NAME -->         the comparison of its sweep, and what follows from it in words
-    <!-- table of NAME: speedup, of_bound -->     these, a row per cell and a column per algorithm
-    <!-- output of NAME: FILE -->  a file of it, as it is
+    <!-- standing of NAME -->      commit, machine and folder of the record
+    <!-- table of NAME -->         the comparison of its sweep, and the sentences below it
+    <!-- table of NAME: speedup, of_bound -->     these fields by cell and algorithm
+    <!-- output of NAME: FILE -->  a file of the record, as it is
     <!-- figure of NAME: FILE | WHAT IT SHOWS -->
 
-each followed by the text and `<!-- end -->`. `<!-- withdrawn records -->` lists those with their
-reasons. A number in a sentence is followed by its source: `1.84<!-- delayed: speedup of dadt, bert
--->`, a field of the row that these words choose, with `as .0%` to show it in another way. In every
-section that quotes a record its standing is told. Of a withdrawn record nothing is seen: its places
-are empty, and a number or a link that leans on it is refused. Numbers of single rows that may not
-be believed are crossed out.
+The text follows, up to `<!-- end -->`. `<!-- withdrawn records -->` lists those records with their
+reasons. A number in a sentence is followed by its source, `1.84<!-- delayed: speedup of dadt, bert
+-->`: a field of the row that these words choose, with `as .0%` for another format. Every section
+that quotes a record shows its standing. The places of a withdrawn record are empty, and a number or
+link that needs one is refused. Numbers of flagged rows are crossed out.
 """
 
 from __future__ import annotations
@@ -25,15 +24,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.paths import ROOT
 from common.results.committed import catalogue
+from common.results.learning.summary import LearnRow
 from common.results.records import Record
 from common.results.report.overview import overview
 from common.results.store import Comparison
-from common.results.tables.table import significant
-from common.results.timed.bounds import percent
+from common.results.tables.cells import significant
+from common.results.tables.table import markdown
+from common.results.timed import bounds
+from common.results.timed.rows import Row
 from dear.errors import UserError
 
 _BLOCK = re.compile(
@@ -53,7 +54,7 @@ _QUERY = re.compile(r"(?P<field>\w+) of (?P<words>.+?)(?: as (?P<form>\S+))?$")
 
 @dataclass(frozen=True)
 class Place:
-    """A marked place: what it asks for of which record."""
+    """Marked place, and what it needs of a record."""
 
     kind: str
     """standing, table, output, figure or number."""
@@ -62,11 +63,11 @@ class Place:
 
 
 class PlaceError(UserError):
-    """A marked place asks for what its record does not have."""
+    """A marked place needs something that its record does not have."""
 
 
 def documents() -> list[Path]:
-    """Every Markdown file of the repository but those in records."""
+    """Returns every Markdown file of the repository except those in records."""
     command = ["git", "-C", str(ROOT), "ls-files", "*.md"]
     try:
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -76,41 +77,45 @@ def documents() -> list[Path]:
 
 
 def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
-    """`text`, which stands in the folder `place`, with every marked place as the records say.
+    """Returns `text`, a document of the folder `place`, with all marked places filled.
 
     Raises:
-        PlaceError: a place asks for what is not there.
+        PlaceError: a place needs something that is not there.
     """
-    gone = catalogue.withdrawn(folder)
+    withdrawn = catalogue.withdrawn(folder)
 
-    def block(found: re.Match[str]) -> str:
-        kind, name = found["kind"], found["name"]
-        if name in gone:
+    def block(match: re.Match[str]) -> str:
+        kind, name = match["kind"], match["name"]
+        if name in withdrawn:
             body = ""
         elif kind == "standing":
             body = standing(name, place, folder)
-        elif not (folder / name).is_dir():
-            raise PlaceError(f"there is no record {name}")
         else:
-            body = _BLOCKS[kind](folder / name, found["what"], place)
-        return f"{found['head']}{body}{found['end']}"
+            body = _BLOCKS[kind](_existing(folder, name), match["what"], place)
+        return f"{match['head']}{body}{match['end']}"
 
-    def number(found: re.Match[str]) -> str:
-        name = found["name"]
-        if name in gone:
-            raise PlaceError(f"a number leans on {name}, which is withdrawn: drop the sentence")
-        if not (folder / name).is_dir():
-            raise PlaceError(f"there is no record {name}")
-        value = value_of(folder / name, found["what"])
-        return (f"~~{found['value']}~~" if value is None else value) + found["from"]
+    def number(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name in withdrawn:
+            raise PlaceError(f"a number needs {name}, which is withdrawn: drop the sentence")
+        value = value_of(_existing(folder, name), match["what"])
+        return (f"~~{match['value']}~~" if value is None else value) + match["from"]
 
-    if leaning := gone.keys() & {found["name"] for found in _LINK.finditer(_without_blocks(text))}:
-        raise PlaceError(f"a link leads to {min(leaning)}, which is withdrawn: drop the sentence")
-    listed = _LIST.sub(lambda found: found["head"] + _withdrawn(gone) + found["end"], text)
+    links = {match["name"] for match in _LINK.finditer(without_blocks(text))}
+    if refused := withdrawn.keys() & links:
+        raise PlaceError(f"a link leads to {min(refused)}, which is withdrawn: drop the sentence")
+    listed = _LIST.sub(lambda match: match["head"] + _withdrawn(withdrawn) + match["end"], text)
     return _NUMBER.sub(number, _BLOCK.sub(block, listed))
 
 
-def _without_blocks(text: str) -> str:
+def _existing(folder: Path, name: str) -> Path:
+    if not (folder / name).is_dir():
+        raise PlaceError(f"there is no record {name}")
+    return folder / name
+
+
+def without_blocks(text: str) -> str:
+    """Returns a text without its marked blocks."""
     return _BLOCK.sub("", text)
 
 
@@ -120,83 +125,79 @@ def _withdrawn(reasons: Mapping[str, str]) -> str:
 
 
 def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
-    """What a reader must know of a record before its numbers; of one that is not withdrawn."""
-    made = catalogue.made(name, folder)
-    if made is None:
+    """Describes the origin of a record that is not withdrawn."""
+    manifest = catalogue.manifest(name, folder)
+    if manifest is None:
         raise PlaceError(f"{name} was not made by `make records`, and is not withdrawn")
-    machine = made["machine"]
-    missed = "".join(f"Missed its bar: `{one}`.\n" for one in made.get("missed", ()))
+    machine = manifest["machine"]
+    missed = "".join(f"Missed its bar: `{text}`.\n" for text in manifest.get("missed", ()))
     return (
-        f"*Measured {made['started'][:10]} at commit {made['commit']} on {machine['cores']} x "
-        f"{machine['cpu']} ([record]({_way(folder / name, place)}), `make records ONLY={name}`).*\n"
-        + missed
+        f"*Measured {manifest['started'][:10]} at commit {manifest['commit']} on "
+        f"{machine['cores']} x {machine['cpu']} ([record]({_way(folder / name, place)}), "
+        f"`make records ONLY={name}`).*\n{missed}"
     )
 
 
 def places(text: str) -> list[Place]:
-    """All marked places of a text."""
-    blocks = [Place(one["kind"], one["name"], one["what"]) for one in _BLOCK.finditer(text)]
-    return blocks + [Place("number", one["name"], one["what"]) for one in _NUMBER.finditer(text)]
+    """Returns all marked places of a text."""
+    blocks = [Place(match["kind"], match["name"], match["what"]) for match in _BLOCK.finditer(text)]
+    return blocks + [
+        Place("number", match["name"], match["what"]) for match in _NUMBER.finditer(text)
+    ]
 
 
 def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
-    """Of each section with a record: heading, records that are quoted, records whose standing is.
+    """Returns heading, quoted records and shown standings of each section with a record.
 
-    A link to a record's folder or files quotes it, too.
+    A link to a record's folder or files quotes the record, too.
     """
-    found = []
+    sections = []
     for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
-        blocks = list(_BLOCK.finditer(section))
-        told = {one["name"] for one in blocks if one["kind"] == "standing"}
-        used = {one["name"] for one in blocks if one["kind"] != "standing"}
-        used |= {one["name"] for one in _NUMBER.finditer(section)}
-        used |= {one["name"] for one in _LINK.finditer(_without_blocks(section))}
-        if told or used:
-            found.append((section.partition("\n")[0], used, told))
-    return found
-
-
-def bare_figures(text: str) -> list[str]:
-    """Images of records that stand outside of a marked place."""
-    return re.findall(r"!\[[^]]*\]\(([^)]*records/[^)]*)\)", _without_blocks(text))
+        marked = places(section)
+        shown = {place.record for place in marked if place.kind == "standing"}
+        used = {place.record for place in marked if place.kind != "standing"}
+        used |= {match["name"] for match in _LINK.finditer(without_blocks(section))}
+        if shown or used:
+            sections.append((section.partition("\n")[0], used, shown))
+    return sections
 
 
 def value_of(folder: Path, query: str) -> str | None:
-    """The text of one number of a sweep (see the module's words); None of a row that is doubted."""
-    row, asked = chosen_row(folder, query)
-    value = getattr(row, asked["field"])
-    if getattr(row, "flag", None):
+    """Returns the text of a number of a sweep (see the module); None for a flagged row."""
+    row, match = chosen_row(folder, query)
+    if row.flag:
         return None
+    value = getattr(row, match["field"])
     if value is None:
-        raise PlaceError(f"{folder.name}: {asked['words']} has no {asked['field']}")
-    return format(value, asked["form"]) if asked["form"] else significant(value)
+        raise PlaceError(f"{folder.name}: {match['words']} has no {match['field']}")
+    return format(value, match["form"]) if match["form"] else significant(value)
 
 
-def chosen_row(folder: Path, query: str) -> tuple[Any, re.Match[str]]:
-    """The row that a number is asked of, and the parts of the query.
+def chosen_row(folder: Path, query: str) -> tuple[Row | LearnRow, re.Match[str]]:
+    """Returns the row that a query chooses, and the parts of the query.
 
     Raises:
-        PlaceError: there is not one such row, or it has no such field.
+        PlaceError: there is not exactly one such row, or it has no such field.
     """
-    asked = _QUERY.fullmatch(query)
-    if asked is None:
+    match = _QUERY.fullmatch(query)
+    if match is None:
         raise PlaceError(f"{query!r} is not `FIELD of WORDS` or `FIELD of WORDS as FORM`")
-    words = asked["words"].split(", ")
+    words = match["words"].split(", ")
     chosen = [row for row in _rows(folder) if all(_is_of(row, word) for word in words)]
     if len(chosen) != 1:
-        raise PlaceError(f"{len(chosen)} rows of {folder.name} are {asked['words']!r}, not one")
-    _check_fields(chosen[0], [asked["field"]], folder)
-    return chosen[0], asked
+        raise PlaceError(f"{len(chosen)} rows of {folder.name} are {match['words']!r}, not one")
+    _check_fields(chosen[0], [match["field"]], folder)
+    return chosen[0], match
 
 
-def _check_fields(row: Any, fields: Iterable[str], folder: Path) -> None:
+def _check_fields(row: Row | LearnRow, fields: Iterable[str], folder: Path) -> None:
     for field in fields:
         if not hasattr(row, field):
             raise PlaceError(f"rows of {folder.name} have no {field}")
 
 
-def _is_of(row: Any, word: str) -> bool:
-    """An algorithm by its label; a model, network or fault by its beginning."""
+def _is_of(row: Row | LearnRow, word: str) -> bool:
+    """Matches an algorithm by its label, and a model, network or fault by its beginning."""
     parts = [row.model, row.network or "", row.fault or "no fault"]
     return row.algorithm == word or any(part.startswith(word) for part in parts)
 
@@ -206,27 +207,27 @@ def _sweep(folder: Path) -> tuple[list[Record], str]:
     return comparison.results(folder), comparison.compare_to
 
 
-def _rows(folder: Path) -> Sequence[Any]:
+def _rows(folder: Path) -> Sequence[Row | LearnRow]:
     return overview(*_sweep(folder)).rows
 
 
 def _table(folder: Path, what: str | None, _: Path) -> str:
     if what is not None:
-        found, fields = _rows(folder), what.split(", ")
-        _check_fields(found[0], fields, folder)
-        return _crossed(found, fields)
-    told = overview(*_sweep(folder))
-    lines = "".join(f"- {line}\n" for line in told.lines)
-    return told.table.markdown() + (f"\n{lines}" if lines else "")
+        rows, fields = _rows(folder), what.split(", ")
+        _check_fields(rows[0], fields, folder)
+        return _crossed(rows, fields)
+    summary = overview(*_sweep(folder))
+    lines = "".join(f"- {line}\n" for line in summary.lines)
+    return summary.table.markdown() + (f"\n{lines}" if lines else "")
 
 
-def _crossed(found: Sequence[Any], fields: list[str]) -> str:
-    """A line per model and network, and of each algorithm the fields."""
-    cells = list(dict.fromkeys((row.model, row.network) for row in found))
-    names = list(dict.fromkeys(row.algorithm for row in found))
-    by_place = {(row.model, row.network, row.algorithm): row for row in found}
+def _crossed(rows: Sequence[Row | LearnRow], fields: Sequence[str]) -> str:
+    """Returns a table with a line per model and network, and the fields of each algorithm."""
+    cells = dict.fromkeys((row.model, row.network) for row in rows)
+    names = dict.fromkeys(row.algorithm for row in rows)
+    by_place = {(row.model, row.network, row.algorithm): row for row in rows}
     titles = [f"{name} {field.replace('_', ' ')}" for name in names for field in fields]
-    lines = [["model", "network", *titles], ["---", "---", *["---:"] * len(titles)]]
+    lines = [["model", "network", *titles]]
     for model, network in cells:
         values = [
             _short(by_place.get((model, network, name)), field)
@@ -234,15 +235,17 @@ def _crossed(found: Sequence[Any], fields: list[str]) -> str:
             for field in fields
         ]
         lines.append([model, network or "", *values])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(lines, [False, False, *[True] * len(titles)], padded=False)
 
 
-def _short(row: Any, field: str) -> str:
+def _short(row: Row | LearnRow | None, field: str) -> str:
     value = getattr(row, field, None)
-    if value is None:
+    if row is None or value is None:
         return ""
-    text = percent(value, row.reach) if field == "of_bound" else f"{value:.2f}"
-    return f"({text})" if getattr(row, "flag", None) else text
+    text = f"{value:.2f}"
+    if field == "of_bound" and isinstance(row, Row):
+        text = bounds.share(value, row.bound_note)
+    return f"({text})" if row.flag else text
 
 
 def _output(folder: Path, what: str | None, _: Path) -> str:
@@ -261,7 +264,7 @@ def _figure(folder: Path, what: str | None, place: Path) -> str:
 
 
 def _way(path: Path, place: Path) -> str:
-    """From a text in the folder `place`, as links have it."""
+    """Returns the path of a link in a document of the folder `place`."""
     return Path(os.path.relpath(path.resolve(), place.resolve())).as_posix()
 
 
@@ -273,10 +276,10 @@ _BLOCKS: dict[str, Callable[[Path, str | None, Path], str]] = {
 
 
 def fill() -> list[Path]:
-    """Writes every document anew; returns those that changed.
+    """Fills every document and returns those that changed.
 
     Raises:
-        PlaceError: as `filled`; then nothing is written.
+        PlaceError: like `filled`; then nothing is written.
     """
     texts = {path: path.read_text() for path in documents()}
     new = {path: _filled_file(path, text) for path, text in texts.items()}

@@ -307,6 +307,11 @@ def _half_width(error: float | None, freedom: float) -> float:
     return float(-stdtrit(freedom, ALPHA / 2)) * error
 
 
+def t_half_width(values: Sequence[float]) -> float:
+    """Returns the half width of the 95 % t interval of a mean; infinite for a single value."""
+    return _half_width(_error(values), len(values) - 1)
+
+
 def _around(value: float, half_width: float, n: int) -> Estimate:
     """Returns an estimate with that half width on the log scale."""
     if math.isinf(half_width):

@@ -11,7 +11,7 @@ import pytest
 
 from common.harness import cli
 from common.harness.verbs.list import KEYS, keys_table, listing
-from common.results.committed.pages import written
+from common.results.committed.pages import with_block
 from dear.training.algorithm import algorithm_class
 from tests.system.processes import ROOT, python
 
@@ -140,7 +140,7 @@ def test_list_explains_each_key_of_an_experiment(capsys):
 
 def test_the_documents_have_todays_keys():
     page = (ROOT / "docs" / "experiments.md").read_text()
-    assert written(page, KEYS, keys_table()) == page, "make docs"
+    assert with_block(page, KEYS, keys_table()) == page, "make docs"
 
 
 def test_what_cannot_run_here_is_listed_with_the_reason(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from common.models.profile import load, path_of
 from common.results.committed import published
-from common.results.committed.pages import written
+from common.results.committed.pages import with_block
 from common.results.records import REAL, FabricFacts
 from tests.unit import made_record
 
@@ -107,7 +107,9 @@ def test_a_ratio_has_a_star_only_where_both_of_its_rates_were_emulated():
 
 
 def test_a_page_without_the_place_is_no_page():
-    assert written("<!-- a -->\nold\n<!-- end -->", "a", "n\\1") == "<!-- a -->\nn\\1\n<!-- end -->"
+    assert (
+        with_block("<!-- a -->\nold\n<!-- end -->", "a", "n\\1") == "<!-- a -->\nn\\1\n<!-- end -->"
+    )
     for text in ("", "<!-- a -->\n<!-- end -->" * 2):
         with pytest.raises(ValueError, match="places for a"):
-            written(text, "a", "")
+            with_block(text, "a", "")

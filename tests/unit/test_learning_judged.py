@@ -325,7 +325,7 @@ def test_what_is_compared_is_the_time_to_the_target_over_seeds():
         "mnist_cnn, 2 workers: dear is the first at 50%, after 1.0 s (1.0-1.0); 3 of 5 get there "
         "in every run"
     ]
-    (line,) = answers.of_any([base, faster, same, some, none], records)
+    (line,) = answers.general_remarks([base, faster, same, some, none], records)
     assert "detectable differences (power 80 %, Holm over 4): dear " in line
 
 
@@ -364,8 +364,8 @@ def test_what_is_not_believed_has_its_reason_and_no_word_and_is_no_base(amiss, r
     assert "(1.0 s (1.0-1.0))" in tables.table([base, ours, other], "ddp").markdown()
     _, ours, other = summary.make_rows(records, "dear")
     assert other.verdict is None and other.speedup is None
-    (line,) = answers.of_any([ours, other], records)
-    assert line.startswith("mnist_cnn, 2 workers: no speed-ups and no verdicts")
+    (line,) = answers.general_remarks([ours, other], records)
+    assert line.startswith("mnist_cnn, 2 workers: no speed-ups or verdicts")
 
 
 def test_a_record_is_json_and_says_who_died():

@@ -8,7 +8,7 @@ import json
 import pstats
 
 from common.results import store
-from common.results.tables.table import MANY
+from common.results.tables.terminal import MANY
 from common.results.timed import rows
 from tests.unit.made_record import record
 

@@ -20,7 +20,7 @@ from common.models.workload import Workload
 from common.profiling import compared, layers, modelled, published, recorder
 from common.profiling.modelled import Device, Roofline
 from common.profiling.recorder import Stretches
-from common.results.committed.pages import written
+from common.results.committed.pages import with_block
 from dear.errors import UserError
 from dear.training.hooks import Hooks
 from tests.system import made as made_up
@@ -157,7 +157,7 @@ def test_efficiencies_are_what_published_times_say(name):
 
 def test_the_page_has_the_profiles_beside_what_is_published():
     text = compared.PAGE.read_text()
-    assert written(text, "profiles: times", compared.times()) == text, (
+    assert with_block(text, "profiles: times", compared.times()) == text, (
         "make it again: python -m common.profiling.compared"
     )
 

@@ -13,7 +13,8 @@ from common.results import stats
 from common.results.exports.reference_reports import reports
 from common.results.records import FabricFacts, Order, Record
 from common.results.records.trust import Modelled, Network, Strain, Systematic
-from common.results.tables.table import csv_text, significant
+from common.results.tables.cells import significant
+from common.results.tables.table import csv_text
 from common.results.timed import answers, bounds, rows
 from common.results.validity import flag_text, incorrect
 from dear.errors import UserError
@@ -212,8 +213,8 @@ def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(k
     assert [row.leads for row in table] == [None, False, True]
     found = answers.remarks(table, [])
     assert [line for line in found if not line.startswith("event model: ")] == [
-        "mnist_cnn, 2 workers: no speed-ups and no verdicts, for what they would be relative to is "
-        f"not believed: dear ({flag_text(made)})"
+        "mnist_cnn, 2 workers: no speed-ups or verdicts: the baseline dear is not valid "
+        f"({flag_text(made)})"
     ]
     assert reports([made]) == {"0": {}}
 
@@ -341,8 +342,8 @@ def test_a_ratio_that_is_too_wide_says_how_many_repeats_it_takes():
     line = answers.remarks(table, [])[-1]
     half = (dear.speedup_high - dear.speedup_low) / 2
     assert line.startswith(
-        "mnist_cnn, 2 workers: wider than +- 2 %, with how many more repeats would probably bring "
-        f"it there: dear 2.00 +- {half:.2f}: about 4; wfbp "
+        "mnist_cnn, 2 workers: intervals wider than +- 2 %, and the further repeats that would "
+        f"probably narrow them: dear 2.00 +- {half:.2f}: about 4; wfbp "
     )
     assert line.endswith(": more than 1000")
     # It was asked for 10 %: that is there.
@@ -496,31 +497,31 @@ def test_the_table_says_how_much_of_the_bound_is_reached():
     assert "| of bound |" in lines[0]
     assert "|      92% |" in lines[2] and "|      84% |" in lines[3]
     table = rows.make_rows(near, "wfbp")
-    assert [row.reach for row in table] == [None, None]
+    assert [row.bound_note for row in table] == [None, None]
     assert not any("BOUND" in line for line in answers.remarks(table, near))
 
 
 def test_a_bound_that_a_step_beats_is_wrong_and_says_so():
     quick, near = record("dear", 0.3, 4, facts=FACTS), record("wfbp", 0.6, 4, facts=FACTS)
     (row,) = rows.make_rows([quick], "dear")
-    assert row.of_bound == pytest.approx(1.4) and row.reach == "wrong bound"
+    assert row.of_bound == pytest.approx(1.4) and row.bound_note == "wrong bound"
     assert "| WRONG 140% |" in rows.comparison([row], "dear").markdown()
     assert "wrong bound: the step is 29% shorter" in row.reason
     found = answers.remarks(rows.make_rows([quick, near], "dear"), [])
     assert any(line.startswith("WRONG BOUND: dear: ") for line in found)
     for share, kind in ((1.019, None), (1.021, "wrong bound"), (0.51, None)):
         (row,) = rows.make_rows([record("dear", 0.42 / share, 4, facts=FACTS)], "dear")
-        assert row.reach == kind and ("bound" in (row.reason or "")) == (kind is not None)
+        assert row.bound_note == kind and ("bound" in (row.reason or "")) == (kind is not None)
     # Of a number that is not believed nothing follows.
     (row,) = rows.make_rows([record("dear", 0.3, 4, correct=False, facts=FACTS)], "dear")
-    assert row.reach is None and "wrong bound" not in row.reason
+    assert row.bound_note is None and "wrong bound" not in row.reason
 
 
 def test_a_step_that_takes_longer_than_without_any_overlap_is_flagged():
     (row,) = rows.make_rows([record("dear", 0.42 / 0.49, 4, facts=FACTS)], "dear")
-    assert row.reach == "far from bound" and row.verdict is None
+    assert row.bound_note == "far from bound" and row.verdict is None
     assert "far from its bound: the step takes 2.0 times as long" in row.reason
-    assert bounds.reach(0.6, bounds.Limits(least=0.7)) == "far from bound"
+    assert bounds.bound_note(0.6, bounds.Limits(least=0.7)) == "far from bound"
 
 
 def broken_down(row):
@@ -554,4 +555,4 @@ def test_a_record_without_a_bound_shows_none():
 
 def test_a_step_of_exactly_twice_its_bound_is_not_flagged():
     least = bounds.LIMITS.least
-    assert bounds.reach(least) is None and bounds.reach(least - 1e-9) == "far from bound"
+    assert bounds.bound_note(least) is None and bounds.bound_note(least - 1e-9) == "far from bound"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,12 +21,17 @@ RECIPES = catalogue.recipes()
 HEAD = maker._git("rev-parse", "--short=12", "HEAD").strip() or "0123456789ab"
 
 
+def bare_figures(text):
+    """Returns the images of records outside of marked places."""
+    return re.findall(r"!\[[^]]*\]\(([^)]*records/[^)]*)\)", readme.without_blocks(text))
+
+
 @pytest.mark.parametrize("path", readme.documents(), ids=lambda path: path.name)
 def test_a_text_says_what_its_records_give_and_leans_on_no_withdrawn_one(path):
     text = path.read_text()
     new = readme.filled(text, path.parent)  # refuses numbers and links of withdrawn records
     assert text == new, "run `python -m common.results.readme`"
-    assert not readme.bare_figures(text), "figures of records stand in marked places"
+    assert not bare_figures(text), "figures of records stand in marked places"
     for heading, used, told in readme.quoted(text):
         assert used <= told, f"{heading}: does not tell the standing of {used - told}"
 
@@ -86,7 +92,7 @@ def _note(record: Path, **changed: object) -> None:
         "started": "2026-01-02T03:04:05+00:00",
         "files": catalogue.digests(record),
     }
-    (record / catalogue.MADE).write_text(json.dumps({**facts, **changed}))
+    (record / catalogue.MANIFEST).write_text(json.dumps({**facts, **changed}))
 
 
 def test_a_record_of_today_has_no_problem(folder):
@@ -117,7 +123,7 @@ def test_a_record_of_another_definition_is_told(folder):
     _note(record)
     strange, lacking = maker.problems("quick", RECIPE, folder)
     assert "not today's" in strange and lacking == f"lacks 1 of today's {len(lines)} trials"
-    (record / catalogue.MADE).unlink()
+    (record / catalogue.MANIFEST).unlink()
     assert problem() == "was not made by `make records`"
 
 
@@ -267,7 +273,7 @@ def test_a_section_that_quotes_a_record_without_its_standing_is_found():
         ("## B", {"peer"}, {"peer"}),
         ("## C", {"peer"}, set()),
     ]
-    assert readme.bare_figures(text) == ["records/peer/x.png"]
+    assert bare_figures(text) == ["records/peer/x.png"]
 
 
 def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypatch):
@@ -286,7 +292,7 @@ def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypa
 
     good = Recipe(minutes=1, commands=("echo new > {out}/new.txt", "exit 3"))
     assert maker.make("it", good, HEAD, shelf)
-    assert catalogue.made("it", shelf)["missed"] == ["exit 3"], "it has measured all the same"
+    assert catalogue.manifest("it", shelf)["missed"] == ["exit 3"], "it has measured all the same"
     assert "Missed its bar: `exit 3`" in readme.standing("it", shelf, shelf)
     assert sorted(path.name for path in (shelf / "it").iterdir()) == ["made.json", "new.txt"]
     assert maker.problems("it", good, shelf) == []
@@ -313,7 +319,7 @@ def test_small_evidence_is_a_part_of_the_record_and_large_evidence_is_kept_apart
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     assert maker.make("quick", RECIPE, HEAD, shelf)
-    made = catalogue.made("quick", shelf)
+    made = catalogue.manifest("quick", shelf)
     assert made["duration_s"] == 120.0
     if size == 10:
         assert list(made["files"]) == ["trial-1/evidence.json.gz"] and "evidence" not in made

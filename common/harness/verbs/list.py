@@ -24,7 +24,7 @@ from common.harness.verbs.run import add_plugin
 from common.models.registry import MODELS
 from common.paths import EXPERIMENTS, ROOT
 from common.profiling import gpus
-from common.results.committed.pages import written
+from common.results.committed.pages import with_block
 from dear.algorithms.aliases import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names
 
@@ -170,4 +170,4 @@ def _alias(algorithm: str, options: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     page = ROOT / "docs" / "experiments.md"
-    page.write_text(written(page.read_text(), KEYS, keys_table()))
+    page.write_text(with_block(page.read_text(), KEYS, keys_table()))

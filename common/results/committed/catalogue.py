@@ -1,8 +1,8 @@
-"""What docs/records holds: how each record is made, what it was made of, and which are withdrawn.
+"""Catalogue of docs/records: how each record is made, its manifest, and whether it is withdrawn.
 
-A record is a folder there, and an entry of `records.yaml` in it. `bench/records.py` makes records
-and says which are not of today's definitions; those are withdrawn in `withdrawn.yaml`, with the
-reason, until they are made again, and no text quotes one.
+A record is a folder there, and an entry of `records.yaml`. `bench/records.py` makes records and
+lists those that do not match today's definitions. They are withdrawn in `withdrawn.yaml`, with the
+reason, until they are made again. No text quotes a withdrawn record.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import yaml
 
@@ -21,29 +21,29 @@ from dear.options import build_options
 
 FOLDER = ROOT / "docs" / "records"
 LIST, WITHDRAWN = "records.yaml", "withdrawn.yaml"
-MADE = "made.json"
+MANIFEST = "made.json"
 DEFINITIONS = 1
-"""Of a step, an interval, a word, of what is faithful and what is correct. Whoever changes what one
-of them means raises this number: no earlier record is of today's definitions then."""
+"""Version of the definitions of a step, an interval, a verdict, a flag, and a correct training. A
+change of a definition raises it, and all earlier records are withdrawn."""
 MISSED = 3
-"""Exit status of a program that has measured everything, and a bar is missed."""
+"""Exit status of a program that has measured everything and missed a bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How one record is made."""
+    """Recipe of a record."""
 
     minutes: float
-    """About how long that takes on two cores."""
+    """Approximate duration on two cores."""
     sweep: str | None = None
-    """The experiment file whose sweep it is; None: what `commands` write."""
+    """Experiment file of the record's sweep; None: `commands` write the record."""
     set: tuple[str, ...] = ()
-    """Keys of the experiment that differ, as `--set` takes them."""
+    """Changed keys of the experiment, in the form of `--set`."""
     commands: tuple[str, ...] = ()
-    """For bash, in the repository; `{out}` is a new folder, all of whose files are the record. One
-    that ends with `MISSED` has done its work; any other status but 0 makes no record."""
+    """Commands for bash in the repository. All files of the new folder `{out}` are the record. A
+    command has done its work if its exit status is 0 or `MISSED`."""
     needs: tuple[str, ...] = ()
-    """Environment variables that must be set: folders of what does not come with the repository."""
+    """Environment variables that must be set, with folders that do not come with the repository."""
 
     def __post_init__(self) -> None:
         if (self.sweep is None) == (not self.commands):
@@ -51,19 +51,19 @@ class Recipe:
 
 
 def recipes(folder: Path = FOLDER) -> dict[str, Recipe]:
-    """All records by name, in the order in which `make records` makes them."""
+    """Returns all recipes by name, in the order of `make records`."""
     listed = yaml.safe_load((folder / LIST).read_text())
     return {name: build_options(Recipe, values, "key") for name, values in listed.items()}
 
 
 def withdrawn(folder: Path = FOLDER) -> dict[str, str]:
-    """Reasons, by record."""
+    """Returns the withdrawn records with their reasons."""
     path = folder / WITHDRAWN
     return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
 
 
 def restore(name: str, folder: Path = FOLDER) -> None:
-    """Removes a record from the list of withdrawn ones. The comment above the list stays."""
+    """Removes a record from the list of withdrawn ones, and keeps the comment above the list."""
     path, reasons = folder / WITHDRAWN, withdrawn(folder)
     if reasons.pop(name, None) is None:
         return
@@ -74,17 +74,36 @@ def restore(name: str, folder: Path = FOLDER) -> None:
     path.write_text(header + entries)
 
 
-def made(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Commit, machine, commands, files, when and for how long, as `make records` wrote it; None: it
-    did not.
-    """
-    path = folder / name / MADE
+class Machine(TypedDict):
+    """Machine of a record."""
+
+    cores: int
+    cpu: str
+
+
+class Manifest(TypedDict, total=False):
+    """Origin of a record, as `make records` wrote it."""
+
+    started: str
+    duration_s: float
+    commit: str
+    definitions: int
+    machine: Machine
+    made_by: list[str]
+    files: dict[str, str]
+    missed: list[str]
+    """Commands that missed their bar."""
+
+
+def manifest(name: str, folder: Path = FOLDER) -> Manifest | None:
+    """Returns the manifest of a record; None if `make records` did not make it."""
+    path = folder / name / MANIFEST
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of every file of a record but the one that holds these."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MADE)
+    """Returns a digest of every file of a record except its manifest."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in files

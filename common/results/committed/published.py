@@ -15,36 +15,39 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 from common.models.profile import Profile, load, path_of
 from common.paths import CONFIGS, ROOT
 from common.results.committed import catalogue
-from common.results.committed.pages import written
+from common.results.committed.pages import with_block
 from common.results.records import Record
 from common.results.store import load as load_records
-from common.results.validity import flag_text
+from common.results.tables.table import markdown
+from common.results.validity import flag
 from common.virtual.foresee import foresee, halved
 from dear.cost.collectives import TABLES
 from dear.cost.fit import AlphaBeta
 from dear.training.algorithm import algorithm_options
 
+Options: TypeAlias = Mapping[str, str | float]
+"""Options of an algorithm."""
 PAGE = ROOT / "docs" / "validation.md"
 _PUBLISHED = CONFIGS / "published"
 DEVICE = "rtx2080ti-modelled"
 MODELS = {"ResNet-50": "resnet50", "BERT-Base": "bert_base"}
 BASELINE = "BSP-A2A"
-METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+METHODS: Mapping[str, tuple[str, Options]] = {
     BASELINE: ("mgwfbp", {"merge": "threshold", "threshold_mb": 512.0}),
     "WFBP-A2A": ("wfbp", {}),
     "MG-WFBP": ("mgwfbp", {}),
     "ByteScheduler-A2A": ("bytescheduler", {}),
 }
-"""What the suite calls a method, and the algorithm and options that do the same: its BSP fuses all
-gradients, up to 512 MB, into one message."""
+"""Algorithm and options by the suite's name of a method. Its BSP fuses all gradients, up to 512 MB,
+into one message."""
 NETWORKS = {"10GbE": "10gbe", "100GbIB": "100gbib"}
 WIRE_BYTES_PER_S = 10e9 / 8 * 1448 / 1514
-"""What 10 Gb/s Ethernet carries for TCP: of 1514 bytes of a frame 1448 are payload."""
+"""Payload rate of TCP on 10 Gb/s Ethernet: 1448 of the 1514 bytes of a frame are payload."""
 _LARGEST = 64
 _OF_DEAR = (
     ("resnet50", 64),
@@ -53,12 +56,13 @@ _OF_DEAR = (
     ("bert_base", 64),
     ("bert", 32),
 )
+_PLACE = ("model, batch", "network")
 _RIVALS = ("ddp", "horovod", "mgwfbp", "wfbp", "bytescheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """A published rate, and ours."""
+    """Published rate beside ours."""
 
     model: str
     batch_size: int
@@ -70,7 +74,7 @@ class Rate:
     """Samples per second of all GPUs."""
     computed: float
     measured: float | None
-    """Emulated; None where no record has the same place."""
+    """Rate on an emulated cluster; None if no record has the same settings."""
 
     @property
     def ours(self) -> float:
@@ -78,11 +82,12 @@ class Rate:
 
 
 def cost(network: str, workers: int) -> AlphaBeta:
-    """Published costs of an all-reduce among workers of which four share a host.
+    """Returns the published costs of an all-reduce among workers; four workers share a host.
 
     Start-ups, and times per byte of InfiniBand and within a host, are the fits that the programs of
-    MG-WFBP and DeAR ship (`dear.cost.collectives.TABLES`). Their times per byte on 10GbE are below
-    what a ring's 2 (P - 1) / P bytes take on a line of 10 Gb/s; here they take that.
+    MG-WFBP and DeAR ship (`dear.cost.collectives.TABLES`). Their times per byte on 10GbE are too
+    short for a ring, which sends 2 (P - 1) / P bytes over a line of 10 Gb/s; here they follow from
+    that.
     """
     table = TABLES["10gbe" if network == "10GbE" else "56gbib"]
     alpha, beta = table[workers]
@@ -91,10 +96,8 @@ def cost(network: str, workers: int) -> AlphaBeta:
     return AlphaBeta(alpha_s=alpha, beta_s_per_byte=beta)
 
 
-def step_s(
-    profile: Profile, algorithm: str, options: Mapping[str, Any], network: str, workers: int
-) -> float:
-    """Seconds of a step, computed."""
+def step_s(profile: Profile, algorithm: str, options: Options, network: str, workers: int) -> float:
+    """Computes the seconds of a step."""
     costs = halved(cost(network, workers))
     built = algorithm_options(algorithm, dict(options))
     return foresee(profile, algorithm, built, costs, workers).step_s
@@ -106,10 +109,10 @@ def _profile(model: str, batch_size: int) -> Profile:
 
 
 def rates(records: Sequence[Record]) -> list[Rate]:
-    """Every published rate of ddl-benchmarks beside ours.
+    """Returns every published rate of ddl-benchmarks beside ours.
 
     Args:
-        records: emulated ones, of which the believed ones of the same place are taken.
+        records: records of emulated trials. Valid ones with the same settings are used.
     """
     with (_PUBLISHED / "ddl_benchmarks.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -134,9 +137,9 @@ def _rate(row: Mapping[str, str], records: Sequence[Record]) -> Rate:
 
 
 def _measured(
-    row: Mapping[str, str], algorithm: str, options: Mapping[str, Any], records: Sequence[Record]
+    row: Mapping[str, str], algorithm: str, options: Options, records: Sequence[Record]
 ) -> float | None:
-    """The rate of the newest believed record of the same model, cluster and method."""
+    """Returns the rate of the newest valid record of the same model, cluster and method."""
     gpus, hosts = int(row["gpus"]), int(row["hosts"])
     profile = _profile(MODELS[row["model"]], int(row["batch_size"]))
     place = {
@@ -155,55 +158,50 @@ def _measured(
         if record.fabric.kind == "emulated"
         and record.throughput is not None
         and not record.fault
-        and flag_text(record) is None
+        and flag(record) is None
         and all(record.trial.get(key) == value for key, value in place.items())
     ]
     return rates[-1] if rates else None
 
 
-def table(found: Sequence[Rate]) -> str:
-    """Each place in a line: published and our rates beside those of `BASELINE`, and how far off."""
+def table(compared: Sequence[Rate]) -> str:
+    """Returns the table of published and our rates, relative to those of `BASELINE`."""
     others = [method for method in METHODS if method != BASELINE]
-    lines = [
-        "| model, batch | network | GPUs | hosts | "
-        + " | ".join(f"{method}: published, ours, off" for method in others)
-        + f" | rate of {BASELINE}: published, ours, off |",
-        "|---|---|--:|--:|" + "--:|" * (len(others) + 1),
-    ]
-    for place in _places(found):
+    titles = [f"{method}: published, ours, off" for method in others]
+    lines = [[*_PLACE, "GPUs", "hosts", *titles, f"rate of {BASELINE}: published, ours, off"]]
+    for place in _places(compared):
         by_method = {rate.method: rate for rate in place}
         base = by_method[BASELINE]
-        cells = []
+        line = [f"{base.model}, {base.batch_size}", base.network, str(base.gpus), str(base.hosts)]
         for method in others:
             rate = by_method[method]
             theirs, ours = rate.published / base.published, rate.ours / base.ours
             measured = rate.measured is not None and base.measured is not None
-            cells.append(f"{theirs:.2f}, {ours:.2f}{'*' * measured}, {ours / theirs - 1:+.0%}")
+            line.append(f"{theirs:.2f}, {ours:.2f}{'*' * measured}, {ours / theirs - 1:+.0%}")
         star = "*" * (base.measured is not None)
-        cells.append(
-            f"{base.published:.0f}, {base.ours:.0f}{star}, {base.ours / base.published - 1:+.0%}"
-        )
-        lines.append(
-            f"| {base.model}, {base.batch_size} | {base.network} | {base.gpus} | {base.hosts} | "
-            f"{' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
+        off = base.ours / base.published - 1
+        lines.append([*line, f"{base.published:.0f}, {base.ours:.0f}{star}, {off:+.0%}"])
+    return _markdown(lines, 2)
 
 
-def _places(found: Sequence[Rate]) -> list[list[Rate]]:
+def _markdown(lines: Sequence[Sequence[str]], texts: int) -> str:
+    """Returns a table whose first columns, `texts` in number, are aligned to the left."""
+    right = [index >= texts for index in range(len(lines[0]))]
+    return markdown(lines, right, padded=False).rstrip("\n")
+
+
+def _places(compared: Sequence[Rate]) -> list[list[Rate]]:
     places: dict[tuple[str, str, int], list[Rate]] = {}
-    for rate in found:
+    for rate in compared:
         places.setdefault((rate.model, rate.network, rate.gpus), []).append(rate)
     return list(places.values())
 
 
-def summary(found: Sequence[Rate]) -> str:
-    """How far off ratios and rates are, by method: the median, and the largest."""
-    lines = [
-        f"| method | ratio to {BASELINE}: median, largest error | rate: median, largest error |",
-        "|---|--:|--:|",
-    ]
-    places = _places(found)
+def summary(compared: Sequence[Rate]) -> str:
+    """Returns the table of the median and largest errors of ratios and rates by method."""
+    ratio_title = f"ratio to {BASELINE}: median, largest error"
+    lines = [["method", ratio_title, "rate: median, largest error"]]
+    places = _places(compared)
     for method in METHODS:
         pairs = [
             (rate, next(other for other in place if other.method == BASELINE))
@@ -216,8 +214,8 @@ def summary(found: Sequence[Rate]) -> str:
             (rate.ours / base.ours) / (rate.published / base.published) - 1 for rate, base in pairs
         ]
         ratio = "" if method == BASELINE else _errors(ratios)
-        lines.append(f"| {method} | {ratio} | {_errors(rates)} |")
-    return "\n".join(lines)
+        lines.append([method, ratio, _errors(rates)])
+    return _markdown(lines, 1)
 
 
 def _errors(errors: Sequence[float]) -> str:
@@ -225,13 +223,8 @@ def _errors(errors: Sequence[float]) -> str:
 
 
 def dear() -> str:
-    """What DeAR gains over each of the others on 64 GPUs, computed, and what it published."""
-    lines = [
-        "| model, batch | network | over the best | "
-        + " | ".join(f"over {name}" for name in _RIVALS)
-        + " |",
-        "|---|---|" + "--:|" * (1 + len(_RIVALS)),
-    ]
+    """Returns the table of DeAR's computed gains over the other methods on 64 GPUs."""
+    lines = [[*_PLACE, "over the best", *(f"over {name}" for name in _RIVALS)]]
     for network in NETWORKS:
         for model, batch_size in _OF_DEAR:
             profile = _profile(model, batch_size)
@@ -239,30 +232,33 @@ def dear() -> str:
                 name: step_s(profile, name, {}, network, _LARGEST) for name in (*_RIVALS, "dear")
             }
             gains = [seconds[name] / seconds["dear"] for name in _RIVALS]
-            cells = " | ".join(f"{gain:.2f}" for gain in (min(gains), *gains))
-            lines.append(f"| {model}, {batch_size} | {network} | {cells} |")
-    return "\n".join(lines)
+            cells = [f"{gain:.2f}" for gain in (min(gains), *gains)]
+            lines.append([f"{model}, {batch_size}", network, *cells])
+    return _markdown(lines, 2)
 
 
 def committed() -> list[Record]:
-    """The records of docs/records that are not withdrawn."""
-    found: list[Record] = []
-    for name in catalogue.recipes():
-        if name not in catalogue.withdrawn():
-            found += load_records(catalogue.FOLDER / name / "records.jsonl")
-    return found
+    """Returns the records of docs/records that are not withdrawn."""
+    withdrawn = catalogue.withdrawn()
+    return [
+        record
+        for name in catalogue.recipes()
+        if name not in withdrawn
+        for record in load_records(catalogue.FOLDER / name / "records.jsonl")
+    ]
 
 
 def page(text: str) -> str:
-    """The text of the page with everything that stands there from here."""
-    found = rates(committed())
-    blocks = {"ratios": table(found), "errors": summary(found), "dear": dear()}
+    """Returns the page with its tables renewed."""
+    compared = rates(committed())
+    blocks = {"ratios": table(compared), "errors": summary(compared), "dear": dear()}
     for name, block in blocks.items():
-        text = written(text, f"anchors: {name}", block)
+        text = with_block(text, f"anchors: {name}", block)
     return text
 
 
 def main() -> int:
+    """Renews the page; the exit status is 0."""
     PAGE.write_text(page(PAGE.read_text()))
     return 0
 

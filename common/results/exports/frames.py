@@ -1,4 +1,4 @@
-"""Records as pandas' tables, for notebooks and plots of one's own; imports no torch."""
+"""Records as pandas DataFrames, for notebooks and other figures; imports no torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dear.errors import UserError
 
 
 def frame(folder: str | Path) -> pd.DataFrame:
-    """A sweep, one row per trial in the order of its experiment.
+    """Returns a sweep with one row per trial, in the order of its experiment.
 
     The columns are those of `table.csv` with their types (texts, whole numbers, numbers, booleans;
-    missing values are `pd.NA`), seconds and samples per second as there, and besides `id`, `hash`,
-    `fabric`, `time_scale` and `started`, and the options of the algorithm as `option_NAME`.
+    missing values are `pd.NA`) and units, and `id`, `hash`, `fabric`, `time_scale`, `started`, and
+    the options of the algorithm as `option_NAME`.
 
     Args:
-        folder: with the sweep's records, such as `logs/emulated-quick`.
+        folder: folder of the sweep's records, such as `logs/emulated-quick`.
 
     Raises:
-        UserError: there are none.
+        UserError: the folder has no records.
     """
     records, compare_to = _read(folder)
     make = summary.make_rows if is_learning(records) else rows.make_rows
-    found = []
+    lines = []
     for record, row in zip(records, make(records, compare_to), strict=True):
-        about = {
+        facts = {
             "id": record.id,
             "hash": record.hash,
             "fabric": record.fabric.kind,
@@ -38,32 +38,27 @@ def frame(folder: str | Path) -> pd.DataFrame:
             "started": pd.Timestamp(record.started) if record.started else pd.NaT,
         }
         options = {f"option_{key}": value for key, value in record.trial["options"].items()}
-        found.append({**vars(row), **about, **options})
-    return pd.DataFrame(found).convert_dtypes()
+        lines.append({**vars(row), **facts, **options})
+    return pd.DataFrame(lines).convert_dtypes()
 
 
 def steps(folder: str | Path) -> pd.DataFrame:
-    """The same, one row per timed step: `id`, `algorithm`, `repeat`, `block` and `step` (from 0),
-    `step_s`; none of trials that learn or failed."""
+    """Returns a sweep with one row per timed step; trials that learn or failed have none.
+
+    The columns are `id`, `model`, `world_size`, `algorithm`, `repeat`, `block`, `step` (from 0) and
+    `step_s`. It raises like `frame`.
+    """
     records, _ = _read(folder)
-    found = [
-        {
-            "id": record.id,
-            "model": record.trial["model"],
-            "world_size": record.trial["world_size"],
-            "algorithm": record.label,
-            "repeat": repeat,
-            "block": block,
-            "step": step,
-            "step_s": seconds,
-        }
-        for record in records
+    trials = [(r.id, r.trial["model"], r.trial["world_size"], r.label) for r in records]
+    lines = [
+        (*trial, repeat, block, step, seconds)
+        for record, trial in zip(records, trials, strict=True)
         for repeat, blocks in enumerate(record.iters)
         for block, times in enumerate(blocks)
         for step, seconds in enumerate(times)
     ]
     columns = ["id", "model", "world_size", "algorithm", "repeat", "block", "step", "step_s"]
-    return pd.DataFrame(found, columns=columns).convert_dtypes()
+    return pd.DataFrame(lines, columns=columns).convert_dtypes()
 
 
 def _read(folder: str | Path) -> tuple[list[Record], str]:

@@ -1,4 +1,4 @@
-"""What the reference suites leave behind: reports, theirs and ours, side by side; logs by name."""
+"""Reports and logs as the reference suites write them, and reports side by side."""
 
 from __future__ import annotations
 
@@ -8,52 +8,58 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, TypeAlias
 
 from common.results.records import Record
-from common.results.tables.table import Column, Table, significant
+from common.results.tables.cells import Cell, Column, number
+from common.results.tables.table import Table
 from common.results.validity import flag
 from dear.errors import UserError
 
 _ELEMENTS_PER_MB = (1 << 20) // 4
+Reports: TypeAlias = dict[str, dict[str, dict[str, list[str]]]]
+"""Content of a `reports.json`: {rdma: {MODEL_BS: {method: [samples/s, ...]}}}."""
 
 
-def reports(records: Iterable[Record]) -> dict[str, Any]:
-    """`reports.json` of the reference suites: {rdma: {MODEL_BS: {method: [samples/s, ...]}}}.
+def reports(records: Iterable[Record]) -> Reports:
+    """Returns the content of `reports.json`: mean rates of all workers, with three decimals.
 
-    One number per world size, ascending, as text with three decimals; mean rate as they take it.
-    What is not believed is left out: these files have no place for a reason. On virtual hosts the
-    network's name stands for `rdma`. Where records differ in something that the references have no
-    key for, it is added to the nearest: `_lenN` to the model, a fault to the method.
+    A method has one rate per world size, ascending. Flagged records are left out, because these
+    files have no place for a reason. On virtual hosts `rdma` is the network's name. Settings
+    without a key of the references are added to the nearest key: `_lenN` to the model, a fault to
+    the method.
 
     Raises:
         ValueError: two records would have the same place.
     """
     records = _reportable(records)
-    lengths: dict[str, set[Any]] = {}
+    lengths: dict[str, set[object]] = {}
     for record in records:
         lengths.setdefault(_task(record), set()).add(record.trial["sentence_len"])
-    found: dict[str, Any] = {}
+    rates: dict[tuple[str, str, str], dict[int, float]] = {}
     for record in records:
         trial, task = record.trial, _task(record)
         if len(lengths[task]) > 1:
             task = f"{task}_len{trial['sentence_len']}"
-        rdma = trial["network"] or str(trial["launcher_options"].get("rdma", 0))
         method = trial["label"] + (f", {record.fault}" if record.fault else "")
-        by_world = found.setdefault(rdma, {}).setdefault(task, {}).setdefault(method, {})
+        key = (_rdma(record), task, method)
+        by_world = rates.setdefault(key, {})
         if trial["world_size"] in by_world:
-            raise ValueError(f"two results for {rdma} {task} {method} on {trial['world_size']}")
+            raise ValueError(f"two results for {' '.join(key)} on {trial['world_size']}")
         by_world[trial["world_size"]] = statistics.fmean(_rates(record))
-    for tasks in found.values():
-        for methods in tasks.values():
-            for method, by_world in methods.items():
-                methods[method] = [f"{by_world[world]:.3f}" for world in sorted(by_world)]
-    return found or {"0": {}}
+    content: Reports = {}
+    for (rdma, task, method), by_world in rates.items():
+        texts = [f"{by_world[world]:.3f}" for world in sorted(by_world)]
+        content.setdefault(rdma, {}).setdefault(task, {})[method] = texts
+    return content or {"0": {}}
 
 
 def report_lines(records: Sequence[Record]) -> list[str]:
-    """What the reference suites print at the end: of each result mean and population standard
-    deviation of its rates, then a line `rdma:R,METHOD,v1,v2` per method, v by world size."""
+    """Returns the lines that the reference suites print at the end.
+
+    A line per result has the mean and the population standard deviation of its rates; then follows
+    a line `rdma:R,METHOD,v1,v2` per method, with a value per world size.
+    """
     lines = []
     for record in _reportable(records):
         rates = _rates(record)
@@ -71,15 +77,15 @@ def _reportable(records: Iterable[Record]) -> list[Record]:
     return [r for r in records if flag(r) is None and r.trial["algorithm"] != "none"]
 
 
-def load_reports(path: Path) -> dict[str, Any]:
-    """A file that `reports` or a reference suite has made.
+def load_reports(path: Path) -> Reports:
+    """Reads a file that `reports` or a reference suite has made.
 
     Raises:
-        UserError: there is none, or it is no such file.
+        UserError: the file cannot be read, or has another form.
     """
     try:
-        found = json.loads(path.read_text())
-        for tasks in found.values():
+        content: Reports = json.loads(path.read_text())
+        for tasks in content.values():
             for methods in tasks.values():
                 for values in methods.values():
                     list(map(float, values))
@@ -89,84 +95,85 @@ def load_reports(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: is no reports.json: must be {{rdma: {{MODEL_BS: {{method: [samples/s]}}}}}}"
         ) from None
-    return found
+    return content
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """What several reports say of one model, method and place in the list of its world sizes."""
+    """Rates of several reports for one model, method and place in the list of its world sizes."""
 
+    flag: ClassVar[None] = None
+    reason: ClassVar[None] = None
     rdma: str
     model: str
     algorithm: str
     place: int
-    """From 1: the reports do not tell the number of workers."""
+    """Position from 1, because the reports do not contain the number of workers."""
     rates: tuple[float | None, ...]
-    """Samples per second, by report; None where it says nothing of this."""
+    """Samples per second, by report; None: not in the report."""
     status: str = "ok"
 
     @property
     def ratio(self) -> float | None:
-        """Of the last report over the first."""
+        """Rate of the last report over that of the first."""
         first, last = self.rates[0], self.rates[-1]
         return None if not first or last is None else last / first
 
 
-def side_by_side(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row for each number that any of the reports has.
-
-    Args:
-        found: reports by name.
-    """
+def side_by_side(by_name: Mapping[str, Reports]) -> Table[Reported]:
+    """Returns a table with a row for each rate of any report, and a column per report."""
     rates: dict[tuple[str, str, str, int], dict[str, float]] = {}
-    for name, report in found.items():
+    for name, report in by_name.items():
         for rdma, tasks in report.items():
             for task, methods in tasks.items():
                 for method, values in methods.items():
                     for place, value in enumerate(values, start=1):
                         rates.setdefault((rdma, task, method, place), {})[name] = float(value)
     rows = [
-        Reported(rdma=r, model=t, algorithm=m, place=p, rates=tuple(of.get(name) for name in found))
-        for (r, t, m, p), of in rates.items()
+        Reported(rdma=r, model=t, algorithm=m, place=p, rates=tuple(map(known.get, by_name)))
+        for (r, t, m, p), known in rates.items()
     ]
-    columns = [
-        Column(title="model_bs", text=lambda row: row.model, numeric=False, weight=0),
-        Column(title="rdma", text=lambda row: row.rdma, numeric=False, weight=0),
-        Column(title="method", text=lambda row: row.algorithm, numeric=False, weight=0),
-        Column(title="place", text=lambda row: str(row.place), weight=0),
-        *(Column(title=name, text=_reported(at), weight=1) for at, name in enumerate(found)),
+    columns: list[Column[Reported]] = [
         Column(
-            title="last / first",
-            text=lambda row: "" if row.ratio is None else f"{row.ratio:.3f}",
-            weight=1,
+            title="model_bs", cell=lambda row: Cell(row.model), right=False, weight=0, role="place"
         ),
+        Column(title="rdma", cell=lambda row: Cell(row.rdma), right=False, weight=0, role="place"),
+        Column(
+            title="method",
+            cell=lambda row: Cell(row.algorithm),
+            right=False,
+            weight=0,
+            role="name",
+        ),
+        Column(title="place", cell=lambda row: number(row.place, str), weight=0),
+        *(_rate_column(name, index) for index, name in enumerate(by_name)),
+        Column(title="last / first", cell=lambda row: number(row.ratio, "{:.3f}".format), weight=1),
     ]
     return Table(rows, columns)
 
 
-def _reported(at: int) -> Any:
-    return lambda row: "" if row.rates[at] is None else significant(row.rates[at])
+def _rate_column(name: str, index: int) -> Column[Reported]:
+    return Column(title=name, cell=lambda row: number(row.rates[index]), weight=1)
 
 
 def log_name(record: Record) -> str:
-    """The file of a trial's log as DeAR's suite names it."""
-    said = variables(record)
-    keys = ("rdma", "method", "dnn", "bs", "nworkers", "compressor", "threshold")
-    rdma, method, dnn, bs, workers, compressor, threshold = (said[key] for key in keys)
+    """Returns the name of a trial's log in DeAR's suite."""
+    value = variables(record)
     return (
-        f"rdma-{rdma}-method-{method}-dnn-{dnn}-bs-{bs}-nworker-{workers}-"
-        f"compressor-{compressor}-thres-{threshold}.log"
+        f"rdma-{value['rdma']}-method-{value['method']}-dnn-{value['dnn']}-bs-{value['bs']}-"
+        f"nworker-{value['nworkers']}-compressor-{value['compressor']}-"
+        f"thres-{value['threshold']}.log"
     )
 
 
 def variables(record: Record) -> dict[str, str]:
-    """The variables with which `dear/horovod_mpi_cj.sh` makes the trial, in the suite's order."""
+    """Returns the variables of `dear/horovod_mpi_cj.sh` for a trial, in the suite's order."""
     trial = record.trial
     options = trial["options"]
     merges = trial["algorithm"] == "mgwfbp" and options.get("merge") in ("greedy", "asc")
     threshold = options.get("threshold_mb") or 0
     return {
-        "rdma": str(trial["network"] or trial["launcher_options"].get("rdma", 0)),
+        "rdma": _rdma(record),
         "dnn": trial["model"],
         "bs": str(trial["batch_size"]),
         "nworkers": str(trial["world_size"]),
@@ -180,16 +187,16 @@ def variables(record: Record) -> dict[str, str]:
 
 
 def command(record: Record) -> str:
-    """What runs the trial again, as the suite's commands do."""
-    said = " ".join(f"{key}={value}" for key, value in variables(record).items())
-    return f"cd dear;{said} ./horovod_mpi_cj.sh"
+    """Returns the suite's command for a trial."""
+    values = " ".join(f"{key}={value}" for key, value in variables(record).items())
+    return f"cd dear;{values} ./horovod_mpi_cj.sh"
 
 
 def link_logs(folder: Path, records: Iterable[Record]) -> list[Path]:
-    """Gives rank 0's logs of a sweep in `folder` the suite's names, below `reference_logs`, and
-    writes beside them with which command each is made (`commands.txt`).
+    """Links rank 0's logs of a sweep by the suite's names and writes the suite's commands.
 
-    Trials that differ in nothing which such a name tells keep one of it; the last counts.
+    Both are written to `reference_logs` in the sweep's folder. Of trials with the same name the
+    last one is linked.
     """
     into = folder / "reference_logs"
     links, lines = {}, []
@@ -213,8 +220,12 @@ def _task(record: Record) -> str:
     return f"{record.trial['model']}_{record.trial['batch_size']}"
 
 
+def _rdma(record: Record) -> str:
+    return str(record.trial["network"] or record.trial["launcher_options"].get("rdma", 0))
+
+
 def _rates(record: Record) -> list[float]:
-    """Samples per second of all workers, by iteration."""
+    """Returns samples per second of all workers, by iteration."""
     trial = record.trial
     return [
         trial["world_size"] * trial["batch_size"] * len(block) / sum(block)

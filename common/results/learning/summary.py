@@ -1,8 +1,7 @@
-"""Trials that train for a time: how soon and how well they learn, and at what pace.
+"""Rows of trials that train for a time: time to the target, accuracy, and speed.
 
-Everything is taken over the runs of a trial, which have a seed each, the same ones for all
-algorithms. What is compared is the time to the target, or, where nothing is learned, the time of a
-step.
+Values are over the runs of a trial. Each run has a seed; all algorithms have the same seeds. Trials
+are compared by the time to the target, or by the time of a step if nothing is learned.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from scipy.special import stdtrit
-
-from common.results import stats, validity
+from common.results import stats
 from common.results.learning import race
 from common.results.records import Record
-from common.results.stats import Estimate
-from common.results.tables.fields import Compared, Identity, Validity
-from common.results.tables.table import identity
+from common.results.tables.fields import Compared, Validity, identity
 from common.results.timed.rows import asked_precision, base_of
+from common.results.validity import flag, flag_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +67,7 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnRow(Validity, Rate, Quality, Compared, Identity):
+class LearnRow(Validity, Rate, Quality, Compared):
     """Trial that trains for a time or for epochs, and a line of its CSV file, over its runs.
 
     A trial with a result has `samples_per_s`, `unit` and `runs`. `_low` and `_high` are the ends of
@@ -102,17 +97,16 @@ class LearnRow(Validity, Rate, Quality, Compared, Identity):
 
     @property
     def limit(self) -> str:
-        """For people: how long it was trained."""
+        """Length of the training, for readers."""
         return limit({"budget_s": self.budget_s, "epochs": self.epochs})
 
     @property
-    def place(self) -> tuple[Any, ...]:
-        """What rows that are compared with each other have in common."""
+    def place(self) -> tuple[object, ...]:
         return (self.model, self.batch, self.world_size, self.network, self.fault)
 
 
 def make_rows(records: Iterable[Record], compare_to: str | None = None) -> list[LearnRow]:
-    """One row per record; speed-ups are relative to `compare_to` in the same place.
+    """Makes one row per record; speed-ups are relative to `compare_to` in the same place.
 
     Raises:
         UserError: `compare_to` is no label, and names several variants of an algorithm.
@@ -121,183 +115,220 @@ def make_rows(records: Iterable[Record], compare_to: str | None = None) -> list[
     rows = [_row(record, records) for record in records]
     for place in dict.fromkeys(row.place for row in rows):
         here = [index for index, row in enumerate(rows) if row.place == place]
-        peers = [records[index] for index in here]
-        known = [_compared(peers, compare_to), _leading(peers)]
-        for index in here:
-            more = {k: v for one in known for k, v in one.get(records[index].hash, {}).items()}
-            rows[index] = dataclasses.replace(rows[index], **more)
+        _compare(here, records, compare_to, rows)
+        _lead(here, records, rows)
     return rows
 
 
 def _row(record: Record, records: Sequence[Record]) -> LearnRow:
     trial = record.trial
     learn = trial["learn"]
-    known: dict[str, Any] = {
+    row = LearnRow(
         **identity(record),
-        "batch": ",".join(map(str, learn.get("batch_sizes") or [trial["batch_size"]])),
-        "budget_s": None if learn.get("epochs") else learn["budget_s"],
-        "epochs": learn.get("epochs"),
-        "target": learn["target_accuracy"],
-    }
-    if record.throughput is None or not record.learning:
-        return LearnRow(**known, reason=record.error and record.error.message)
+        batch=",".join(map(str, learn.get("batch_sizes") or [trial["batch_size"]])),
+        budget_s=None if learn.get("epochs") else learn["budget_s"],
+        epochs=learn.get("epochs"),
+        target=learn["target_accuracy"],
+        reason=record.error and record.error.message,
+    )
     runs = record.learning
-    last = [run.evaluations[-1] for run in runs]
-    known |= _at_target(record) | _accuracy(record)
-    for key in _MEDIANS:
-        known[key] = _median(getattr(one, key) for one in last)
-    if learn["data"] == "text" and known["loss"] is not None:
-        known["perplexity"] = math.exp(known["loss"])
-    slowed = race.slowed_ranks(trial)
+    if record.throughput is None or not runs:
+        return row
+    row = _with_quality(_with_target(row, record), record)
+    if learn["data"] == "text" and row.loss is not None:
+        row = dataclasses.replace(row, perplexity=math.exp(row.loss))
     stale = list(staleness(record))
     lost = sorted({rank for run in runs for rank in run.lost})
-    rates = race.rates(record, leave_out=slowed)
-    known |= {
-        **_ends("steps_per_s{}", race.typical(rates)),
-        "samples_per_s": record.throughput.value,
-        "unit": record.throughput.unit,
-        "staleness_mean": max((mean for mean, _ in stale), default=None),
-        "staleness_max": max((most for _, most in stale), default=None),
-        "lost_ranks": ", ".join(map(str, lost)) or None,
-        "runs": len(runs),
-        "flag": validity.flag_text(record),
-        "reason": "; ".join(_notes(record)) or None,
-    }
-    if slowed:
-        others = [rank for rank in range(trial["world_size"]) if rank not in slowed]
-        found = race.typical(race.rates(record, leave_out=others))
-        known["slowed_steps_per_s"] = found and found.value
-    calm = _without_fault(record, records)
-    if calm is not None and known["flag"] is None:
-        before = race.rates(calm, leave_out=[*slowed, *lost])
-        if len(before) == len(rates) and min(rates + before, default=0.0) > 0:
-            ours, theirs = ([[1 / rate] for rate in one] for one in (rates, before))
-            # They took no turns with each other.
-            known |= _ends("kept{}", stats.compare(ours, theirs, paired=False).ratio)
-    return LearnRow(**known)
+    why = flag_text(record)
+    notes = dict.fromkeys(filter(None, [why, *(note.text for note in record.notes)]))
+    row = dataclasses.replace(
+        row,
+        samples_per_s=record.throughput.value,
+        unit=record.throughput.unit,
+        staleness_mean=max((mean for mean, _ in stale), default=None),
+        staleness_max=max((most for _, most in stale), default=None),
+        lost_ranks=", ".join(map(str, lost)) or None,
+        runs=len(runs),
+        flag=why,
+        reason="; ".join(notes) or None,
+    )
+    return _with_rate(row, record, _without_fault(record, records), lost)
 
 
-def limit(learn: Mapping[str, Any]) -> str:
-    """For people: how long a trial trains, by its `learn`."""
+def limit(learn: Mapping[str, float | None]) -> str:
+    """Describes how long a trial trains, by its `learn`."""
     epochs = learn.get("epochs")
     if epochs is None:
         return f"{learn['budget_s']:g} s"
     return f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
 
 
-def _notes(record: Record) -> list[str]:
-    """Why to doubt the numbers first."""
-    texts = [validity.flag_text(record), *(note.text for note in record.notes)]
-    return list(dict.fromkeys(filter(None, texts)))
+def _with_target(row: LearnRow, record: Record) -> LearnRow:
+    """Adds the time and the steps to the target."""
+    if row.target is None:
+        return row
+    finishes = race.finishes(record)
+    there = [finish for finish in finishes if finish.there]
+    missing = len(finishes) - len(there)
+    seconds = race.typical([finish.seconds for finish in there], missing) or _NOTHING
+    steps = race.typical([finish.steps or 0.0 for finish in there], missing) or _NOTHING
+    return dataclasses.replace(
+        row,
+        reached=len(there),
+        to_target_s=seconds.value,
+        to_target_low_s=seconds.low,
+        to_target_high_s=seconds.high,
+        steps_to_target=steps.value,
+        steps_to_target_low=steps.low,
+        steps_to_target_high=steps.high,
+    )
 
 
-def _at_target(record: Record) -> dict[str, Any]:
-    if record.trial["learn"]["target_accuracy"] is None:
-        return {}
-    found = race.finishes(record)
-    there = [one for one in found if one.there]
-    missing = len(found) - len(there)
-    seconds = race.typical([one.seconds for one in there], missing)
-    steps = race.typical([one.steps or 0.0 for one in there], missing)
-    known = _ends("to_target{}_s", seconds) | _ends("steps_to_target{}", steps)
-    return {**known, "reached": len(there)}
-
-
-def _accuracy(record: Record) -> dict[str, Any]:
-    """The mean over the runs, its t interval, and what the number of test images leaves open."""
-    found = [run.evaluations[-1].accuracy for run in record.learning]
-    if None in found:
-        return {}
+def _with_quality(row: LearnRow, record: Record) -> LearnRow:
+    """Adds the results of the last evaluations: means with t intervals, and medians."""
+    last = [run.evaluations[-1] for run in record.learning]
+    row = dataclasses.replace(
+        row,
+        accuracy_min=_median(each.accuracy_min for each in last),
+        accuracy_max=_median(each.accuracy_max for each in last),
+        accuracy_top5=_median(each.accuracy_top5 for each in last),
+        loss=_median(each.loss for each in last),
+        train_loss=_median(each.train_loss for each in last),
+        consensus_distance=_median(each.consensus_distance for each in last),
+    )
+    accuracies = [each.accuracy for each in last if each.accuracy is not None]
+    if len(accuracies) < len(last):
+        return row
     low = high = error = None
-    mean = statistics.fmean(found)
-    if len(found) > 1:
-        quantile = float(-stdtrit(len(found) - 1, stats.ALPHA / 2))
-        half = quantile * statistics.stdev(found) / len(found) ** 0.5
+    mean = statistics.fmean(accuracies)
+    if len(accuracies) > 1:
+        half = stats.t_half_width(accuracies)
         low, high = max(0.0, mean - half), min(1.0, mean + half)
     data = record.first and record.first.data
     if data is not None:
         error = (mean * (1 - mean) / data.test) ** 0.5
-    known = {"accuracy": mean, "accuracy_low": low, "accuracy_high": high}
-    return {**known, "accuracy_error": error}
+    return dataclasses.replace(
+        row, accuracy=mean, accuracy_low=low, accuracy_high=high, accuracy_error=error
+    )
+
+
+def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequence[int]) -> LearnRow:
+    """Adds the rates, and what they are relative to `calm`, the trial without a fault."""
+    slowed = race.slowed_ranks(record.trial)
+    rates = race.rates(record, leave_out=slowed)
+    rate = race.typical(rates) or _NOTHING
+    row = dataclasses.replace(
+        row, steps_per_s=rate.value, steps_per_s_low=rate.low, steps_per_s_high=rate.high
+    )
+    if slowed:
+        others = [rank for rank in range(row.world_size) if rank not in slowed]
+        slow = race.typical(race.rates(record, leave_out=others)) or _NOTHING
+        row = dataclasses.replace(row, slowed_steps_per_s=slow.value)
+    if calm is None or row.flag is not None:
+        return row
+    before = race.rates(calm, leave_out=[*slowed, *lost])
+    if len(before) != len(rates) or min(rates + before, default=0.0) <= 0:
+        return row
+    ours, theirs = ([[1 / rate] for rate in side] for side in (rates, before))
+    # They took no turns with each other.
+    kept = stats.compare(ours, theirs, paired=False).ratio
+    return dataclasses.replace(row, kept=kept.value, kept_low=kept.low, kept_high=kept.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ends:
+    """Value and interval that are unknown."""
+
+    value: None = None
+    low: None = None
+    high: None = None
+
+
+_NOTHING = _Ends()
 
 
 def _without_fault(record: Record, records: Sequence[Record]) -> Record | None:
-    """The same trial without its fault, if its numbers may be believed."""
+    """Returns the same trial without its fault, if its numbers are valid."""
     if not record.fault:
         return None
-    same = (
-        other
-        for other in records
-        if not other.fault and _as_one(other.trial) == _as_one(record.trial)
+    return next(
+        (
+            other
+            for other in records
+            if not other.fault
+            and _settings(other.trial) == _settings(record.trial)
+            and flag(other) is None
+        ),
+        None,
     )
-    return next((other for other in same if validity.flag(other) is None), None)
 
 
-def _compared(peers: Sequence[Record], compare_to: str | None) -> dict[str, dict[str, Any]]:
-    """By hash: how the trials of a place compare with the base, if both are believed."""
-    base = base_of(peers, compare_to) if compare_to is not None else None
+def _settings(trial: Mapping[str, object]) -> dict[str, object]:
+    """Returns the settings that a trial with a fault and the same without one have in common."""
+    settings = {key: value for key, value in trial.items() if key not in ("plugin", "brought")}
+    return {**settings, "fault": None}
+
+
+def _compare(
+    here: Sequence[int], records: Sequence[Record], compare_to: str | None, rows: list[LearnRow]
+) -> None:
+    """Adds to the rows of a place their comparison with the baseline, if both are valid."""
+    base = base_of([records[i] for i in here], compare_to) if compare_to is not None else None
     if base is None:
-        return {}
-    rivals = [one for one in peers if one is not base and one.trial["algorithm"] != "none"]
-    known: dict[str, dict[str, Any]] = {one.hash: {"compared_to": base.label} for one in rivals}
-    believed = [one for one in rivals if validity.flag(one) is None and validity.flag(base) is None]
-    races = [race.race(race.finishes(one), race.finishes(base)) for one in believed]
-    for one, found, word in zip(believed, races, race.verdicts(races), strict=True):
-        known[one.hash] |= {"verdict": word, **_speedup(found, len(races), asked_precision(one))}
-    return known
+        return
+    rivals = [i for i in here if records[i] is not base and _several(records[i])]
+    for i in rivals:
+        rows[i] = dataclasses.replace(rows[i], compared_to=base.label)
+    valid = [i for i in rivals if flag(records[i]) is None and flag(base) is None]
+    races = [race.race(race.finishes(records[i]), race.finishes(base)) for i in valid]
+    for i, compared, verdict in zip(valid, races, race.verdicts(races), strict=True):
+        row = dataclasses.replace(rows[i], verdict=verdict)
+        if compared is not None:
+            row = _with_speedup(row, compared, len(races), asked_precision(records[i]))
+        rows[i] = row
 
 
-def _speedup(
-    found: race.Race | None, comparisons: int, precision: float
-) -> dict[str, float | None]:
-    if found is None:
-        return {}
-    known = _ends("speedup{}", found.difference.ratio)
-    if found.there and found.base_there:
-        known |= {"detectable": stats.detectable(found.difference, comparisons)}
-        more = found.difference.repeats_to(precision)
-        return known | {"precision": precision, "more_repeats": more}
-    # Which end is known is that of the side which got there.
-    return known | {"speedup": None, "speedup_high" if found.there else "speedup_low": None}
+def _with_speedup(
+    row: LearnRow, compared: race.Race, comparisons: int, precision: float
+) -> LearnRow:
+    ratio = compared.difference.ratio
+    if compared.there and compared.base_there:
+        return dataclasses.replace(
+            row,
+            speedup=ratio.value,
+            speedup_low=ratio.low,
+            speedup_high=ratio.high,
+            detectable=stats.detectable(compared.difference, comparisons),
+            precision=precision,
+            more_repeats=compared.difference.repeats_to(precision),
+        )
+    # The time of the side that missed the target is longer, so one end of the interval is unknown.
+    if compared.there:
+        return dataclasses.replace(row, speedup_low=ratio.low)
+    return dataclasses.replace(row, speedup_high=ratio.high)
 
 
-def _leading(peers: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """By hash: whether a trial is the first of its place, or cannot be told from it."""
-    rivals = [
-        one for one in peers if validity.flag(one) is None and one.trial["algorithm"] != "none"
-    ]
-    found = [race.finishes(one) for one in rivals]
-    first, *others = race.leaders(found) or [None]
-    if first is None or len(rivals) < 2:
-        return {}
-    return {one.hash: {"leads": i in (first, *others)} for i, one in enumerate(rivals)}
+def _lead(here: Sequence[int], records: Sequence[Record], rows: list[LearnRow]) -> None:
+    """Adds to the rows of a place whether they are the first, or not distinguishable from it."""
+    rivals = [i for i in here if flag(records[i]) is None and _several(records[i])]
+    leaders = race.leaders([race.finishes(records[i]) for i in rivals])
+    if leaders and len(rivals) > 1:
+        for place, i in enumerate(rivals):
+            rows[i] = dataclasses.replace(rows[i], leads=place in leaders)
 
 
-def _ends(name: str, found: Estimate | None) -> dict[str, float | None]:
-    """The fields of a value and its interval: `name` with nothing, _low and _high put in."""
-    if found is None:
-        return {}
-    return {name.format(end): getattr(found, key) for end, key in _ENDS}
-
-
-_MEDIANS = ("accuracy_min", "accuracy_max", "accuracy_top5", "loss", "train_loss")
-_MEDIANS += ("consensus_distance",)
-_ENDS = (("", "value"), ("_low", "low"), ("_high", "high"))
+def _several(record: Record) -> bool:
+    """Returns whether the trial has several workers."""
+    return record.trial["algorithm"] != "none"
 
 
 def staleness(record: Record) -> Iterator[tuple[float, float]]:
     """Yields mean and maximum per rank and neighbour, where the algorithm counts them."""
-    statistics = record.first and record.first.statistics
-    for rank in statistics or ():
+    counters = record.first and record.first.statistics
+    for rank in counters or ():
         for age in ((rank or {}).get("staleness") or {}).values():
             if age["mean"] is not None:
                 yield age["mean"], age["max"]
-
-
-def _as_one(trial: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings that a trial with a fault and the same without one have in common."""
-    settings = {key: value for key, value in trial.items() if key not in ("plugin", "brought")}
-    return {**settings, "fault": None}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

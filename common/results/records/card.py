@@ -1,23 +1,21 @@
-"""Machine cards beside each other: what of them tells one machine, or one state of it, from
-another."""
+"""Comparison of machine cards: facts that identify a machine and the state of its software."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 VOLATILE = ("load", "pressure", "mhz", "memory_bytes", "dirty", "cpus")
-"""What differs from minute to minute, or follows from the rest."""
+"""Facts that change from minute to minute, or follow from the others."""
 
 
-def flat_card(card: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """What a card says that lasts, without levels: `packages.torch` for torch's version."""
-    found: dict[str, Any] = {}
+def flat_card(card: Mapping[str, object], above: str = "") -> dict[str, object]:
+    """Returns the lasting facts of a card on one level: `packages.torch` has torch's version."""
+    facts: dict[str, object] = {}
     for key, value in card.items():
         if not above and key in VOLATILE:
             continue
         if isinstance(value, Mapping):
-            found |= flat_card(value, f"{above}{key}.")
+            facts |= flat_card(value, f"{above}{key}.")
         else:
-            found[above + key] = value
-    return found
+            facts[above + key] = value
+    return facts

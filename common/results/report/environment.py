@@ -1,17 +1,16 @@
-"""What a sweep was measured on and with: machines, versions, time scales, links, settings."""
+"""Environment of a sweep: machines, versions, time scales, links and settings."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from common.results.records import Record
 from common.results.records.card import flat_card
 from common.results.report.flagged import title
 from common.results.report.parts import Grid, plain
-from common.results.tables.table import significant
+from common.results.tables.cells import Cell, number, significant
 
 _FIRST = ("cpu", "cores", "gpus", "os", "kernel", "python", "packages.torch", "commit")
 _UNKNOWN = "not on record"
@@ -19,52 +18,49 @@ _UNKNOWN = "not on record"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine, in one state of its software, and which trials are of it."""
+    """Machine in one state of its software, and the number of its trials."""
 
     trials: int
     commit: str
-    """In words: is it known what code that was?"""
+    """Commit of the code, and whether files differed from it."""
     short: list[tuple[str, str]]
     rest: list[tuple[str, str]]
 
 
 def machines(records: Iterable[Record]) -> list[Machine]:
-    """Every one that trials were measured on, by first use; logs of other programs tell of none."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for one in records:
-        if one.machine:
-            known = flat_card(one.machine)
-            found.setdefault(json.dumps(known, sort_keys=True), []).append(known)
-    return [_machine(same[0], len(same)) for same in found.values()]
+    """Returns the machines of a sweep, by first use."""
+    cards: dict[str, tuple[dict[str, object], int]] = {}
+    for record in records:
+        if record.machine:
+            card = flat_card(record.machine)
+            key = json.dumps(card, sort_keys=True)
+            first, trials = cards.get(key, (card, 0))
+            cards[key] = first, trials + 1
+    return [_machine(card, trials) for card, trials in cards.values()]
 
 
-def _machine(card: dict[str, Any], trials: int) -> Machine:
+def _machine(card: Mapping[str, object], trials: int) -> Machine:
     names = [*_FIRST, *(name for name in card if name not in (*_FIRST, "diff"))]
     lines = [
         (name.removeprefix("packages."), _text(card.get(name)))
         for name in names
         if name != "commit"
     ]
-    return Machine(
-        trials=trials,
-        commit=_commit(card),
-        short=lines[: len(_FIRST) - 1],
-        rest=lines[len(_FIRST) - 1 :],
-    )
+    known = len(_FIRST) - 1
+    return Machine(trials=trials, commit=_commit(card), short=lines[:known], rest=lines[known:])
 
 
-def _commit(card: dict[str, Any]) -> str:
-    commit = card.get("commit")
-    if commit is None:
+def _commit(card: Mapping[str, object]) -> str:
+    if card.get("commit") is None:
         return "not known: it was no checkout of git"
-    name, plus, _ = commit.partition("+")
+    name, plus, _ = str(card["commit"]).partition("+")
     if not plus:
         return f"{name}, and no file differed from it"
     digest = card.get("diff")
     return f"{name}, but files differed from it" + (f" (digest {digest})" if digest else "")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None:
         return "none, or not visible"
     if value == []:
@@ -75,122 +71,128 @@ def _text(value: Any) -> str:
 
 
 def scales(records: Sequence[Record]) -> Grid | None:
-    """How many times slower than real what is emulated ran, and why; None: nothing is emulated."""
-    found: dict[tuple[float, str], list[str]] = {}
-    for one in records:
-        if one.fabric.kind == "emulated":
-            key = (one.fabric.time_scale, one.fabric.time_scale_reason or _UNKNOWN)
-            found.setdefault(key, []).append(title(one))
-    if not found:
+    """Returns the table of time scales with their reasons; None: nothing is emulated."""
+    trials: dict[tuple[float, str], list[str]] = {}
+    for record in records:
+        if record.fabric.kind == "emulated":
+            key = (record.fabric.time_scale, record.fabric.time_scale_reason or _UNKNOWN)
+            trials.setdefault(key, []).append(title(record))
+    if not trials:
         return None
     body = [
-        [f"{k:g}", len(of), why, "all" if len(found) == 1 else "; ".join(of)]
-        for (k, why), of in found.items()
+        [f"{k:g}", len(names), why, "all" if len(trials) == 1 else "; ".join(names)]
+        for (k, why), names in trials.items()
     ]
     return plain("scales", "Time scales", ["time scale", "trials", "reason", "which"], body)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links of one network, as asked for and as measured, and every one of them."""
+    """Links as requested and as measured."""
 
     summary: Grid
+    """Row per network."""
     each: list[Grid]
+    """Tables of single links."""
 
 
 def links(records: Sequence[Record]) -> Links | None:
-    """Of all networks of a sweep; None on real ones, of which nothing is asked."""
-    found: dict[str, tuple[Record, int]] = {}
-    for one in records:
-        net = one.fabric.network
+    """Returns the links of all networks of a sweep; None on a real network."""
+    networks: dict[str, tuple[Record, int]] = {}
+    for record in records:
+        net = record.fabric.network
         if net.requested is not None:
             key = json.dumps([net.requested, net.measured, net.together, net.delays])
-            found[key] = (found.get(key, (one, 0))[0], found.get(key, (one, 0))[1] + 1)
-    if not found:
+            first, trials = networks.get(key, (record, 0))
+            networks[key] = first, trials + 1
+    if not networks:
         return None
-    body = [_network(one, trials) for one, trials in found.values()]
-    each = [made for number, (one, _) in enumerate(found.values()) for made in _each(one, number)]
-    summary = plain("links", "Links, as asked for and as measured", _NETWORK, body)
+    body = [_network(record, trials) for record, trials in networks.values()]
+    each = [grid for i, (record, _) in enumerate(networks.values()) for grid in _each(record, i)]
+    summary = plain("links", "Links, as requested and as measured", _NETWORK, body)
     return Links(summary=summary, each=each)
 
 
-_NETWORK = ["network", "trials", "stands for", "asked, Gb/s", "each alone, Gb/s"]
-_NETWORK += ["all at once, Gb/s", "asked delay, us", "delay, us", "asked loss", "loss"]
+_NETWORK = ["network", "trials", "stands for", "requested, Gb/s", "each alone, Gb/s"]
+_NETWORK += ["all at once, Gb/s", "requested delay, us", "delay, us", "requested loss", "loss"]
 _NETWORK += ["worst link", "shaped by"]
 
 
-def _network(record: Record, trials: int) -> list[Any]:
+def _network(record: Record, trials: int) -> list[Cell | str | int]:
     net = record.fabric.network
-    asked = net.requested or {}
-    alone = [one.get(end) for one in net.measured or () for end in ("up_gbps", "down_gbps")]
-    sent = sum(one["sent"] for one in net.delays)
-    lost = sum(one["lost"] for one in net.delays)
-    off = None if net.off_percent is None else f"{net.off_percent:+.1f} %"
+    wanted = net.requested or {}
+    alone = [link.get(end) for link in net.measured or () for end in ("up_gbps", "down_gbps")]
+    sent = sum(delay["sent"] for delay in net.delays)
+    lost = sum(delay["lost"] for delay in net.delays)
+    off = "" if net.off_percent is None else f"{net.off_percent:+.1f} %"
     by = ", ".join(filter(None, (net.links, net.congestion)))
-    sites = [f"{'-'.join(one['sites'])} {one['gbps']:g}" for one in asked.get("between", ())]
+    sites = [f"{'-'.join(pair['sites'])} {pair['gbps']:g}" for pair in wanted.get("between", ())]
+    latency = _range([delay["requested_us"] for delay in net.delays], "")
     return [
-        asked.get("name"),
+        wanted.get("name") or "",
         trials,
-        asked.get("stands_for"),
-        "; ".join([f"{asked['gbps']:g}", *sites]),
-        _range(alone) or _UNKNOWN,
-        _range([one["gbps"] for one in net.together]) or _UNKNOWN,
-        _range([one["requested_us"] for one in net.delays]) or f"{asked['latency_us']:g}",
-        _range([one["delay_us"] for one in net.delays]) or _UNKNOWN,
-        f"{asked.get('loss_percent', 0):g} %",
-        f"{100 * lost / sent:.2g} %" if sent else _UNKNOWN,
-        off and (f"{off}: not as asked" if net.flagged else off),
+        wanted.get("stands_for") or "",
+        Cell("; ".join([f"{wanted['gbps']:g}", *sites]), wanted["gbps"]),
+        _range(alone),
+        _range([link["gbps"] for link in net.together]),
+        latency if latency.text else number(wanted["latency_us"], "{:g}".format),
+        _range([delay["delay_us"] for delay in net.delays]),
+        number(wanted.get("loss_percent", 0), "{:g} %".format),
+        number(100 * lost / sent if sent else None, "{:.2g} %".format, missing=_UNKNOWN),
+        Cell(f"{off}: not as requested" if off and net.flagged else off, net.off_percent),
         by or _UNKNOWN,
     ]
 
 
-def _range(values: Iterable[float | None]) -> str:
+def _range(values: Iterable[float | None], missing: str = _UNKNOWN) -> Cell:
     known = [value for value in values if value is not None]
     if not known:
-        return ""
+        return Cell(missing)
     ends = dict.fromkeys(significant(value) for value in (min(known), max(known)))
-    return " to ".join(ends)
+    return Cell(" to ".join(ends), min(known))
 
 
-def _each(record: Record, number: int) -> list[Grid]:
-    """Every link and every delay of a network."""
-    net, made = record.fabric.network, []
+def _each(record: Record, index: int) -> list[Grid]:
+    """Returns a table of every link and a table of every delay of a network."""
+    net, grids = record.fabric.network, []
     name = (net.requested or {}).get("name")
-    together = {one["host"]: one for one in net.together}
+    together = {link["host"]: link for link in net.together}
     if net.measured:
         body = [
             [
-                one["host"],
-                *(_range([one.get(end)]) for end in ("up_gbps", "down_gbps")),
-                _range([together.get(one["host"], {}).get("gbps")]),
-                _range([together.get(one["host"], {}).get("requested_gbps")]),
+                str(link["host"]),
+                *(_range([link.get(end)], "") for end in ("up_gbps", "down_gbps")),
+                *(
+                    _range([together.get(link["host"], {}).get(key)], "")
+                    for key in ("gbps", "requested_gbps")
+                ),
             ]
-            for one in net.measured
+            for link in net.measured
         ]
-        titles = ["host", "up, Gb/s", "down, Gb/s", "all at once, Gb/s", "asked, Gb/s"]
-        made.append(plain(f"links-{number}", f"{name}: every link", titles, body))
+        titles = ["host", "up, Gb/s", "down, Gb/s", "all at once, Gb/s", "requested, Gb/s"]
+        grids.append(plain(f"links-{index}", f"{name}: every link", titles, body))
     if net.delays:
         body = [
             [
-                f"{one['source']} to {one['target']}",
-                *(_range([one[key]]) for key in ("requested_us", "delay_us", "delay_us_p99")),
-                f"{one['lost']} of {one['sent']}",
+                f"{delay['source']} to {delay['target']}",
+                *(_range([delay[key]], "") for key in ("requested_us", "delay_us", "delay_us_p99")),
+                Cell(f"{delay['lost']} of {delay['sent']}", delay["lost"]),
             ]
-            for one in net.delays
+            for delay in net.delays
         ]
-        titles = ["one way", "asked, us", "median, us", "99 % below, us", "lost"]
-        made.append(plain(f"delays-{number}", f"{name}: every delay", titles, body))
-    return made
+        titles = ["one way", "requested, us", "median, us", "99 % below, us", "lost"]
+        grids.append(plain(f"delays-{index}", f"{name}: every delay", titles, body))
+    return grids
 
 
 _PLACE = ("label", "algorithm", "model", "batch_size", "world_size", "network", "fault", "options")
 
 
 def settings(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """What all trials were asked for alike; what tables have in columns is left out."""
+    """Returns the settings that all trials share and that no table has in a column."""
     if not records:
         return []
-    first, *others = (one.trial for one in records)
+    first, *others = (record.trial for record in records)
     return [
         (name, _setting(value))
         for name, value in first.items()
@@ -200,19 +202,19 @@ def settings(records: Sequence[Record]) -> list[tuple[str, str]]:
     ]
 
 
-def _setting(value: Any) -> str:
+def _setting(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(one)}" for key, one in value.items() if one is not None)
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items() if item is not None)
     return _text(value)
 
 
 def options(records: Sequence[Record]) -> Grid | None:
-    """The options of every algorithm, as they were resolved."""
-    found = dict.fromkeys(
-        (one.label, ", ".join(f"{k}={v}" for k, v in one.trial["options"].items()))
-        for one in records
+    """Returns the options of every algorithm, as they were resolved."""
+    lines = dict.fromkeys(
+        (record.label, ", ".join(f"{k}={v}" for k, v in record.trial["options"].items()))
+        for record in records
     )
-    body = [list(one) for one in found if one[1]]
+    body = [list(line) for line in lines if line[1]]
     if not body:
         return None
     return plain("options", "Options of the algorithms, in full", ["algorithm", "options"], body)

@@ -1,8 +1,8 @@
-"""What is wrong with the trials of a sweep, in full: failures, doubts, launches done again."""
+"""Trials of a sweep without a valid result, and launches that were repeated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,25 +10,25 @@ from common.results.records import Record
 from common.results.validity import flag_text, incorrect
 
 _LOG_BYTES = 3000
-"""Of the end of a failed rank's output."""
+"""Bytes at the end of a failed rank's output that the page shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """A trial without a number that may be believed."""
+    """Trial without a valid result."""
 
     title: str
     mark: str
     reason: str
     facts: dict[str, str] = field(default_factory=dict)
-    """What else is known of a failure: its kind, rank, and what that was doing."""
+    """Facts about a failure: its kind, its rank, and the phase of the rank."""
     log: str | None = None
-    """The end of that rank's output."""
+    """End of the output of that rank."""
     log_name: str | None = None
 
 
 def title(record: Record) -> str:
-    """Which trial it is, in words."""
+    """Describes a trial."""
     trial = record.trial
     parts = [record.label, trial["model"], f"batch {trial['batch_size']}"]
     parts.append(f"{trial['world_size']} workers")
@@ -36,29 +36,26 @@ def title(record: Record) -> str:
 
 
 def mark(record: Record) -> str | None:
-    """What a reader must see at once; None of a number that may be believed."""
+    """Returns the state of a record that has no valid result, in a word; None for a valid one."""
     if not record.ok:
         return record.status
     if incorrect(record):
         return "incorrect"
-    return None if flag_text(record) is None else "doubted"
-
-
-def marks(records: Iterable[Record], rows: Sequence[object]) -> list[tuple[str | None, str | None]]:
-    """Of each row its mark, and all that is noted of it."""
-    return [(mark(one), row.reason) for one, row in zip(records, rows, strict=True)]
+    return None if flag_text(record) is None else "flagged"
 
 
 def troubles(folder: Path, records: Iterable[Record]) -> list[Trouble]:
-    """All that is not believed, in the order of the records.
+    """Returns all trials without a valid result, in the order of the records.
 
     Args:
-        folder: of the sweep, where ranks have left their output.
+        folder: folder of the sweep, with the output of the ranks.
     """
-    return [_trouble(folder, one) for one in records if mark(one) is not None]
+    return [
+        _trouble(folder, record, state) for record in records if (state := mark(record)) is not None
+    ]
 
 
-def _trouble(folder: Path, record: Record) -> Trouble:
+def _trouble(folder: Path, record: Record, state: str) -> Trouble:
     facts: dict[str, str] = {}
     log = None
     if record.error is not None:
@@ -69,7 +66,7 @@ def _trouble(folder: Path, record: Record) -> Trouble:
         log = logs[-1] if logs else None
     return Trouble(
         title=title(record),
-        mark=mark(record) or "",
+        mark=state,
         reason=flag_text(record) or record.status,
         facts=facts,
         log=None if log is None else log.read_bytes()[-_LOG_BYTES:].decode(errors="replace"),
@@ -77,16 +74,16 @@ def _trouble(folder: Path, record: Record) -> Trouble:
     )
 
 
-def kept_in_mind(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
-    """Every other note, and the trials that it is of."""
-    found: dict[str, list[str]] = {}
-    for one in records:
-        for note in one.notes:
-            if note.text != flag_text(one):
-                found.setdefault(note.text, []).append(title(one))
-    return list(found.items())
+def further_notes(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
+    """Returns the notes that are no reasons of flags, each with its trials."""
+    trials: dict[str, list[str]] = {}
+    for record in records:
+        for note in record.notes:
+            if note.text != flag_text(record):
+                trials.setdefault(note.text, []).append(title(record))
+    return list(trials.items())
 
 
-def done_again(records: Iterable[Record]) -> list[tuple[str, int, str]]:
-    """Launches that went well and were set aside: trial, repeat from 0, and why."""
-    return [(title(one), aside.repeat, aside.reason) for one in records for aside in one.set_aside]
+def repeated(records: Iterable[Record]) -> list[tuple[str, int, str]]:
+    """Returns trial, repeat (from 0) and reason of each discarded run."""
+    return [(title(r), run.repeat, run.reason) for r in records for run in r.set_aside]

@@ -1,56 +1,62 @@
-"""A sweep in short: its rows, their table, the answer, and what is to be kept in mind of it."""
+"""Summary of a sweep: its rows, their table, the answers and the remarks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from common.results.learning import summary, tables
+from common.results.learning import summary as learning
+from common.results.learning import tables
+from common.results.learning.summary import LearnRow
 from common.results.records import Record, is_learning
 from common.results.tables.table import Table
 from common.results.timed import answers, explanations, rows
+from common.results.timed.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """What is told of a sweep wherever it is told."""
+    """Summary of a sweep, for all outputs."""
 
-    kind: type
-    """Of the rows: `Row`, or `LearnRow` of trials that train for a time."""
-    rows: Sequence[Any]
-    """One per record, in their order."""
-    table: Table
+    kind: type[Row] | type[LearnRow]
+    """Type of the rows."""
+    rows: Sequence[Row] | Sequence[LearnRow]
+    """One row per record, in their order."""
+    table: Table[Row] | Table[LearnRow]
     answers: list[str]
-    """Who is fastest, a sentence for each place; none where too little is believed."""
+    """Sentence per place about the fastest trial; empty without enough valid trials."""
     remarks: list[str]
+    learned: Table[LearnRow] | None = None
+    """The table, if it is that of trials that train for a time."""
 
     @property
     def lines(self) -> list[str]:
-        """What is said below the table."""
+        """Sentences below the table."""
         return [*self.answers, *self.remarks]
 
 
 def overview(records: Sequence[Record], compare_to: str) -> Overview:
-    """Of these records, compared to that label.
+    """Summarizes records; speed-ups are relative to the label `compare_to`.
 
     Raises:
         UserError: `compare_to` is no label, and names several variants of an algorithm.
     """
     if is_learning(records):
-        learned = summary.make_rows(records, compare_to)
+        learned = learning.make_rows(records, compare_to)
+        table = tables.table(learned, compare_to)
         return Overview(
-            kind=summary.LearnRow,
+            kind=LearnRow,
             rows=learned,
-            table=tables.table(learned, compare_to),
+            table=table,
+            learned=table,
             answers=tables.summary(learned),
-            remarks=[*tables.remarks(records), *answers.of_any(learned, records)],
+            remarks=[*tables.remarks(records), *answers.general_remarks(learned, records)],
         )
-    found = rows.make_rows(records, compare_to)
+    timed = rows.make_rows(records, compare_to)
     return Overview(
-        kind=rows.Row,
-        rows=found,
-        table=rows.comparison(found, compare_to),
-        answers=answers.summary(found, compare_to),
-        remarks=[*explanations.sentences(found, records), *answers.remarks(found, records)],
+        kind=Row,
+        rows=timed,
+        table=rows.comparison(timed, compare_to),
+        answers=answers.summary(timed, compare_to),
+        remarks=[*explanations.sentences(timed, records), *answers.remarks(timed, records)],
     )

@@ -1,8 +1,12 @@
-"""Parts that the rows of all tables have in common; None where a row has no value."""
+"""Fields and columns that the rows of all tables have in common; None where there is no value."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+from common.results.records import Record
+from common.results.tables.cells import Cell, Column, Shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,15 +16,45 @@ class Identity:
     model: str
     world_size: int
     algorithm: str
+    """Label of the algorithm."""
     status: str
     network: str | None = None
     """Network of an emulated cluster."""
     fault: str | None = None
     """Fault that was injected into the emulated cluster."""
 
+    @property
+    def where(self) -> str:
+        """Description of the place, for a sentence."""
+        extra = "".join(f", {name}" for name in (self.network, self.fault) if name)
+        return f"{self.model}, {self.world_size} workers{extra}"
+
+
+class IdentityFields(TypedDict):
+    """Values of `Identity`."""
+
+    model: str
+    world_size: int
+    algorithm: str
+    status: str
+    network: str | None
+    fault: str | None
+
+
+def identity(record: Record) -> IdentityFields:
+    """Returns the identity of a record's trial."""
+    return {
+        "model": record.trial["model"],
+        "world_size": record.trial["world_size"],
+        "algorithm": record.label,
+        "status": record.status,
+        "network": record.trial.get("network"),
+        "fault": record.fault,
+    }
+
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class Compared(Identity):
     """Comparison of a trial with the baseline, and with the fastest trials of its cell."""
 
     compared_to: str | None = None
@@ -42,6 +76,11 @@ class Compared:
     leads: bool | None = None
     """Whether the trial is the fastest of its cell, or not distinguishable from it."""
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Settings that compared rows have in common."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Validity:
@@ -51,3 +90,67 @@ class Validity:
     """Reason why the number is flagged. A flagged number has no verdict."""
     reason: str | None = None
     """Reason why there is no number, or why it is flagged, and all other notes."""
+
+
+class Placed(Shown, Protocol):
+    """Row of a trial."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def batch(self) -> int | str: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def network(self) -> str | None: ...
+    @property
+    def fault(self) -> str | None: ...
+    @property
+    def algorithm(self) -> str: ...
+
+
+def _batch(row: Placed) -> Cell:
+    text = str(row.batch)
+    return Cell(text, int(text) if text.isdecimal() else None)
+
+
+PLACE: tuple[Column[Placed], ...] = (
+    Column(title="model", cell=lambda row: Cell(row.model), right=False, weight=0, role="place"),
+    Column(title="batch", cell=_batch, weight=0, role="place", phrase="batch {}"),
+    Column(
+        title="workers",
+        cell=lambda row: Cell(str(row.world_size), row.world_size),
+        weight=0,
+        role="place",
+        phrase="{} workers",
+    ),
+    Column(
+        title="network",
+        cell=lambda row: Cell(row.network or ""),
+        right=False,
+        sparse=True,
+        weight=0,
+        role="place",
+    ),
+    Column(
+        title="fault",
+        cell=lambda row: Cell(row.fault or ""),
+        right=False,
+        sparse=True,
+        weight=0,
+        role="place",
+    ),
+    Column(
+        title="algorithm", cell=lambda row: Cell(row.algorithm), right=False, weight=0, role="name"
+    ),
+)
+"""First columns of every table; trials without a result have no others."""
+NOTES: Column[Shown] = Column(
+    title="notes",
+    cell=lambda row: Cell(row.reason or ""),
+    right=False,
+    sparse=True,
+    weight=9,
+    role="notes",
+)
+"""Last column of a table."""

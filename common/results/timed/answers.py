@@ -1,27 +1,33 @@
-"""What is said below the table of a comparison: the answer, and what it does not say."""
+"""Sentences below the table of a comparison: the answer, and its limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from common.results.records import Record
 from common.results.stats import MIN_REPEATS
+from common.results.tables.fields import Compared, Validity
 from common.results.timed.rows import Row
+
+R = TypeVar("R", bound=Compared)
 
 
 def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
-    """Who is fastest, in a sentence per model and world size, and who cannot be told from it."""
+    """Returns a sentence per place about its fastest trial, and those not distinguishable."""
     lines = []
-    for found in _by_place(rows):
-        leaders = sorted((row for row in found if row.leads), key=lambda row: row.step_s or 0.0)
+    for peers in by_place(rows):
+        leaders = sorted((row for row in peers if row.leads), key=lambda row: row.step_s or 0.0)
         if not leaders:
             continue
         best, *others = leaders
-        text = f"{where(best)}: {best.algorithm} has the highest throughput"
+        text = f"{best.where}: {best.algorithm} has the highest throughput"
         if best.speedup is not None:
-            text += f", {best.speedup:.2f}x {best.compared_to} ({_interval(best)}{best.verdict})"
-        elif not any(row.compared_to for row in found):
+            ends = ""
+            if best.speedup_low is not None:
+                ends = f"95 % CI {best.speedup_low:.2f}-{best.speedup_high:.2f}: "
+            text += f", {best.speedup:.2f}x {best.compared_to} ({ends}{best.verdict})"
+        elif not any(row.compared_to for row in peers):
             text += f" (no {compare_to} to compare with)"
         if others:
             text += f"; not distinguishable from it: {', '.join(row.algorithm for row in others)}"
@@ -29,101 +35,88 @@ def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
     return lines
 
 
-def _interval(row: Row) -> str:
-    if row.speedup_low is None:
-        return ""
-    return f"95 % CI {row.speedup_low:.2f}-{row.speedup_high:.2f}: "
-
-
 def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
-    """What is to be kept in mind, once for all rows."""
-    found = of_any(rows, records)
+    """Returns remarks on the table of timed trials."""
+    lines = general_remarks(rows, records)
     if any(row.systematic is not None for row in rows):
-        found.append(
-            "systematic: |T(k) - T(2k)| / T(k), how far the step time T depends on the time scale "
-            "k, with its own 95 % interval, whose lower end is 0 where chance explains it; the "
-            "interval of the run does not know of it"
+        lines.append(
+            "systematic: |T(k) - T(2k)| / T(k), the dependence of the step time T on the time "
+            "scale k, with its own 95 % interval (its lower end is 0 if sampling error explains "
+            "it); the interval of the run does not include it"
         )
     if any(row.off_model is not None for row in rows):
-        found.append(
-            "event model: by how much the step is longer than the model computes from the layer "
+        lines.append(
+            "event model: extra time of the step over the model's, which follows from the layer "
             "profile, the plan and the costs of collectives; -: not computed, see the notes"
         )
-    wrong = [row.algorithm for row in rows if row.reach == "wrong bound"]
+    wrong = [row.algorithm for row in rows if row.bound_note == "wrong bound"]
     if wrong:
-        found.append(
+        lines.append(
             f"WRONG BOUND: {', '.join(dict.fromkeys(wrong))}: no step can be shorter than its "
             "bound; costs or compute were measured wrong, or fewer bytes travel than it assumes "
             "(compression)"
         )
-    return [*dict.fromkeys(found)]
+    return lines
 
 
-def of_any(rows: Sequence[Any], records: Iterable[Record]) -> list[str]:
-    """The same below tables of any kind: of networks, of bases, and of what repeats can show."""
-    found = [
-        f"{one.trial['network']}: {note}" for one in records for note in one.fabric.network.notes
+def general_remarks(rows: Sequence[R], records: Iterable[Record]) -> list[str]:
+    """Returns remarks on a table of any kind: on networks, baselines, and missing repeats."""
+    lines = [
+        f"{record.trial['network']}: {note}"
+        for record in records
+        for note in record.fabric.network.notes
     ]
-    for place in _by_place(rows):
-        lines = (_without_base(place), _power(place), _wide(place))
-        found += [line for line in lines if line]
-    return [*dict.fromkeys(found)]
+    for peers in by_place(rows):
+        lines += filter(None, (_flagged_baseline(peers), _power(peers), _wide(peers)))
+    return [*dict.fromkeys(lines)]
 
 
-def _without_base(rows: Sequence[Any]) -> str | None:
-    """Why there are no words in a place, where what they would be relative to is not believed."""
+def _flagged_baseline(rows: Sequence[Compared]) -> str | None:
+    """Tells why a place has no verdicts, if its baseline is not valid."""
     names = {row.compared_to for row in rows if row.compared_to}
-    for base in (row for row in rows if row.algorithm in names):
-        if base.flag or base.status != "ok":
+    for base in rows:
+        flag = base.flag if isinstance(base, Validity) else None
+        if base.algorithm in names and (flag or base.status != "ok"):
             return (
-                f"{where(base)}: no speed-ups and no verdicts, for what they would be relative to "
-                f"is not believed: {base.algorithm} ({base.flag or base.status})"
+                f"{base.where}: no speed-ups or verdicts: the baseline {base.algorithm} is not "
+                f"valid ({flag or base.status})"
             )
     return None
 
 
-def _power(rows: Sequence[Any]) -> str | None:
-    """What difference the repeats of a place could have shown."""
+def _power(rows: Sequence[Compared]) -> str | None:
+    """Tells which differences the repeats of a place could detect."""
     compared = [row for row in rows if row.verdict]
     if not compared:
         return None
     known = [row for row in compared if row.detectable is not None]
     if not known:
-        return f"{where(compared[0])}: fewer than {MIN_REPEATS} repeats detect no difference"
+        return f"{compared[0].where}: fewer than {MIN_REPEATS} repeats detect no difference"
     parts = ", ".join(f"{row.algorithm} {row.detectable:.1%}" for row in known)
     return (
-        f"{where(known[0])}: detectable differences (power 80 %, Holm over {len(compared)}): "
-        f"{parts}"
+        f"{known[0].where}: detectable differences (power 80 %, Holm over {len(compared)}): {parts}"
     )
 
 
-def _wide(rows: Sequence[Any]) -> str | None:
-    """How many repeats it would take to know the ratios of a place as well as was asked for."""
-    known = [row for row in rows if row.precision and row.speedup_low]
-    wide = [row for row in known if row.more_repeats != 0]
+def _wide(rows: Sequence[Compared]) -> str | None:
+    """Tells how many repeats would narrow the intervals of a place as much as was requested."""
+    parts = []
+    wide = [r for r in rows if r.precision and r.speedup_low and r.more_repeats != 0]
     if not wide:
         return None
-    asked = f"+- {100 * wide[0].precision:g} %"
+    for row in wide:
+        half = (row.speedup_high - row.speedup_low) / 2
+        count = "more than 1000" if row.more_repeats is None else f"about {row.more_repeats}"
+        parts.append(f"{row.algorithm} {row.speedup:.2f} +- {half:.2f}: {count}")
     return (
-        f"{where(wide[0])}: wider than {asked}, with how many more repeats would probably bring "
-        f"it there: {'; '.join(map(_more, wide))}"
+        f"{wide[0].where}: intervals wider than +- {100 * wide[0].precision:g} %, and the further "
+        f"repeats that would probably narrow them: {'; '.join(parts)}"
     )
 
 
-def _more(row: Any) -> str:
-    half = (row.speedup_high - row.speedup_low) / 2
-    count = "more than 1000" if row.more_repeats is None else f"about {row.more_repeats}"
-    return f"{row.algorithm} {row.speedup:.2f} +- {half:.2f}: {count}"
-
-
-def _by_place(rows: Iterable[Any]) -> list[list[Any]]:
-    places: dict[object, list[Any]] = {}
+def by_place(rows: Iterable[R]) -> list[list[R]]:
+    """Groups rows that are compared with each other."""
+    places: dict[Hashable, list[R]] = {}
     for row in rows:
         places.setdefault(row.place, []).append(row)
     return list(places.values())
-
-
-def where(row: Any) -> str:
-    """The place of a row, in a sentence's words."""
-    more = "".join(f", {name}" for name in (row.network, row.fault) if name)
-    return f"{row.model}, {row.world_size} workers{more}"

@@ -1,38 +1,37 @@
-"""Whether a step and its bound fit together."""
+"""Plausibility of a step time beside its lower bound."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Reach = Literal["wrong bound", "far from bound"]
+BoundNote = Literal["wrong bound", "far from bound"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Shares of its bound that a step may reach."""
+    """Plausible shares of the bound: bound over step time."""
 
     most: float = 1.02
-    """A step that is shorter still proves that its bound is wrong: nothing is faster than it can
-    be, and clocks are good to a percent."""
+    """A shorter step proves that its bound is wrong, because clocks are good to a percent."""
     least: float = 0.5
-    """A step longer than twice its bound is explained by no lack of overlap: one after the other,
-    two things take at most twice as long as side by side. Something is paid that the bound does not
-    know, as the start-ups of many messages, or a rank without a core."""
+    """A step of more than twice its bound has costs that the bound does not know, such as the
+    start-ups of many messages, or a rank without a core. Lack of overlap is no explanation: two
+    tasks in turn take at most twice as long as side by side."""
 
 
 LIMITS = Limits()
 
 
-def reach(of_bound: float, limits: Limits = LIMITS) -> Reach | None:
-    """What is odd about a step that reaches such a share of its bound; None: nothing."""
+def bound_note(of_bound: float, limits: Limits = LIMITS) -> BoundNote | None:
+    """Returns the kind of an implausible share; None for a plausible one."""
     if of_bound > limits.most:
         return "wrong bound"
     return "far from bound" if of_bound < limits.least else None
 
 
-def note(kind: Reach, of_bound: float) -> str:
-    """The same for people."""
+def describe(kind: BoundNote, of_bound: float) -> str:
+    """Describes an implausible share."""
     if kind == "wrong bound":
         return (
             f"wrong bound: the step is {1 - 1 / of_bound:.0%} shorter than it, so costs or compute "
@@ -44,8 +43,6 @@ def note(kind: Reach, of_bound: float) -> str:
     )
 
 
-def percent(of_bound: float | None, kind: Reach | None) -> str:
-    """The share as a table has it; nothing without one."""
-    if of_bound is None:
-        return ""
+def share(of_bound: float, kind: BoundNote | None) -> str:
+    """Returns the share for a table."""
     return f"WRONG {of_bound:.0%}" if kind == "wrong bound" else f"{of_bound:.0%}"

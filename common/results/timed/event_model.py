@@ -1,6 +1,6 @@
-"""The second method: what a trial's step takes by an event model, from its profile, plan and costs.
+"""Step time by the event model, from the profile, plan and costs of a trial.
 
-It knows nothing of how trials are emulated, so an error would have to be in both to go unseen.
+The model shares nothing with the emulation, so an error of one of them shows as a difference.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dear.training.algorithm import algorithm_class, algorithm_options
 
 
 def modelled(record: Record) -> Modelled | None:
-    """What the record of a trial is to say of the model; None where there is nothing to model.
+    """Returns the step by the model; None for a trial that the model does not cover.
 
-    That is any trial but emulated ones of synchronous algorithms, of several ranks, in which every
-    rank has the same device and steps were timed.
+    It covers emulated trials of synchronous algorithms with timed steps and several ranks, all of
+    which have the same device.
     """
     if record.fabric.kind != "emulated" or not record.ok or record.throughput is None:
         return None
@@ -38,18 +38,18 @@ def modelled(record: Record) -> Modelled | None:
     if kind.capabilities.consistency != "synchronous":
         return None
     try:
-        found = prediction(record)
+        predicted = prediction(record)
     except (UnmodelledError, UserError) as error:
         return Modelled(reason=str(error))
-    return Modelled(step_s=found.step_s, exposed_s=found.exposed_s)
+    return Modelled(step_s=predicted.step_s, exposed_s=predicted.exposed_s)
 
 
 def prediction(record: Record) -> Prediction:
-    """The step of a record's trial by the event model.
+    """Returns the step of a trial by the event model.
 
     Raises:
-        UnmodelledError: something that it needs is not on record, or no part of the model.
-        UserError: an algorithm or options that are no longer there.
+        UnmodelledError: the record lacks something, or the model does not cover something.
+        UserError: the algorithm or an option does not exist any more.
     """
     trial, result = record.trial, record.first
     if record.fault is not None:

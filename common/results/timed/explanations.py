@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results.records import Record, Result
-from common.results.tables.table import significant
-from common.results.timed.answers import where
+from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 
 FAR = 0.9
@@ -110,7 +109,7 @@ def sentences(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
         for row, record, role in _standing_out(pairs):
             text = reason(record, hidden=role == "fastest")
             if text is not None:
-                lines.append(f"{where(row)}: {row.algorithm} ({role}): {text}")
+                lines.append(f"{row.where}: {row.algorithm} ({role}): {text}")
     return [*dict.fromkeys(lines)]
 
 

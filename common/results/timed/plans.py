@@ -1,19 +1,22 @@
-"""What an algorithm has decided by itself, in lines: groups, predictions, and a tuner's trials."""
+"""Description of a plan: its groups, its prediction, and the trials of its tuner."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from common.results.records import Group, Record
 
+Findings: TypeAlias = Mapping[str, Any]
+"""Values of a plan (`dear.training.engine.Engine.findings`)."""
+
 _MIB = 1 << 20
 _SHOWN = 12
-"""Sizes of more groups are told by their number and range alone."""
+"""Largest number of groups whose sizes are listed."""
 
 
 def lines(record: Record) -> list[str]:
-    """Of one trial: its title, then what is on record of its plan, each a line of its own."""
+    """Returns the title of a trial, and the lines about its plan."""
     trial, plan = record.trial, record.first and record.first.plan
     title = f"{record.label}: {trial['model']}, batch {trial['batch_size']}, "
     title += f"{trial['world_size']} workers"
@@ -21,22 +24,22 @@ def lines(record: Record) -> list[str]:
     second = _modelled(record)
     if plan is None:
         return [title, "    no plan on record", *second]
-    found = [title, *second]
+    text = [title, *second]
     if plan.groups:
-        found.append(f"    {_groups(plan.groups)}")
+        text.append(f"    {_groups(plan.groups)}")
     if "first_mb" in plan.found:
-        found.append(f"    groups grow from {plan.found['first_mb']:.3g} MB at both ends, by costs")
+        text.append(f"    groups grow from {plan.found['first_mb']:.3g} MB at both ends, by costs")
     if "predicted" in plan.found:
-        found.append(f"    {_predicted(plan.found['predicted'])}")
+        text.append(f"    {_predicted(plan.found['predicted'])}")
     if "tuner" in plan.found:
-        found += [f"    {line}" for line in _tuner(plan.found["tuner"])]
+        text += [f"    {line}" for line in _tuner(plan.found["tuner"])]
     if "partitions" in plan.found:
-        found.append(f"    {_queues(plan.found)}")
-    return found
+        text.append(f"    {_queues(plan.found)}")
+    return text
 
 
 def _modelled(record: Record) -> list[str]:
-    """The second method beside the first, where there are both."""
+    """Returns the step by the event model beside the measured one."""
     model = record.modelled
     if model is None or not record.timed:
         return []
@@ -58,7 +61,7 @@ def _groups(groups: Sequence[Group]) -> str:
     return f"{text}, {min(sizes):.2f} to {max(sizes):.2f} MB"
 
 
-def _predicted(predicted: dict[str, Any]) -> str:
+def _predicted(predicted: Findings) -> str:
     backward_s, end_s = predicted["backward_s"], predicted["ends_s"][-1]
     return (
         f"predicted: gradients are there after {1e3 * backward_s:.1f} ms of the backward pass, "
@@ -66,20 +69,20 @@ def _predicted(predicted: dict[str, Any]) -> str:
     )
 
 
-def _tuner(tuner: dict[str, Any]) -> list[str]:
+def _tuner(tuner: Findings) -> list[str]:
     tried = "; ".join(
-        f"{one['threshold_mb']:.2f} MB {1e3 * one['step_s']:.1f} ms" for one in tuner["tried"]
+        f"{trial['threshold_mb']:.2f} MB {1e3 * trial['step_s']:.1f} ms" for trial in tuner["tried"]
     )
     chosen = tuner["threshold_mb"]
     end = "it had not ended" if chosen is None else f"{chosen:.2f} MB stayed"
     return [f"tuner: {tried}", f"tuner: {end}"]
 
 
-def _queues(found: dict[str, Any]) -> str:
-    credit = found["credit_mb"]
+def _queues(findings: Findings) -> str:
+    credit = findings["credit_mb"]
     return (
-        f"{found['partitions']} partitions in {found['queues']} queues"
+        f"{findings['partitions']} partitions in {findings['queues']} queues"
         + ("" if credit is None else f", {credit:.2f} MB under way at most")
         + "; groups in the order of their first start: "
-        + " ".join(map(str, list(dict.fromkeys(found["order"]))[:_SHOWN]))
+        + " ".join(map(str, list(dict.fromkeys(findings["order"]))[:_SHOWN]))
     )

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from common.results import stats
 from common.results.records import Record, base_among
 from common.results.stats import Difference
-from common.results.tables.fields import Compared, Identity, Validity
-from common.results.tables.table import PLACE, Column, Table, doubted, given, identity, significant
-from common.results.timed.bounds import Reach, note, percent, reach
-from common.results.validity import flag_text
+from common.results.tables.cells import (
+    UNKNOWN,
+    Cell,
+    Column,
+    interval,
+    number,
+    percent,
+    significant,
+    word,
+)
+from common.results.tables.fields import NOTES, PLACE, Compared, Validity, identity
+from common.results.tables.table import Table
+from common.results.timed import bounds
+from common.results.timed.bounds import BoundNote
+from common.results.validity import flag, flag_text
 
-UNKNOWN = "-"
 LEGEND = (
     "milliseconds per step; step is elapsed time over steps, median and p95 are of single steps; "
     "forward, backward, update and exposed comm are of the rank that waits least and add up "
@@ -49,7 +59,7 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Validity, Times, Compared, Identity):
+class Row(Validity, Times, Compared):
     """Timed trial in a table, and a line of its CSV file.
 
     A trial with a result has `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a
@@ -74,7 +84,7 @@ class Row(Validity, Times, Compared, Identity):
     efficiency_high: float | None = None
     of_bound: float | None = None
     """Shortest possible step time of the algorithm over the step time."""
-    reach: Reach | None = None
+    bound_note: BoundNote | None = None
     """Kind of an implausible `of_bound`, for a valid number."""
     systematic: float | None = None
     """|T(k) - T(2k)| / T(k): dependence of the step on the time scale k of the emulation."""
@@ -95,8 +105,7 @@ class Row(Validity, Times, Compared, Identity):
         return self.batch_size
 
     @property
-    def place(self) -> tuple[Any, ...]:
-        """Settings that compared rows have in common."""
+    def place(self) -> tuple[object, ...]:
         return (self.model, self.batch_size, self.world_size, self.network, self.fault)
 
 
@@ -107,63 +116,82 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
         UserError: `compare_to` is no label, and the algorithm has several variants.
     """
     records = list(records)
-    values = {id(record): _measured(record) for record in records}
+    rows = {id(record): _measured(record) for record in records}
     # By settings, for all world sizes; of several single workers the first counts.
     alone = {_key(r): r for r in reversed(records) if r.trial["algorithm"] == "none"}
     for peers in _cells(records):
         for record in peers:
-            values[id(record)] |= _efficiency(record, alone.get(_key(record)))
-        _compare(peers, compare_to, values)
-        _lead(peers, values)
-    return [Row(**_with_reason(values[id(record)])) for record in records]
+            single = alone.get(_key(record))
+            if single is not None and flag(single) is None and flag(record) is None:
+                rows[id(record)] = _efficient(rows[id(record)], record, single)
+        _compare(peers, compare_to, rows)
+        _lead(peers, rows)
+    return [rows[id(record)] for record in records]
 
 
-def _measured(record: Record) -> dict[str, Any]:
-    """Returns the values of a row that need no other record; `notes` become its reason."""
-    trial, throughput = record.trial, record.throughput
-    values: dict[str, Any] = {**identity(record), "batch_size": trial["batch_size"]}
-    if throughput is None or record.check is None:
-        return values | {"notes": [record.error and record.error.message]}
-    rate = stats.throughput(record.repeats, trial["batch_size"] * trial["world_size"])
-    why = flag_text(record)
-    values |= {
-        "throughput": rate.value,
-        "unit": throughput.unit,
-        "ci_low": rate.low,
-        "ci_high": rate.high,
-        "n": rate.n,
-        "repeats": len(record.repeats),
-        "correct": record.check.verdict,
-        "flag": why,
-        "notes": [why, *(note.text for note in record.notes)],
-        "step_s": record.step_s,
-        "step_median_s": stats.percentile_step_s(record.repeats, 0.5),
-        "step_p95_s": stats.percentile_step_s(record.repeats, 0.95),
-    }
+def _measured(record: Record) -> Row:
+    """Returns a row with the values that need no other record."""
+    row = Row(**identity(record), batch_size=record.trial["batch_size"])
+    if record.throughput is None or record.check is None:
+        return dataclasses.replace(row, reason=record.error and record.error.message)
+    rate = stats.throughput(record.repeats, row.batch_size * row.world_size)
+    why, model, bound = flag_text(record), record.modelled, record.bound
+    row = dataclasses.replace(
+        row,
+        throughput=rate.value,
+        unit=record.throughput.unit,
+        ci_low=rate.low,
+        ci_high=rate.high,
+        n=rate.n,
+        repeats=len(record.repeats),
+        correct=record.check.verdict,
+        flag=why,
+        step_s=record.step_s,
+        step_median_s=stats.percentile_step_s(record.repeats, 0.5),
+        step_p95_s=stats.percentile_step_s(record.repeats, 0.95),
+    )
+    notes = [why, *(note.text for note in record.notes)]
     if record.systematic is not None:
         shift = stats.shift(record.repeats, record.systematic.repeats)
-        values |= {"systematic": shift.value}
-        values |= {"systematic_low": shift.low, "systematic_high": shift.high}
-    model = record.modelled
+        row = dataclasses.replace(
+            row, systematic=shift.value, systematic_low=shift.low, systematic_high=shift.high
+        )
     if model is not None:
-        values |= {"model_s": model.step_s, "off_model": model.off(record.step_s)}
-        values["unmodelled"] = model.reason
-        values["notes"].append(model.reason and f"no model: {model.reason}")
+        row = dataclasses.replace(
+            row,
+            model_s=model.step_s,
+            off_model=model.off(record.step_s),
+            unmodelled=model.reason,
+        )
+        notes.append(model.reason and f"no model: {model.reason}")
     if record.breakdown is not None:
-        values |= {name: getattr(record.breakdown, name) for name in _PARTS}
-    bound = record.bound
+        parts = record.breakdown
+        row = dataclasses.replace(
+            row,
+            forward_s=parts.forward_s,
+            backward_s=parts.backward_s,
+            update_s=parts.update_s,
+            exposed_comm_s=parts.exposed_comm_s,
+        )
     if bound is not None:
-        values |= {name: getattr(bound, name) for name in ("compute_limit_s", "wire_limit_s")}
-        values |= {"bound": bound.kind, "bound_s": bound.step_s}
+        row = dataclasses.replace(
+            row,
+            bound=bound.kind,
+            bound_s=bound.step_s,
+            compute_limit_s=bound.compute_limit_s,
+            wire_limit_s=bound.wire_limit_s,
+        )
         if bound.step_s is not None:
-            values["of_bound"] = share = bound.step_s / record.step_s
-            kind = reach(share) if why is None else None
-            values["reach"] = kind
-            values["notes"].append(kind and note(kind, share))
-    return values
+            share = bound.step_s / record.step_s
+            kind = bounds.bound_note(share) if why is None else None
+            row = dataclasses.replace(row, of_bound=share, bound_note=kind)
+            notes.append(kind and bounds.describe(kind, share))
+    return dataclasses.replace(row, reason=_joined(notes))
 
 
-_PARTS = ("forward_s", "backward_s", "update_s", "exposed_comm_s")
+def _joined(notes: Iterable[str | None]) -> str | None:
+    """Joins notes to a reason; None without any."""
+    return "; ".join(dict.fromkeys(filter(None, notes))) or None
 
 
 def _cells(records: Sequence[Record]) -> list[list[Record]]:
@@ -174,26 +202,32 @@ def _cells(records: Sequence[Record]) -> list[list[Record]]:
     return list(cells.values())
 
 
-def _compare(peers: Sequence[Record], compare_to: str, values: dict[int, dict[str, Any]]) -> None:
+def _compare(peers: Sequence[Record], compare_to: str, rows: dict[int, Row]) -> None:
     """Adds to the rows of a cell their comparison with the baseline, if both are valid."""
     base = base_of(peers, compare_to)
     if base is None:
         return
     rivals = [r for r in peers if r is not base and r.trial["algorithm"] != "none"]
-    valid = [record for record in rivals if flag_text(record) is None and flag_text(base) is None]
+    valid = [record for record in rivals if flag(record) is None and flag(base) is None]
     differences = [difference(record, base) for record in valid]
     for record in rivals:
-        values[id(record)]["compared_to"] = base.label
+        rows[id(record)] = dataclasses.replace(rows[id(record)], compared_to=base.label)
     verdicts = stats.verdicts(differences)
-    for record, found, verdict in zip(valid, differences, verdicts, strict=True):
-        row, ratio = values[id(record)], found.ratio
-        row |= {"speedup": ratio.value, "speedup_low": ratio.low, "speedup_high": ratio.high}
-        row |= {"paired": found.paired, "verdict": verdict}
-        row["detectable"] = stats.detectable(found, len(differences))
-        row["precision"] = asked_precision(record)
-        row["more_repeats"] = found.repeats_to(row["precision"])
-        if not found.paired:
-            row["notes"].append(f"not measured in turn with {compare_to}: compared unpaired")
+    for record, compared, verdict in zip(valid, differences, verdicts, strict=True):
+        row, ratio, precision = rows[id(record)], compared.ratio, asked_precision(record)
+        unpaired = None if compared.paired else "not measured in turn with {}: compared unpaired"
+        rows[id(record)] = dataclasses.replace(
+            row,
+            speedup=ratio.value,
+            speedup_low=ratio.low,
+            speedup_high=ratio.high,
+            paired=compared.paired,
+            verdict=verdict,
+            detectable=stats.detectable(compared, len(differences)),
+            precision=precision,
+            more_repeats=compared.repeats_to(precision),
+            reason=_joined([row.reason, unpaired and unpaired.format(compare_to)]),
+        )
 
 
 def asked_precision(record: Record) -> float:
@@ -201,22 +235,24 @@ def asked_precision(record: Record) -> float:
     return record.trial.get("measure", {}).get("precision") or stats.PRECISE
 
 
-def _lead(peers: Sequence[Record], values: dict[int, dict[str, Any]]) -> None:
+def _lead(peers: Sequence[Record], rows: dict[int, Row]) -> None:
     """Adds to the rows of a cell whether they are the fastest, or not distinguishable from it."""
-    rivals = [r for r in peers if flag_text(r) is None and r.trial["algorithm"] != "none"]
+    rivals = [r for r in peers if flag(r) is None and r.trial["algorithm"] != "none"]
     if len(rivals) < 2:
         return
-    rows = [values[id(record)] for record in rivals]
-    best, *others = stats.leaders([record.repeats for record in rivals], _in_turn(rivals))
-    verdicts, base = [row.get("verdict") for row in rows], rows[best].get("compared_to")
+    best, *others = stats.leaders(
+        [record.repeats for record in rivals], lambda i, j: _took_turns(rivals[i], rivals[j])
+    )
+    verdicts, base = [rows[id(r)].verdict for r in rivals], rows[id(rivals[best])].compared_to
     # The verdicts hold here too: what is SLOWER than the baseline is slower than a FASTER trial.
     faster = verdicts[best] == "FASTER"
     if faster:
         others = [i for i in others if rivals[i].label != base]
     if faster or verdicts[best] is None:
         others = [i for i in others if verdicts[i] != "SLOWER"]
-    for index, row in enumerate(rows):
-        row["leads"] = index in (best, *others)
+    for index, record in enumerate(rivals):
+        leads = index in (best, *others)
+        rows[id(record)] = dataclasses.replace(rows[id(record)], leads=leads)
 
 
 def base_of(peers: Sequence[Record], compare_to: str) -> Record | None:
@@ -237,27 +273,14 @@ def _took_turns(first: Record, second: Record) -> bool:
     return together and len(first.repeats) == len(second.repeats)
 
 
-def _in_turn(records: Sequence[Record]) -> Callable[[int, int], bool]:
-    return lambda i, j: _took_turns(records[i], records[j])
-
-
-def _efficiency(record: Record, single: Record | None) -> dict[str, float]:
-    """Returns the efficiency relative to the single worker, if both are valid."""
-    if single is None or flag_text(single) is not None or flag_text(record) is not None:
-        return {}
+def _efficient(row: Row, record: Record, single: Record) -> Row:
+    """Returns the row with its efficiency relative to the single worker; both are valid."""
     value = single.step_s / record.step_s
     wide = stats.compare(record.repeats, single.repeats, paired=False).half_width
-    values = {"efficiency": value}
-    if single is not record and math.isfinite(wide):
-        values |= {"efficiency_low": value * math.exp(-wide)}
-        values |= {"efficiency_high": value * math.exp(wide)}
-    return values
-
-
-def _with_reason(values: dict[str, Any]) -> dict[str, Any]:
-    """Joins all notes to one reason."""
-    notes = dict.fromkeys(filter(None, values.pop("notes")))
-    return values | {"reason": "; ".join(notes) or None}
+    if single is record or not math.isfinite(wide):
+        return dataclasses.replace(row, efficiency=value)
+    low, high = value * math.exp(-wide), value * math.exp(wide)
+    return dataclasses.replace(row, efficiency=value, efficiency_low=low, efficiency_high=high)
 
 
 def _key(record: Record) -> str:
@@ -269,103 +292,104 @@ def _key(record: Record) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def comparison(rows: list[Row], compare_to: str) -> Table:
+def comparison(rows: Sequence[Row], compare_to: str) -> Table[Row]:
     """Returns the table of throughput, speed-ups, verdicts and checks."""
-    return Table(rows, (*PLACE, *_MEASURED, _ratio(compare_to), *_JUDGED))
+    ratio = Column(
+        title=f"speed-up vs {compare_to} (95 % CI)", cell=_speedup, right=False, weight=1
+    )
+    return Table(rows, (*PLACE, *_MEASURED, ratio, *_JUDGED))
 
 
-def breakdown(rows: Iterable[Row]) -> Table:
+def breakdown(rows: Iterable[Row]) -> Table[Row]:
     """Returns the table of times per phase and of bounds, in ms, for trials with a result."""
     return Table([row for row in rows if row.status == "ok"], (*PLACE, *_TIMES))
 
 
-def _interval(low: float | None, high: float | None, form: Callable[[float], str]) -> str:
-    return "" if low is None or high is None else f"{form(low)}-{form(high)}"
+def _speedup(row: Row) -> Cell:
+    ends = interval(row.speedup_low, row.speedup_high, "{:.2f}".format)
+    return number(row.speedup, "{:.2f}".format, ends=ends)
 
 
-def _ratio(compare_to: str) -> Column:
-    def text(row: Row) -> str:
-        if row.speedup is None:
-            return ""
-        ends = _interval(row.speedup_low, row.speedup_high, "{:.2f}".format)
-        return f"{row.speedup:.2f}" + (f" ({ends})" if ends else "")
-
-    return Column(title=f"speed-up vs {compare_to} (95 % CI)", text=text, numeric=False, weight=1)
+def _interval(row: Row) -> Cell:
+    text = interval(row.ci_low, row.ci_high, significant)
+    return Cell(f"({text})" if text and row.flag else text, row.ci_low)
 
 
-def _efficient(row: Row) -> str:
-    if row.efficiency is None:
-        return ""
-    ends = _interval(row.efficiency_low, row.efficiency_high, lambda end: f"{100 * end:.0f}")
-    return f"{row.efficiency:.0%}" + (f" ({ends})" if ends else "")
+def _count(row: Row) -> Cell:
+    return Cell(f"{row.repeats} x {row.n / row.repeats:.3g}", row.repeats)
 
 
-def _model(row: Row) -> str:
-    if row.unmodelled is not None:
-        return UNKNOWN
-    return doubted(row, given("off_model", "+.1%")(row))
+def _efficiency(row: Row) -> Cell:
+    ends = interval(row.efficiency_low, row.efficiency_high, percent)
+    return number(row.efficiency, "{:.0%}".format, ends=ends)
 
 
-def _systematic(row: Row) -> str:
-    text = given("systematic", ".1%")(row)
-    ends = _interval(row.systematic_low, row.systematic_high, lambda end: f"{100 * end:.1f}")
-    return doubted(row, f"{text} ({ends})" if ends else text)
+def _of_bound(row: Row) -> Cell:
+    return number(row.of_bound, lambda x: bounds.share(x, row.bound_note), flag=row.flag)
 
 
-_MEASURED = (
+def _systematic(row: Row) -> Cell:
+    tenths = interval(row.systematic_low, row.systematic_high, lambda end: f"{100 * end:.1f}")
+    return number(row.systematic, "{:.1%}".format, ends=tenths, flag=row.flag)
+
+
+def _off_model(row: Row) -> Cell:
+    missing = "" if row.unmodelled is None else UNKNOWN
+    return number(row.off_model, "{:+.1%}".format, flag=row.flag, missing=missing)
+
+
+_MEASURED: tuple[Column[Row], ...] = (
     Column(
         title="throughput",
-        text=lambda row: doubted(row, f"{significant(row.throughput)} {row.unit}"),
+        cell=lambda row: number(row.throughput, unit=f" {row.unit}", flag=row.flag),
         weight=1,
     ),
-    Column(
-        title="95 % CI, this run",
-        text=lambda row: doubted(row, _interval(row.ci_low, row.ci_high, significant)),
-        weight=2,
-    ),
-    Column(title="n", text=lambda row: f"{row.repeats} x {row.n / row.repeats:.3g}", weight=6),
+    Column(title="95 % CI, this run", cell=_interval, weight=2),
+    Column(title="n", cell=_count, weight=6),
 )
-_JUDGED = (
-    Column(title="verdict", text=lambda row: row.verdict or "", numeric=False, weight=1),
-    Column(title="efficiency", text=_efficient, weight=7),
+_JUDGED: tuple[Column[Row], ...] = (
+    Column(title="verdict", cell=lambda row: word(row.verdict), right=False, weight=1),
+    Column(title="efficiency", cell=_efficiency, weight=7),
+    Column(title="of bound", cell=_of_bound, sparse=True, weight=3),
+    Column(title="systematic", cell=_systematic, sparse=True, weight=8),
+    Column(title="event model", cell=_off_model, sparse=True, weight=5),
     Column(
-        title="of bound",
-        text=lambda row: doubted(row, percent(row.of_bound, row.reach)),
-        sparse=True,
-        weight=3,
+        title="correct",
+        cell=lambda row: Cell(row.correct or "", word=row.correct != "yes"),
+        right=False,
+        weight=4,
+        phrase="correct: {}",
     ),
-    Column(title="systematic", text=_systematic, sparse=True, weight=8),
-    Column(title="event model", text=_model, sparse=True, weight=5),
-    Column(title="correct", text=lambda row: row.correct, numeric=False, weight=4),
-    Column(title="notes", text=lambda row: row.reason or "", numeric=False, weight=9),
+    dataclasses.replace(NOTES, sparse=False),
 )
 
 
-def _milliseconds(title: str, field: str | None = None) -> Column:
-    name = field or f"{title.replace(' ', '_')}_s"
-
-    def text(row: Row) -> str:
-        seconds = getattr(row, name)
-        if seconds is None:
-            return UNKNOWN
-        return doubted(row, significant(seconds * 1000)) if seconds else "0"
-
-    return Column(title=title, text=text)
+def _milliseconds(seconds: float) -> str:
+    return significant(seconds * 1000) if seconds else "0"
 
 
-_TIMES = (
-    _milliseconds("step"),
-    _milliseconds("median", "step_median_s"),
-    _milliseconds("p95", "step_p95_s"),
-    *(_milliseconds(part) for part in ("forward", "backward", "update", "exposed comm")),
-    Column(
-        title="event model",
-        text=lambda row: "" if row.model_s is None else significant(row.model_s * 1000),
-        sparse=True,
-    ),
-    *(_milliseconds(limit) for limit in ("bound", "compute limit", "wire limit")),
-    Column(
-        title="of bound",
-        text=lambda row: doubted(row, percent(row.of_bound, row.reach)) or UNKNOWN,
-    ),
+def _time(title: str, seconds: Callable[[Row], float | None]) -> Column[Row]:
+    """Returns a column of a time in milliseconds."""
+
+    def cell(row: Row) -> Cell:
+        value = seconds(row)
+        # An exact zero is no measurement, so it has no parentheses.
+        return number(value, _milliseconds, flag=row.flag if value else None, missing=UNKNOWN)
+
+    return Column(title=title, cell=cell)
+
+
+_TIMES: tuple[Column[Row], ...] = (
+    _time("step", lambda row: row.step_s),
+    _time("median", lambda row: row.step_median_s),
+    _time("p95", lambda row: row.step_p95_s),
+    _time("forward", lambda row: row.forward_s),
+    _time("backward", lambda row: row.backward_s),
+    _time("update", lambda row: row.update_s),
+    _time("exposed comm", lambda row: row.exposed_comm_s),
+    Column(title="event model", cell=lambda row: number(row.model_s, _milliseconds), sparse=True),
+    _time("bound", lambda row: row.bound_s),
+    _time("compute limit", lambda row: row.compute_limit_s),
+    _time("wire limit", lambda row: row.wire_limit_s),
+    Column(title="of bound", cell=lambda row: _of_bound(row) if row.of_bound else Cell(UNKNOWN)),
 )

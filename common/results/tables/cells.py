@@ -1,0 +1,104 @@
+"""Typed cells and columns of tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+UNKNOWN = "-"
+"""Text of a cell whose value is unknown."""
+Form = Callable[[float], str]
+"""Format of a number."""
+
+
+class Shown(Protocol):
+    """Row of any table."""
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def flag(self) -> str | None: ...
+    @property
+    def reason(self) -> str | None: ...
+
+
+R = TypeVar("R", bound=Shown)
+C = TypeVar("C", bound=Shown, contravariant=True)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Content of a cell."""
+
+    text: str = ""
+    value: float | None = None
+    """Number by which rows are sorted; None: the text counts, or the cell is empty."""
+    word: bool = False
+    """True for a verdict or a state. Some of them have colours."""
+
+
+def significant(value: float | None) -> str:
+    """Formats a number with three significant digits, without an exponent."""
+    if value is None:
+        return ""
+    decimals = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(decimals, 0)}f}"
+
+
+def percent(value: float) -> str:
+    """Formats a share as a percentage without its sign, for the ends of intervals."""
+    return f"{100 * value:.0f}"
+
+
+def interval(low: float | None, high: float | None, form: Form) -> str:
+    """Formats an interval; empty without one."""
+    return "" if low is None or high is None else f"{form(low)}-{form(high)}"
+
+
+def number(
+    value: float | None,
+    form: Form = significant,
+    *,
+    unit: str = "",
+    ends: str = "",
+    flag: str | None = None,
+    missing: str = "",
+) -> Cell:
+    """Returns the cell of a number with its unit and interval; in parentheses if it is flagged.
+
+    Args:
+        ends: the text of the interval.
+        flag: reason why the number is not valid.
+        missing: text of a value that is None.
+    """
+    if value is None:
+        return Cell(missing)
+    text = form(value) + unit + (f" ({ends})" if ends else "")
+    return Cell(f"({text})" if flag else text, value)
+
+
+def word(text: str | None) -> Cell:
+    """Returns the cell of a verdict or a state."""
+    return Cell(text or "", word=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column(Generic[C]):
+    """Column of a table, for rows that have a result."""
+
+    title: str
+    cell: Callable[[C], Cell]
+    right: bool = True
+    """Alignment to the right."""
+    sparse: bool = False
+    """True: Markdown and LaTeX leave the column out if it is empty, as terminals and pages do with
+    every column."""
+    weight: int = 5
+    """Rank on a terminal: light columns come first, and heavy ones leave where it is narrow."""
+    role: Literal["place", "name", "notes"] | None = None
+    """Part of the place of a trial, the name of the row, or its notes."""
+    phrase: str | None = None
+    """Format of a value that all rows share, in a heading; None: it stays in its column. The
+    columns of the place have one by default."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.harness.learn import LearnConfig, ScheduleConfig
-from common.harness.worker.schedule import make_schedule
+from common.harness.worker.lr_schedule import make_schedule
 from dear.errors import UserError
 from dear.options import build_options
 

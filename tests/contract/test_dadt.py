@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import dear
-from common.harness.worker.checking import correctness as check
-from common.harness.worker.checking.plain import plain_steps
+from common.harness.worker.checking import deviation
+from common.harness.worker.checking.plain_training import plain_steps
 from common.harness.worker.checking.serial import Ranks
 from common.models.workload import Workload
 from dear.algorithms import reference as references
@@ -342,7 +342,7 @@ def _workload(delay, steps):
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     task = Workload(model=model, inputs=(torch.ones(2, 4),), targets=(), criterion=torch.mean)
     other = copy.deepcopy(model)
-    start = check.snapshot(model)
+    start = deviation.snapshot(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     wanted, _ = plain_steps(task, optimizer, steps, delay)
     optimizer = _wrap(other, torch.optim.SGD(other.parameters(), 0.1), delay=delay)
@@ -351,8 +351,9 @@ def _workload(delay, steps):
         other(torch.ones(2, 4)).mean().backward()
         optimizer.step()
     optimizer.synchronize()
-    ways = check.ways(wanted, start, start, least=0)
-    off = check.farthest(other.state_dict(), wanted, ways).error
+    moved = deviation.movements(wanted, start, start, least=0)
+    errors = deviation.distances(other.state_dict(), wanted, moved)
+    off = deviation.worst_deviation(errors, moved).error
     moved = any(not torch.equal(start[name], wanted[name]) for name in start)
     optimizer.close()
     return off, moved

@@ -13,7 +13,7 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 import dear
-from common.harness.worker.checking.correctness import replica_spread
+from common.harness.worker.checking.deviation import replica_spread
 from common.models import registry
 from dear.algorithms.synchronous.fsdp import full
 from dear.comm import runtime

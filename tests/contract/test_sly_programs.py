@@ -54,10 +54,10 @@ def test_who_sends_nothing_until_somebody_looks_is_found(world, how, words):
     ("when", "words"),
     [
         ("at once", "after the first steps the buffer"),
-        ("late", "buffers were changed behind the forward pass"),
-        ("rank", "rank 1's buffers were changed behind"),
+        ("late", "buffers changed after the forward pass"),
+        ("rank", "rank 1's buffers changed after"),
         ("inside", "left other buffers than a plain one does"),
-        ("end", "buffers were changed behind the forward pass"),
+        ("end", "buffers changed after the forward pass"),
     ],
 )
 def test_spoilt_running_statistics_are_found(world, when, words):

@@ -12,11 +12,10 @@ from unittest import mock
 
 import torch
 
-from common.harness import worker
 from common.harness.trial import Briefing, Trial
-from common.harness.worker import timed
-from common.harness.worker.checking import plain
-from common.harness.worker.checking.inquiry import inquire
+from common.harness.worker import rank, throughput
+from common.harness.worker.checking import plain_training
+from common.harness.worker.checking.checker import check_training
 from common.models.replay.pace import Pace, set_pace
 from common.results.records.trust import Check
 from dear.algorithms.asynchronous.asyncddp import AsyncExchange
@@ -216,7 +215,7 @@ PHASES = [
 
 def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | None) -> Check:
     """Returns, on a rank, the harness's check of a trial whose algorithm is spoilt like that."""
-    it, build = Trial.from_json(trial), worker.build
+    it, build = Trial.from_json(trial), rank.build
     replayed = "@" in it.model
     if replayed:  # seven tensors of all kinds instead of its own
         build = lambda *given: made.workload(runtime.rank())  # noqa: E731
@@ -224,20 +223,20 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
     try:
         with (
             mock.patch("dear.shutdown"),
-            mock.patch.object(worker, "build", build),
+            mock.patch.object(rank, "build", build),
             # Of a machine, not of a program; all take longer than the training here.
-            mock.patch.object(timed, "canary_s", lambda communicator: 0.1),
-            mock.patch.object(timed.evidence, "host_costs", lambda *given: []),
-            mock.patch.object(plain, "SHORT_S", 0.0),
+            mock.patch.object(throughput, "canary_s", lambda communicator: 0.1),
+            mock.patch.object(throughput.evidence, "host_costs", lambda *given: []),
+            mock.patch.object(plain_training, "SHORT_S", 0.0),
             tempfile.TemporaryDirectory() as folder,
             spoil[0](spoil[1]) if spoil else mock.MagicMock(),
         ):
-            workload = worker.make_workload(it, torch.device("cpu"))
+            workload = rank.make_workload(it, torch.device("cpu"))
             if it.learn is not None:
-                return inquire(it, workload)
+                return check_training(it, workload)
             briefing = Briefing(folder=Path(folder), time_scale=0.02, costs={})
             phases: list[str] = []
-            result = timed.time_steps(it, briefing, workload, 0, phases.append)
+            result = throughput.time_steps(it, briefing, workload, 0, phases.append)
             assert phases == PHASES, phases
     finally:
         set_pace(Pace(1.0, None))
@@ -255,11 +254,11 @@ def begun(trial: dict[str, Any], repeat: int) -> tuple[Any, ...]:
     try:
         with (
             mock.patch("dear.init"),
-            mock.patch.object(worker, "learn", learn),
+            mock.patch.object(rank, "learn", learn),
             tempfile.TemporaryDirectory() as folder,
         ):
             briefing = Briefing(folder=Path(folder), time_scale=1.0, costs={})
-            worker._run(Trial.from_json(trial), briefing, repeat, lambda phase: None)
+            rank._run(Trial.from_json(trial), briefing, repeat, lambda phase: None)
     finally:
         set_pace(Pace(1.0, None))
     return tuple(drawn)

@@ -34,7 +34,7 @@ def _traced(algorithm, options):
     training.run(3)
     trace = evidence.Trace(training, workload.model, communicator)
     training.synchronize()
-    found = trace.told(), evidence.plan(training, workload.model), communicator.record_times
+    found = trace.to_json(), evidence.plan(training, workload.model), communicator.record_times
     started = communicator._log
     training.close()
     return *found, started

@@ -13,8 +13,8 @@ import torch
 
 from common.harness.running.record import make_record
 from common.harness.settings import LearnConfig
-from common.harness.worker import judge
-from common.harness.worker.judge import Snapshots, set_floating
+from common.harness.worker import evaluation
+from common.harness.worker.evaluation import Snapshots, set_floating
 from common.harness.worker.timing import evidence
 from common.launch.job import Outcome
 from common.models.datasets import Parts
@@ -103,7 +103,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
         _saved([start, start - off, start - off], steps=2, elapsed_s=2.5),
     ]
     trial = _learning_trial(target=0.001)
-    result = judge.result(trial, saved, test_split)
+    result = evaluation.result(trial, saved, test_split)
     assert result.bytes_per_step == 800 * 4 // (4 * 2)
 
     def plain(values):
@@ -117,18 +117,18 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
         return right.float().mean().item(), loss, among.float().mean().item()
 
     first, middle, last = result.learning.evaluations
-    for evaluation, wanted in ((first, start), (middle, start), (last, start - off)):
+    for mark, wanted in ((first, start), (middle, start), (last, start - off)):
         accuracy, loss, among = plain(wanted)
-        assert evaluation.accuracy_top5 == pytest.approx(among, abs=1e-6)
-        assert evaluation.accuracy == pytest.approx(accuracy, abs=1e-6)
-        assert evaluation.loss == pytest.approx(loss, rel=1e-4)
+        assert mark.accuracy_top5 == pytest.approx(among, abs=1e-6)
+        assert mark.accuracy == pytest.approx(accuracy, abs=1e-6)
+        assert mark.loss == pytest.approx(loss, rel=1e-4)
     assert last.accuracy_min == last.accuracy_max == last.accuracy
     assert (first.train_loss, middle.train_loss, last.train_loss) == (None, 2.0, 1.0)
     assert middle.accuracy_min is None and middle.loss_max is None
     apart = [_saved([start, start + sign * off], steps=4) for sign in (1, -1)]
     ends = LearnConfig(budget_s=1, eval_every_s=1, data="digits")
     short = make_trial("asyncddp", 2, learn=ends)
-    end = judge.result(short, apart, test_split).learning.evaluations[-1]
+    end = evaluation.result(short, apart, test_split).learning.evaluations[-1]
     own = sorted(plain(start + sign * off) for sign in (1, -1))
     assert [end.accuracy_min, end.accuracy_max] == pytest.approx([own[0][0], own[1][0]], abs=1e-6)
     losses = sorted(loss for _, loss, _ in own)
@@ -145,7 +145,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
 
 def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):
     start = _flat(model)
-    result = judge.result(
+    result = evaluation.result(
         _learning_trial(target=0.99), [_saved([start] * 3, steps=4), None], test_split
     )
     assert result.learning.ranks[1] is None
@@ -156,9 +156,9 @@ def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):
 def test_the_canary_of_a_dead_rank_is_not_known(model, test_split):
     rows = [_flat(model)] * 3
     saved = [None, _saved(rows, steps=4, canary_s=[0.1, 0.0])]
-    assert judge.result(_learning_trial(), saved, test_split).strain.canary_s is None
+    assert evaluation.result(_learning_trial(), saved, test_split).strain.canary_s is None
     saved = [_saved(rows, steps=4, canary_s=[0.1, 0.3]), saved[1]]
-    assert judge.result(_learning_trial(), saved, test_split).strain.canary_s == [0.1, 0.3]
+    assert evaluation.result(_learning_trial(), saved, test_split).strain.canary_s == [0.1, 0.3]
 
 
 def test_the_evidence_of_a_run_that_learns_has_its_copies_by_rank(model):
@@ -177,11 +177,11 @@ def test_staleness_is_that_since_the_evaluation_before_and_of_the_stalest_neighb
     first = [{"1": [1, 1.0]}, {"1": [3, 5.0]}, {"1": [6, 26.0]}]
     second = [{}, {"0": [4, 20.0]}, {"0": [8, 24.0]}]
     saved = [_saved(rows, steps=4, behind=first), _saved(rows, steps=2, behind=second)]
-    found = judge.result(_learning_trial(), saved, test_split).learning.evaluations
+    found = evaluation.result(_learning_trial(), saved, test_split).learning.evaluations
     assert found[0].staleness is None
     assert [e.staleness for e in found[1:]] == pytest.approx([5.0, 7.0])
     still = [{}, {"1": [2, 4.0]}, {"1": [2, 4.0]}]
-    found = judge.result(_learning_trial(), [_saved(rows, steps=4, behind=still)], test_split)
+    found = evaluation.result(_learning_trial(), [_saved(rows, steps=4, behind=still)], test_split)
     assert [e.staleness for e in found.learning.evaluations] == [None, 2.0, None]
 
 

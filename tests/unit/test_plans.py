@@ -6,7 +6,7 @@ import dataclasses
 
 from common.harness.running.record import make_record
 from common.harness.running.ui import log_plan
-from common.harness.worker.timed import _rescaled
+from common.harness.worker.throughput import _rescaled
 from common.launch.job import Outcome
 from common.results.records import REAL, Group, Plan, Record, Result
 from common.results.records.trust import Check, Modelled

@@ -13,7 +13,7 @@ import torch
 from common.harness.settings import LearnConfig, OptimizerConfig, ScheduleConfig
 from common.harness.trial import Briefing
 from common.harness.worker.learning import learn
-from common.harness.worker.schedule import make_schedule
+from common.harness.worker.lr_schedule import make_schedule
 from common.models.datasets import Parts
 from common.models.datasets.tensors import Tensors
 from common.models.registry import build

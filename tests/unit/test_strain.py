@@ -81,9 +81,9 @@ def test_a_gauge_counts_all_threads_and_adds_up_blocks(monkeypatch):
     for _ in range(2):
         with gauge.block():
             pass
-    assert gauge.found.throttled_s == pytest.approx(0.3)
-    assert gauge.found.waited_s == pytest.approx({"main": 0.5, "ended": 0.5})
-    assert gauge.found.ran_s == pytest.approx({"main": 0.5, "ended": 0.3})
+    assert gauge.pressure.throttled_s == pytest.approx(0.3)
+    assert gauge.pressure.waited_s == pytest.approx({"main": 0.5, "ended": 0.5})
+    assert gauge.pressure.ran_s == pytest.approx({"main": 0.5, "ended": 0.3})
 
 
 def test_what_a_replay_has_not_made_up_for_is_late(monkeypatch):
@@ -93,7 +93,7 @@ def test_what_a_replay_has_not_made_up_for_is_late(monkeypatch):
     for _ in range(2):
         with gauge.block():
             pass
-    assert gauge.found.fell_behind_s == pytest.approx(0.3 - 0.1)
+    assert gauge.pressure.fell_behind_s == pytest.approx(0.3 - 0.1)
     ahead, behind = pressure(fell_behind_s=-0.1), pressure(fell_behind_s=0.3)
     found = strain_of([ahead, behind])
     assert found.fell_behind == pytest.approx(0.05) and found.late is None
@@ -120,7 +120,7 @@ def test_a_gauge_reads_what_this_kernel_tells():
         sum(range(10**6))
     done.set()
     other.join()
-    found = gauge.found
+    found = gauge.pressure
     assert found.cpu_s > 0 and "main" in found.waited_s and len(found.waited_s) > 1
     assert found.busy_s.keys() == {str(core) for core in os.sched_getaffinity(0)}
     assert strain_of([found]).core_wait >= 0
@@ -145,7 +145,7 @@ def test_the_program_that_is_the_links_is_not_somebody_else():
         with gauge.block():
             time.sleep(0.3)
         links.kill()
-    assert 0.01 < gauge.found.links_s < 0.5
+    assert 0.01 < gauge.pressure.links_s < 0.5
     with Gauge(links.pid).block():  # it has ended
         pass
     # Two ranks have seen the same links.
@@ -166,7 +166,7 @@ def test_what_the_kernel_tells_only_once_is_unknown(monkeypatch, unknown):
     gauge = Gauge()
     with gauge.block():
         pass
-    assert gauge.found.waited_s is None and gauge.found.ran_s == {}
+    assert gauge.pressure.waited_s is None and gauge.pressure.ran_s == {}
 
 
 STAT = """cpu  9 9 9 9 9 9 9 9

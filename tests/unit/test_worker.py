@@ -14,13 +14,14 @@ import torch
 from common.harness.running.record import make_record
 from common.harness.settings import MeasureConfig
 from common.harness.trial import BASELINE
-from common.harness.worker import timed, training
-from common.harness.worker.checking import correctness, plain
-from common.harness.worker.checking.afresh import Afresh
-from common.harness.worker.checking.correctness import Farthest
+from common.harness.worker import throughput, training
+from common.harness.worker.checking import deviation, plain_training
+from common.harness.worker.checking.deviation import Deviation
+from common.harness.worker.checking.recompute import Recomputation
 from common.harness.worker.timing import costs, measure
 from common.harness.worker.timing.measure import measure_steps, steps_of_all, untimed_in_block
 from common.harness.worker.timing.stopwatch import DeviceStopwatch
+from common.harness.worker.timing.strain import Gauge
 from common.harness.worker.training import of_slowest_rank, step_parts, typical, untimed_steps
 from common.launch.job import Outcome
 from common.models.workload import Workload
@@ -227,16 +228,15 @@ def test_what_a_rank_has_absorbed_adds_up_over_blocks():
     def step():
         alone.calls.append("step")
 
-    found = measure_steps(
-        step, alone, blocks=2, steps=2, untimed=0, absorbed_s=lambda: next(absorbed_s)
-    )
+    gauge = Gauge(absorbed_s=lambda: next(absorbed_s))
+    found = measure_steps(step, alone, blocks=2, steps=2, untimed=0, gauge=gauge)
     assert [one.absorbed_s for one in found.pressure] == [0.75]
     found = measure_steps(step, alone, blocks=2, steps=2, untimed=0)
     assert [one.absorbed_s for one in found.pressure] == [None]
 
 
 class _Cuda:
-    """What `DeviceStopwatch` needs of `torch.cuda`: a device that takes a second per event."""
+    """Part of `torch.cuda` that `DeviceStopwatch` needs, with a device of a second per event."""
 
     def __init__(self) -> None:
         self.log, self.events = [], 0
@@ -263,9 +263,9 @@ class _Event:
         return other.at_ms - self.at_ms
 
 
-def test_the_device_is_waited_for_before_and_after_a_block_only():
-    cuda = _Cuda()
-    watch = DeviceStopwatch(cuda)
+def test_the_device_is_waited_for_before_and_after_a_block_only(monkeypatch):
+    cuda, watch = _Cuda(), DeviceStopwatch()
+    monkeypatch.setattr(torch, "cuda", cuda)
     found = measure_steps(lambda: None, _Alone(), blocks=1, steps=3, untimed=2, watch=watch)
     around = ["synchronize", "record", "synchronize"]
     assert cuda.log == [*around, *["record"] * 7, "synchronize"]
@@ -378,7 +378,7 @@ def test_waits_count_where_they_are_seen_whoever_sends(model, waited, sent, expo
         _untimed=0,
         _scale=1.0,
     )
-    found = timed._Repeat._breakdown(run, [[step(1.0, 2.0, 0.5, waited)]] * 2)
+    found = throughput._Repeat._breakdown(run, [[step(1.0, 2.0, 0.5, waited)]] * 2)
     assert found == dataclasses.replace(step(1.0, 2.0, 0.5, waited), exposed_comm_s=exposed, rank=0)
 
 
@@ -407,8 +407,9 @@ def _measure(time_scale):
         first[0], nbytes=first[0].nbytes[:-1], seconds=first[0].seconds[:-1]
     )
     again = costs.time_collectives(communicator, device, 1 << 17, first)
-    found = costs.CostSamples(time_scale=time_scale, first=first, again=again)
-    return costs.fits(first, time_scale), found.check, json.dumps(found.to_json())
+    samples = costs.to_json(first, time_scale, when="begin")
+    samples += costs.to_json(again, time_scale, when="end")
+    return costs.fits(first, time_scale), costs.check(first, again), json.dumps(samples)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -439,12 +440,12 @@ def _steps(steps, before):
     task = Workload(model=model, inputs=(torch.ones(2, 4),), targets=(), criterion=torch.mean)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     communicator = runtime.communicator()
-    start = correctness.snapshot(model)
-    state, times = plain.plain_steps(task, optimizer, steps)
+    start = deviation.snapshot(model)
+    state, times = plain_training.plain_steps(task, optimizer, steps)
     # Each rank has times of its own; the first step of all does not count.
     rank = communicator.rank
     timed = [StepTimes(forward_s=f + rank, backward_s=b, update_s=u) for f, b, u in before]
-    found = plain.slowest_rank(task, optimizer, communicator, timed or times)
+    found = plain_training.slowest_rank(task, optimizer, communicator, timed or times)
     moved = any(not torch.equal(start[name], state[name]) for name in state)
     return found, model.calls, moved
 
@@ -463,7 +464,7 @@ def test_more_steps_are_timed_where_there_are_too_few(world):
     results = world(2).run(_steps, 1, [])
     (first, calls, moved), (second, _, _) = results
     assert first == second and min(vars(first).values()) > 0
-    assert plain.ENOUGH <= calls - 1 <= plain.SHORT and moved
+    assert plain_training.ENOUGH <= calls - 1 <= plain_training.SHORT and moved
     # Two that took long are enough, and what disturbs only adds.
     timed = [(9.0, 9.0, 9.0), (2.0, 1.0, 2.0), (1.0, 3.0, 1.0)]
     found, calls, _ = world(2).run(_steps, 1, timed)[0]
@@ -475,7 +476,7 @@ def _spread_of(values: list[float]) -> float:
     with torch.no_grad():
         model.weight.copy_(torch.tensor([values]))
         model.weight[0, 0] += runtime.rank() * 0.5
-    return correctness.replica_spread(model, runtime.communicator())
+    return deviation.replica_spread(model, runtime.communicator())
 
 
 def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
@@ -488,7 +489,7 @@ def _spread_of_the_last() -> float:
     with torch.no_grad():
         model.weight.fill_(1.0)
         model.bias.fill_(runtime.rank() * 0.5)
-    return correctness.replica_spread(model, runtime.communicator())
+    return deviation.replica_spread(model, runtime.communicator())
 
 
 def test_a_difference_in_the_last_parameter_alone_is_seen(world):
@@ -500,7 +501,7 @@ def _spread_without_collectives() -> float:
     communicator = runtime.communicator()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "all_reduce", None)
-        return correctness.replica_spread(torch.nn.Linear(1, 1), communicator)
+        return deviation.replica_spread(torch.nn.Linear(1, 1), communicator)
 
 
 def test_replicas_that_agree_to_the_bit_are_not_sent(world):
@@ -510,16 +511,17 @@ def test_replicas_that_agree_to_the_bit_are_not_sent(world):
 def test_the_farthest_tensor_counts_and_rounding_is_no_error():
     start = {"large": torch.zeros(10_000), "small": torch.zeros(2), "still": torch.ones(2)}
     wanted = {name: value + 1.0 for name, value in start.items()} | {"still": torch.ones(2)}
-    ways = correctness.ways(wanted, start, start, least=1e-3)
+    moved = deviation.movements(wanted, start, start, least=1e-3)
 
     def found(**changed):
-        return correctness.farthest(wanted | changed, wanted, ways)
+        errors = deviation.distances(wanted | changed, wanted, moved)
+        return deviation.worst_deviation(errors, moved)
 
-    assert found() == Farthest()
-    assert found(small=torch.zeros(2)) == Farthest(error=1.0, tensor="small")
+    assert found() == Deviation()
+    assert found(small=torch.zeros(2)) == Deviation(error=1.0, tensor="small")
     # What has hardly moved is measured by its own size.
     assert found(still=torch.ones(2) + 1e-7).error == pytest.approx(1.2e-4, rel=0.05)
-    assert found(still=torch.full((2,), math.nan)) == Farthest(error=math.inf, tensor="still")
+    assert found(still=torch.full((2,), math.nan)) == Deviation(error=math.inf, tensor="still")
 
 
 def test_a_drift_is_that_of_the_largest_message_that_both_have():
@@ -538,12 +540,12 @@ def test_the_first_of_two_passes_in_a_step_is_made_afresh():
     layers = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)
     model, inputs = torch.nn.Sequential(*layers), torch.arange(32.0).view(8, 4)
     workload = Workload(model=model, inputs=(inputs,), targets=(), criterion=torch.mean)
-    afresh = Afresh(workload)
-    afresh.watch(frozenset({"", "0", "1", "2"}))
+    recomputation = Recomputation(workload)
+    recomputation.watch(frozenset({"", "0", "1", "2"}))
     wanted = torch.autograd.grad(workload.loss(), list(model.parameters()))
     running_mean = model[0].running_mean.clone()
     workload.loss()  # draws anew what is dropped, and changes the buffers again
-    afresh.unwatch()
-    for got, want in zip(afresh.passes().values(), wanted, strict=True):
+    recomputation.unwatch()
+    for got, want in zip(recomputation.passes().values(), wanted, strict=True):
         assert torch.equal(got, want)
     assert torch.equal(model[0].running_mean, running_mean)

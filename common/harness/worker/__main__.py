@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from common.harness.worker import main
+from common.harness.worker.rank import main
 
 if __name__ == "__main__":
     sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

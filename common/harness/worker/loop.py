@@ -1,9 +1,8 @@
-"""Who ends when: training for a time or for epochs, in step or at each rank's own pace.
+"""Loops that train for a time or for epochs, with ranks in step or at their own pace.
 
-Each rank trains at its own pace, or all in step until rank 0 says that it is over. Ranks in step
-must all end at the same step and copy their parameters at the same ones. A word from rank 0 in
-every step would be a collective in every step: instead it says after how many steps it speaks
-next, from how long the last ones took, so that this is about when the next copy is due.
+Ranks in step must all end at the same step and copy their parameters at the same steps. Rank 0
+decides. A decision in every step would be a collective in every step, so rank 0 announces the
+number of steps until its next decision, which is about when the next copy is due.
 """
 
 from __future__ import annotations
@@ -16,30 +15,24 @@ from dataclasses import dataclass
 from dear.comm.communicator import Communicator
 from dear.training.pace import Pace, run_for
 
-Take = Callable[[range, float, int], None]
-"""Copies the parameters for the marks of these numbers: at so many seconds, after so many steps."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What all kinds of training need.
-
-    Attributes:
-        step: one step; returns its number of samples.
-        settle: called before copies of ranks in step; nothing is in flight afterwards.
-        take: makes copies, with the clock standing still.
-        schedule: when copies are due, in seconds of `clock` or in epochs; the last mark is the end.
-    """
+    """Functions and clock that all loops need."""
 
     step: Callable[[], int]
+    """Trains a step; returns its number of samples."""
     settle: Callable[[], None]
-    take: Take
+    """Called before copies of ranks in step; nothing is in flight afterwards."""
+    take: Callable[[range, float, int], None]
+    """Copies the parameters, with the clock stopped: for marks by index, at a time, after steps."""
     schedule: Schedule
+    """Marks at which copies are due, in seconds of `clock` or in epochs; the last is the end."""
     clock: TrainingClock
     communicator: Communicator
 
     def own_pace(self) -> Pace:
-        """Ranks make different numbers of steps, and copy when it is time on their own clock."""
+        """Trains for a time; each rank makes its own number of steps, by its own clock."""
         steps = 0
 
         def step() -> int:
@@ -49,53 +42,50 @@ class Loop:
             self._copy(self.clock.now(), steps)
             return samples
 
-        self.communicator.barrier()
-        self.clock.start()
-        self._copy(0.0, 0)
+        self._start()
         pace = run_for(self.schedule.end, step, self.communicator, self.clock.now)
-        # Where the time has run out between the look at the clock in `step` and the last one.
+        # The time may end after the last look at the clock in `step`.
         self._copy(self.clock.now(), steps)
         return pace
 
     def in_step(self) -> Pace:
-        """The clock is rank 0's. What is in flight when copies are made is waited for in time."""
+        """Trains for a time by rank 0's clock. Waits for transfers before a copy count as time."""
         steps = samples = 0
-        block, block_began_s = 1, 0.0
-        self.communicator.barrier()
-        self.clock.start()
-        now_s = 0.0
-        self._copy(now_s, steps)
+        block, block_began_s, now_s = 1, 0.0, 0.0
+        self._start()
         while now_s < self.schedule.end:
             for _ in range(block):
                 samples += self.step()
             steps += block
             self.settle()
-            self.communicator.barrier()  # a rank that is behind takes its time on the clock
+            self.communicator.barrier()  # ranks that are behind take their time on the clock
             with self.clock.stopped():
                 step_s = (self.clock.now() - block_began_s) / block
-                # Not much more at once than there were: the first steps tell little.
-                said = self.clock.now(), self._next_block(step_s, most=2 * steps)
-                now_s, block = self.communicator.broadcast_object(said)
+                # The first steps are not typical, so a block at most triples their number.
+                decision = self.clock.now(), self._next_block(step_s, most=2 * steps)
+                now_s, block = self.communicator.broadcast_object(decision)
                 self._copy(now_s, steps)
                 self.communicator.barrier()
             block_began_s = self.clock.now()
         return Pace(steps=steps, samples=samples, elapsed_s=now_s)
 
     def for_epochs(self, steps_per_epoch: int, *, own_pace: bool) -> Pace:
-        """All ranks make the same steps, and copy after the same ones, each on its own clock."""
-        samples = 0
-        self.communicator.barrier()
-        self.clock.start()
-        self._copy(0.0, 0, at=0)
-        for epoch in range(1, int(self.schedule.end) + 1):
+        """Trains for epochs: all ranks copy after the same steps, each by its own clock."""
+        samples, epochs = 0, int(self.schedule.end)
+        self._start()
+        for epoch in range(1, epochs + 1):
             for _ in range(steps_per_epoch):
                 samples += self.step()
             if not own_pace:
                 self.settle()
                 self.communicator.barrier()
             self._copy(self.clock.now(), epoch * steps_per_epoch, at=epoch)
-        steps = int(self.schedule.end) * steps_per_epoch
-        return Pace(steps=steps, samples=samples, elapsed_s=self.clock.now())
+        return Pace(steps=epochs * steps_per_epoch, samples=samples, elapsed_s=self.clock.now())
+
+    def _start(self) -> None:
+        self.communicator.barrier()
+        self.clock.start()
+        self._copy(0.0, 0)
 
     def _copy(self, now_s: float, steps: int, at: float | None = None) -> None:
         passed = self.schedule.passed(now_s if at is None else at)
@@ -112,21 +102,20 @@ class Loop:
 
 
 class TrainingClock:
-    """Seconds of training since `start`, without those in which it is `stopped`.
+    """Seconds of training since `start`, without those in which the clock is stopped.
 
     Args:
         clock: seconds of this machine.
-        time_scale: of them per second of training.
+        time_scale: seconds of this machine per second of training.
     """
 
     def __init__(self, clock: Callable[[], float], time_scale: float) -> None:
-        self._clock = clock
-        self._time_scale = time_scale
+        self._clock, self._time_scale = clock, time_scale
         self._began = 0.0
         self._stopped_at: float | None = None
 
     def start(self) -> None:
-        """Training begins now, at 0."""
+        """Sets the clock to 0."""
         self._began = self._clock()
 
     def now(self) -> float:
@@ -135,7 +124,7 @@ class TrainingClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """It stands still meanwhile; within another such block it does so already."""
+        """Stops the clock; such contexts may be nested."""
         if self._stopped_at is not None:
             yield
             return
@@ -153,8 +142,7 @@ class Schedule:
     """
 
     def __init__(self, marks: Sequence[float]) -> None:
-        self._marks = marks
-        self._passed = 0
+        self._marks, self._passed = marks, 0
 
     @property
     def end(self) -> float:
@@ -162,11 +150,11 @@ class Schedule:
         return self._marks[-1]
 
     def next_after(self, now: float) -> float | None:
-        """The first mark after `now`, None if there is none."""
+        """Returns the first mark after `now`, or None."""
         return next((mark for mark in self._marks[self._passed :] if mark > now), None)
 
     def passed(self, now: float) -> range:
-        """The numbers of the marks that are passed by `now` and were not before."""
+        """Returns the indices of the marks that were passed since the last call."""
         first = self._passed
         while self._passed < len(self._marks) and self._marks[self._passed] <= now:
             self._passed += 1

@@ -1,7 +1,4 @@
-"""The training of a trial with its algorithm, timed.
-
-The parts of a step tell where its time goes: computing, or held up by communication.
-"""
+"""Training loop of a trial with its algorithm, with the time of each part of a step."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import dataclasses
 import os
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,40 +21,39 @@ from common.models.replay.pace import paced
 from common.models.workload import Workload
 from common.results.records import Breakdown
 from dear.comm import runtime
-from dear.cost.foreign import Sender
 from dear.training.algorithm import algorithm_class
+from dear.training.engine import Engine, Replica
 
 SHORT_STEP_S = 0.5
 EXTRA_WARMUP_STEPS = 3
 Mark = tuple[float, float]
-"""A moment, and how long the rank had been held up by communication until then; seconds. Of a
-replayed model both are its device's: its clock, and how long it was idle."""
+"""A moment, and the rank's waits for communication until then; in seconds. For a replayed model,
+the clock and the idle time of its device."""
 
 
 def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The experiment's optimizer, for all parameters of `model`."""
-    kind: Any = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
+    """Returns the experiment's optimizer, for all parameters of `model`."""
+    kind: type[Any] = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
     if isinstance(model, Replay):
         kind = paced(kind, model.memory_bytes_per_s)
-    given = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if config.name != "adamw":
-        given["momentum"] = config.momentum
-    return kind(model.parameters(), **given)
+    momentum = {"momentum": config.momentum} if config.name == "sgd" else {}
+    return kind(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **momentum)
 
 
 def untimed_steps(trial: Trial) -> int:
-    """Steps before the first timed one, of which the last is typical of those to come."""
+    """Returns the number of warm-up steps, of which the last one is typical of later steps."""
     settling = trial.options.settling_steps()
     return max(trial.measure.warmup_steps, settling + 1 if settling else 0)
 
 
 class Training:
-    """The ordinary training loop with the trial's algorithm, timed in parts.
+    """The ordinary training loop with the trial's algorithm.
 
     Attributes:
-        optimizer: the trial's; with an algorithm it has more methods.
-        loss: of the last step.
-        consistency: what the algorithm promises (`dear.training.algorithm.Capabilities`).
+        optimizer: the trial's optimizer, wrapped by its algorithm.
+        engine: engine of the algorithm (`dear.training.engine.Engine`).
+        loss: loss of the last step.
+        consistency: promise of the algorithm (`dear.training.algorithm.Capabilities`).
     """
 
     def __init__(self, trial: Trial, workload: Workload) -> None:
@@ -70,33 +67,37 @@ class Training:
         self._replayed = is_replay(trial.model)
         self._brake = Brake(None if self._replayed else pace.current(), crowd)
         if self._brake.scaled:
-            # Before the algorithm's: a gradient leaves when the slower host would have it.
-            for param in filter(lambda one: one.requires_grad, workload.model.parameters()):
+            # These hooks run before the algorithm's: a gradient leaves when the slower host has it.
+            for param in filter(lambda p: p.requires_grad, workload.model.parameters()):
                 param.register_post_accumulate_grad_hook(self._brake.catch_up)
-        self._distributed = trial.algorithm != BASELINE
         self.consistency = "synchronous"
-        if self._distributed:
+        self.engine: Any
+        if trial.algorithm == BASELINE:
+            replica = Replica(workload.model, self.optimizer, self._communicator, trial.options)
+            self.engine = Engine(replica)
+        else:
             algorithm = algorithm_class(trial.algorithm)()
-            # Options that are times are of what the fabric stands for.
+            # Times among the options are seconds of the modelled cluster.
             options = trial.options.slowed(pace.current().time_scale)
             self.consistency = algorithm.capabilities.consistency
             workload.model, self.optimizer = algorithm.wrap(
                 workload.model, self.optimizer, self._communicator, options
             )
+            self.engine = self.optimizer
         self.loss = torch.zeros(())
         self._marks: list[tuple[Any, Any, Any, Any]] = []
-        """Of every step: at its beginning and at the end of each of its three calls."""
+        """Marks of every step: its begin and the ends of its three calls."""
 
     def run(self, steps: int) -> None:
-        """Trains so many steps."""
+        """Trains a number of steps."""
         for _ in range(steps):
             self.step()
 
     def warm_up(self, steps: int) -> float:
-        """At least `steps`; more if they are short, since the first few tell little of the rest.
+        """Trains at least `steps`; more if they are short, since the first few are not typical.
 
         Returns:
-            About how long a step takes, in seconds of this machine.
+            The duration of a step in seconds of this machine.
         """
         self.run(steps - 1)
         step_s = self._mean_s(1)
@@ -105,12 +106,12 @@ class Training:
         return step_s
 
     def _mean_s(self, steps: int) -> float:
-        began = done(self._device)
+        began = finished_s(self._device)
         self.run(steps)
-        return (done(self._device) - began) / steps
+        return (finished_s(self._device) - began) / steps
 
     def step(self) -> None:
-        """One step; on a GPU it may return before the device has finished it."""
+        """Trains a step; on a GPU it may return before the device has finished."""
         began = self._mark()
         self.optimizer.zero_grad()
         with self._brake:
@@ -124,69 +125,49 @@ class Training:
         self._marks.append((began, forward, backward, self._mark()))
 
     def unmarked_step(self) -> None:
-        """One step that `parts` and `phases` leave out."""
+        """Trains a step that `parts` and `phases` leave out."""
         self.step()
         self._marks.pop()
 
     def parts(self) -> list[Breakdown]:
-        """Where the time went in every step since `forget_parts`. On a GPU, where the host runs
-        ahead, by the device's events; its parts contain what a stream has waited for others."""
-        done(self._device)
-        convert = step_parts if self._device.type == "cpu" else device_parts
-        return [convert(*marks) for marks in self._marks]
+        """Returns the parts of every step since `forget_parts`. On a GPU they come from the
+        device's events, and contain the waits of a stream for others."""
+        self.finish()
+        if self._device.type == "cpu":
+            return [step_parts(*marks) for marks in self._marks]
+        times = [[(e[0].elapsed_time(event) / 1e3, 0.0) for event in e] for e in self._marks]
+        return [dataclasses.replace(step_parts(*t), exposed_comm_s=None) for t in times]
 
     def phases(self) -> list[list[float]]:
-        """When every step since `forget_parts` began, and ended its forward pass, its backward pass
-        and its update, in seconds of the host's clock; none on a GPU, where the host runs ahead."""
+        """Returns the begin of each step since `forget_parts`, and the ends of its forward pass,
+        backward pass and update, in seconds of the host's clock. Empty on a GPU, which runs behind
+        its host."""
         if self._device.type != "cpu":
             return []
         return [[clock_s for clock_s, _ in marks] for marks in self._marks]
 
     def forget_parts(self) -> None:
-        """Those of the steps so far do not count."""
+        """Discards the marks of the steps so far."""
         self._marks.clear()
 
     def synchronize(self) -> None:
-        """Parameters are current afterwards, and nothing is in flight, on the device neither."""
-        if self._distributed:
-            self.optimizer.synchronize()
+        """Waits until parameters are current and nothing is in flight, on the device either."""
+        self.engine.synchronize()
         self.finish()
 
     def finish(self) -> None:
-        """Returns when the device has done the steps so far."""
-        done(self._device)
+        """Waits until the device has finished the steps so far."""
+        finished_s(self._device)
 
     @property
     def absorbed_s(self) -> float | None:
-        """Seconds of this machine that the rank has waited for a core without computing longer by
-        them, as its compute is slowed down anyway; None where compute is replayed.
-        """
+        """Returns the rank's waits for a core that did not lengthen its compute, which is slowed
+        down anyway, in seconds of this machine; None if compute is replayed."""
         return None if self._replayed else self._brake.absorbed_s
 
-    def statistics(self) -> dict[str, Any]:
-        """What the algorithm has counted on this rank; `{}` if nothing."""
-        return self.optimizer.statistics() if self._distributed else {}
-
-    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-        """What travels together at present (`dear.training.engine.Engine.groups`)."""
-        return self.optimizer.groups() if self._distributed else []
-
-    def some_groups(self) -> frozenset[int] | None:
-        """Which of them have transfers that others lack (`Engine.some_groups`)."""
-        return self.optimizer.some_groups() if self._distributed else None
-
-    def sender(self) -> Sender | None:
-        """What sends in place of the communicator (`dear.training.engine.Engine.sender`)."""
-        return self.optimizer.sender() if self._distributed else None
-
-    def findings(self) -> dict[str, Any]:
-        """What the algorithm has decided by itself (`dear.training.engine.Engine.findings`)."""
-        return self.optimizer.findings() if self._distributed else {}
-
     def close(self) -> None:
-        """Takes the algorithm out of the model again."""
-        if self._distributed:
-            self.optimizer.close()
+        """Removes the algorithm from the model."""
+        self.engine.close()
 
     def _mark(self) -> Any:
         if self._device.type == "cuda":
@@ -198,61 +179,53 @@ class Training:
 
 
 def of_slowest_rank(ranks: Sequence[Breakdown]) -> Breakdown:
-    """That of the rank which is held up least, for which the others wait."""
-    busy_s = [one.forward_s + one.backward_s + one.update_s for one in ranks]
+    """Returns the breakdown of the rank that waits least: the others wait for it."""
+    busy_s = [rank.forward_s + rank.backward_s + rank.update_s for rank in ranks]
     slowest = busy_s.index(max(busy_s))
     return dataclasses.replace(ranks[slowest], rank=slowest)
 
 
 def step_parts(began: Mark, forward: Mark, backward: Mark, end: Mark) -> Breakdown:
-    """Of one step, from the marks at its beginning and at the end of each of its three calls.
+    """Returns the parts of a step from its marks, for hosts that wait for each part (CPU).
 
-    Only where the host waits for each part to end (CPU). An algorithm may communicate, and update,
-    within any of the calls: the parts leave out what was spent waiting for communication, so that
-    all four add up.
+    An algorithm may communicate within any call. The parts leave out waits for communication, so
+    that all four add up.
     """
+    forward_s, backward_s, update_s = (
+        later[0] - earlier[0] - (later[1] - earlier[1])
+        for earlier, later in pairwise((began, forward, backward, end))
+    )
     return Breakdown(
-        forward_s=_unblocked_s(began, forward),
-        backward_s=_unblocked_s(forward, backward),
-        update_s=_unblocked_s(backward, end),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=update_s,
         exposed_comm_s=end[1] - began[1],
         step_s=end[0] - began[0],
     )
 
 
-def device_parts(began: Any, forward: Any, backward: Any, end: Any) -> Breakdown:
-    """Of one step, from CUDA events that the device has passed."""
-    return Breakdown(
-        forward_s=began.elapsed_time(forward) / 1e3,
-        backward_s=forward.elapsed_time(backward) / 1e3,
-        update_s=backward.elapsed_time(end) / 1e3,
-        step_s=began.elapsed_time(end) / 1e3,
-    )
-
-
-def _unblocked_s(start: Mark, end: Mark) -> float:
-    return end[0] - start[0] - (end[1] - start[1])
-
-
 def typical(steps: Sequence[Breakdown], time_scale: float, *, waits_seen: bool) -> Breakdown:
-    """The mean of the middle half by duration, in seconds of what the fabric stands for.
+    """Returns the mean of the middle half by duration, in seconds of the modelled cluster.
 
-    Its parts add up, and no straggler counts. Where an algorithm waits in code of its own, which is
-    not seen, the other parts contain that.
+    Its parts add up, and no straggler counts.
+
+    Args:
+        waits_seen: False: the algorithm waits in code that reports no waits, so that the other
+            parts contain them.
     """
     ordered = sorted(steps, key=lambda step: step.step_s)
     cut = (len(ordered) + 1) // 4
     middle = ordered[cut : len(ordered) - cut]
-    names = [name for name, value in vars(middle[0]).items() if value is not None]
     values = {
         name: statistics.fmean(getattr(step, name) for step in middle) / time_scale
-        for name in names
+        for name, value in vars(middle[0]).items()
+        if value is not None and (waits_seen or name != "exposed_comm_s")
     }
-    return Breakdown(**values | ({} if waits_seen else {"exposed_comm_s": None}))
+    return Breakdown(**values)
 
 
-def done(device: torch.device) -> float:
-    """The time when the device has nothing left to do."""
+def finished_s(device: torch.device) -> float:
+    """Waits until the device has nothing left to do; returns the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return pace.current().clock()

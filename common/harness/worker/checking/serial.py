@@ -1,7 +1,6 @@
-"""All ranks of a job in one process, as the serial references of algorithms see them.
+"""Serial references: all ranks of a job in one process.
 
-With the gradients that the ranks of a trial have had at a sample of the elements, a reference makes
-all its steps again.
+A reference repeats all steps of a trial from the gradients that its ranks recorded.
 """
 
 from __future__ import annotations
@@ -9,25 +8,24 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from common.harness.trial import Trial
-from common.harness.worker.checking.correctness import Farthest, rounding
-from common.harness.worker.checking.witness import Testimony
+from common.harness.worker.checking.deviation import Deviation, rounding
+from common.harness.worker.checking.recording import Recording
 from common.harness.worker.training import make_optimizer
 from common.models.registry import precision
+from dear.training.algorithm import Options
 
 
 class Ranks:
-    """Models and optimizers of all ranks; `x` and `g` have a row of float64 for each.
+    """Models and optimizers of all ranks; `x` and `g` have a row of float64 for each rank.
 
     Args:
-        prepare: called with a rank just before its optimizer steps; False: it shall not.
+        prepare: called with a rank just before its optimizer steps; False: it does not step.
         local_size: ranks on a host, for options that leave it to the launcher.
     """
 
@@ -44,11 +42,11 @@ class Ranks:
         sizes = [_reals(param).numel() for param in self._params[0]]
         ends = torch.tensor(sizes).cumsum(0).tolist()
         self.tensors = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        """The columns of each tensor."""
+        """Columns of each tensor."""
 
     @property
     def x(self) -> torch.Tensor:
-        """The trained parameters, `[ranks, elements]`."""
+        """Trained parameters, `[ranks, elements]`."""
         return torch.stack([_row(params, params) for params in self._params])
 
     @x.setter
@@ -71,10 +69,10 @@ class Ranks:
                 param.grad = _shaped(gradient, param) if gradient.count_nonzero() else None
 
     def update(self, rank: int | None = None) -> None:
-        """The optimizer of one rank, or of all, steps."""
-        for one in range(len(self.models)) if rank is None else [rank]:
-            if self._prepare(one):
-                self.optimizers[one].step()
+        """Steps the optimizer of a rank; None: of all ranks."""
+        for each in range(len(self.models)) if rank is None else [rank]:
+            if self._prepare(each):
+                self.optimizers[each].step()
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,45 +80,45 @@ def _reals(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _row(tensors: Sequence[Any], params: Sequence[nn.Parameter]) -> torch.Tensor:
+def _row(tensors: Sequence[torch.Tensor | None], params: Sequence[nn.Parameter]) -> torch.Tensor:
     pairs = zip(tensors, params, strict=True)
     whole = [torch.zeros_like(param) if value is None else value for value, param in pairs]
     return torch.cat([_reals(value).double().flatten() for value in whole])
 
 
 def _shaped(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """In the type and the memory layout of `like`."""
+    """Returns a row in the type, shape and memory layout of `like`."""
     if like.is_complex():
         row = torch.view_as_complex(row.reshape(*like.shape, 2))
     return torch.empty_like(like, requires_grad=False).copy_(row.reshape(like.shape))
 
 
-Reference = Callable[[Any, Any], Iterator[None]]
+Reference = Callable[["Ranks", Options], Iterator[None]]
 Wire = Callable[[torch.Tensor, Trial], torch.Tensor]
-"""From the gradients of all ranks, `[ranks, elements]`, to what the other ranks receive of them."""
+"""Function of the gradients of all ranks, `[ranks, elements]`, that returns what others receive."""
 ORDERS = 3
-"""How much larger the rounding error of a 16-bit sum may be than that of a sum in rank order. The
-largest factor seen was 1.7 (fp16, AdamW, 3 ranks)."""
+"""Largest rounding error of a 16-bit sum, relative to that of a sum in rank order. The largest
+ratio seen was 1.7 (fp16, AdamW, 3 ranks)."""
 
 
 class _Sampled(nn.Module):
-    """One rank's parameters at the elements that were watched, as one tensor."""
+    """One rank's parameters at the sampled elements, as one tensor."""
 
     def __init__(self, values: np.ndarray, dtype: torch.dtype) -> None:
         super().__init__()
         self.values = nn.Parameter(torch.tensor(values, dtype=dtype))  # a copy: it is trained
 
 
-def whole(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """The gradients as they are: nothing is rounded."""
+def unrounded(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
+    """Returns the gradients as they are."""
     return gradients
 
 
 def on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """What arrives of a rank's gradient where it travels in a smaller type, divided by the ranks.
+    """Returns gradients rounded to the smaller type that they travel in, divided by the ranks.
 
-    An optimizer such as Adam makes much of gradients so small that such a type does not know them:
-    no bound of the error would be narrow enough to find anything, but the rounding is known.
+    Optimizers such as Adam magnify gradients that are too small for such a type. No useful bound of
+    the error covers that, but the rounding is known.
     """
     if getattr(trial.options, "wire", None) is None:
         return gradients
@@ -129,56 +127,19 @@ def on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
 
 
 def summed_on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """The mean of all ranks, for each rank, where the sum is rounded to the smaller type, too.
+    """Returns for each rank the mean of all, with the sum rounded to the smaller type, too.
 
     The sum goes in rank order. A program may use another order, so the rounding error of this sum
-    is an estimate of the program's own (`ORDERS`). Only for trials that send a smaller type.
+    is an estimate of the program's (`ORDERS`). Only for trials that send a smaller type.
     """
-    first, *others = trial.options.narrowed(gradients, trial.world_size)
+    total, *others = trial.options.narrowed(gradients, trial.world_size)
     for other in others:
-        first = first + other
-    return first.to(gradients.dtype).expand_as(gradients)
-
-
-def again(
-    trial: Trial,
-    reference: Reference,
-    seen: Sequence[Testimony],
-    local_size: int,
-    changed: int | None = None,
-    wire: Wire = on_the_wire,
-) -> Iterator[np.ndarray]:
-    """Where a reference leads with the gradients that ranks have had: before, and by step.
-
-    The optimizer is that of the trial, in its precision; it must treat each element by itself.
-
-    Args:
-        seen: of all ranks.
-        changed: the step, from 0, before which `change_settings` changed the optimizer's settings.
-        wire: what the other ranks receive of the gradients.
-
-    Yields:
-        The parameters of all ranks, `[ranks, elements]`.
-    """
-    dtype, _ = precision(trial.dtype)
-    models = [_Sampled(one.start, dtype) for one in seen]
-    optimizers = [make_optimizer(trial.optimizer, model) for model in models]
-    ranks = Ranks(models, optimizers, local_size=local_size)
-    yield ranks.x.numpy()
-    with contextlib.closing(reference(ranks, trial.options)) as steps:
-        for step, gradients in enumerate(zip(*(one.gradients for one in seen), strict=True)):
-            if step == changed:
-                for optimizer in optimizers:
-                    change_settings(optimizer)
-            values = torch.from_numpy(np.nan_to_num(np.stack(gradients)))
-            ranks.g = wire(values, trial).double()
-            next(steps)
-            yield ranks.x.numpy()
+        total = total + other
+    return total.to(gradients.dtype).expand_as(gradients)
 
 
 def change_settings(optimizer: torch.optim.Optimizer) -> None:
-    """Other settings from the next step on, as a scheduler sets them: who has kept older ones is
-    found by that."""
+    """Changes settings as a scheduler does; programs that keep the former ones are found by it."""
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
         group["weight_decay"] += 0.1
@@ -190,155 +151,177 @@ def change_settings(optimizer: torch.optim.Optimizer) -> None:
             group["eps"] = max(1e3 * group["eps"], 1e-4)
 
 
-def alone(ranks: Any, options: Any) -> Iterator[None]:
-    """Every rank for itself: what no algorithm shall come to."""
+def isolated(ranks: Ranks, options: Options) -> Iterator[None]:
+    """Reference in which every rank trains alone, which no algorithm may equal."""
     while True:
         ranks.update()
         yield
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Of what ranks did with what a reference makes of their gradients."""
-
-    end: Farthest
-    """After the last step, relative to how far the parameters moved from the first on."""
-    read: Farthest
-    """In the worst forward pass that was watched: by how much more it was off than the one that was
-    watched before, relative to how far all steps between moved. The last one is the end."""
-    read_in: int
-    """The step of that, from 1; one more than there are: the end."""
-
-
-def compare(
-    trial: Trial,
-    reference: Reference,
-    seen: Sequence[Testimony],
-    local_size: int,
-    tolerance: float,
-    changed: int | None = None,
-    mixed: bool = False,
-) -> Comparison:
-    """How far the ranks are from the reference, at the sampled elements.
-
-    Rounding on the wire adds up over the steps, so what a forward pass reads may be off by more
-    than one step moves. But from one look to the next that may grow by no more than a share of what
-    the steps between have moved: who reads old values now is off by a step more than in the end.
+class RecordedJob:
+    """All ranks of a training from its first step to its end, at the sampled elements.
 
     Args:
-        tolerance: what rounding alone is held to be below.
-        changed: as of `again`.
-        mixed: as of `rounding`.
+        local_size: ranks on a host.
+        changed: index of the step before which `change_settings` changed the optimizers.
     """
-    sample = Sample(seen)
-    path = again(trial, reference, seen, local_size, changed)
-    # Who still measures in the first steps may send gradients as they are.
-    wires = (whole, summed_on_the_wire) if getattr(trial.options, "wire", None) else ()
-    others = [again(trial, reference, seen, local_size, changed, wire) for wire in wires]
-    before = at = next(path)
-    apart = known_apart = _apart(at, others)
-    start, read, read_in = at, Farthest(), 1
-    known = np.zeros_like(at)
-    """How far each element was off when it was last read."""
-    moved = sample.norms(known)
-    """How far each tensor has moved since then, step by step."""
-    count = np.zeros_like(moved)
-    ends = np.nan_to_num(np.stack([one.end for one in seen]), nan=np.inf)
-    for step in range(sample.steps + 1):
-        rows = ends if step == sample.steps else _rows(seen, step)
-        if rows is not None:
-            off = np.where(np.isnan(rows), known, rows - at)
-            # Exact diffusion adds the rounding of a step in each of the later ones anew.
-            rounds = step if mixed else count
-            least = rounding(trial.dtype, rounds, mixed=mixed) / tolerance
-            room = np.maximum(moved, least * sample.norms(at))
-            gained = map(sample.norms, apart - known_apart)
-            room = np.maximum.reduce([room, *(norms / tolerance for norms in gained)])
-            worst = sample.farthest(sample.norms(off - known), room)
-            if worst.error > read.error:
-                read, read_in = worst, step + 1
-            read_now = ~sample.unread(rows)
-            known_apart = np.where(np.isnan(rows), known_apart, apart)
-            known, moved = off, np.where(read_now, 0.0, moved)
-            count = np.where(read_now, 0.0, count)
-        if step < sample.steps:
-            before, at = at, next(path)
-            apart = _apart(at, others)
-            moved = moved + sample.norms(at - before)
-            count = count + 1
-    least = rounding(trial.dtype, sample.steps, mixed=mixed) / tolerance
-    way = np.maximum(sample.norms(at - start), least * sample.norms(at))
-    way = np.maximum.reduce([way, *(sample.norms(one) / tolerance for one in apart)])
-    end = sample.farthest(sample.norms(ends - at), way)
-    return Comparison(end=end, read=read, read_in=read_in)
 
-
-def _apart(at: np.ndarray, others: Sequence[Iterator[np.ndarray]]) -> np.ndarray:
-    """Allowed distances from `at`, `[2, ranks, elements]`: of a program that does not round, and of
-    one that sums in another order. Empty without `others`."""
-    if not others:
-        return at[:0, None]
-    unrounded, summed = (at - next(other) for other in others)
-    return np.stack([unrounded, ORDERS * summed])
-
-
-def difference(
-    trial: Trial,
-    some: Reference,
-    other: Reference,
-    seen: Sequence[Testimony],
-    local_size: int,
-    tolerance: float,
-) -> Farthest:
-    """How far one reference leads from another one, relative to how far that leads."""
-    sample = Sample(seen)
-    paths = [deque(again(trial, one, seen, local_size), maxlen=1)[0] for one in (some, other)]
-    start = np.stack([one.start for one in seen])
-    least = rounding(trial.dtype, sample.steps) / tolerance
-    way = np.maximum(sample.norms(paths[1] - start), least * sample.norms(paths[1]))
-    return sample.farthest(sample.norms(paths[0] - paths[1]), way)
-
-
-def always_used(seen: Sequence[Testimony]) -> set[str]:
-    """Tensors of which some rank had a gradient in each step."""
-    known = np.any([np.isfinite(one.gradients) for one in seen], axis=0)
-    starts = [0, *seen[0].ends[:-1]]
-    whole = np.logical_or.reduceat(known, starts, axis=1).all(axis=0)
-    return {name for name, used in zip(seen[0].names, whole, strict=True) if used}
-
-
-def _rows(seen: Sequence[Testimony], step: int) -> np.ndarray | None:
-    """What all ranks read in a step; None where one of them was not watched."""
-    if not all(step in one.reads for one in seen):
-        return None
-    return np.stack([one.reads[step] for one in seen])
-
-
-class Sample:
-    """The tensors of what all ranks have seen, those without any gradient left out."""
-
-    def __init__(self, seen: Sequence[Testimony]) -> None:
-        self._names, ends = seen[0].names, seen[0].ends
+    def __init__(
+        self, trial: Trial, recordings: Sequence[Recording], local_size: int, changed: int
+    ) -> None:
+        self.trial, self.recordings = trial, recordings
+        self.local_size, self.changed = local_size, changed
+        self.names, ends = recordings[0].names, recordings[0].ends
+        self.steps = len(recordings[0].gradients)
+        self.start = np.stack([r.start for r in recordings]).astype(np.float64)
+        """Parameters before the first step, `[ranks, elements]`."""
+        self.end = np.stack([r.end for r in recordings]).astype(np.float64)
         self._starts = [0, *ends[:-1]]
-        self.steps = len(seen[0].gradients)
-        known = np.any([np.isfinite(one.gradients).any(axis=0) for one in seen], axis=0)
-        self._known = np.logical_or.reduceat(known, self._starts)
+        known = np.any([np.isfinite(r.gradients) for r in recordings], axis=0)
+        used = np.logical_or.reduceat(known, self._starts, axis=1)
+        self._used = used.any(axis=0)
+        pairs = zip(self.names, used.all(axis=0), strict=True)
+        self.always_used = {name for name, always in pairs if always}
+        """Tensors of which some rank had a gradient in each step."""
+
+    def reads(self, step: int) -> np.ndarray | None:
+        """Returns what all ranks read in a step; None if one of them was not watched."""
+        if not all(step in recording.reads for recording in self.recordings):
+            return None
+        return np.stack([recording.reads[step] for recording in self.recordings])
+
+    def rerun(self, reference: Reference, wire: Wire = on_the_wire) -> Iterator[np.ndarray]:
+        """Repeats the steps of all ranks with a reference and the recorded gradients.
+
+        The trial's optimizer runs in the trial's precision; it must treat each element by itself.
+
+        Args:
+            wire: what the other ranks receive of the gradients.
+
+        Yields:
+            The parameters of all ranks, `[ranks, elements]`: at the start, and after each step.
+        """
+        trial = self.trial
+        models = [_Sampled(r.start, precision(trial.dtype)[0]) for r in self.recordings]
+        optimizers = [make_optimizer(trial.optimizer, model) for model in models]
+        ranks = Ranks(models, optimizers, local_size=self.local_size)
+        yield ranks.x.numpy()
+        with contextlib.closing(reference(ranks, trial.options)) as steps:
+            for step in range(self.steps):
+                if step == self.changed:
+                    for optimizer in optimizers:
+                        change_settings(optimizer)
+                gradients = np.nan_to_num([r.gradients[step] for r in self.recordings])
+                ranks.g = wire(torch.from_numpy(gradients), trial).double()
+                next(steps)
+                yield ranks.x.numpy()
+
+    def end_of(self, reference: Reference) -> np.ndarray:
+        """Returns the last parameters of `rerun`."""
+        return deque(self.rerun(reference), maxlen=1)[0]
 
     def norms(self, values: np.ndarray) -> np.ndarray:
-        """By rank and tensor; what was not read (all of a tensor) counts as zero."""
+        """Returns norms by rank and tensor; zero for a tensor of which nothing was read."""
         squares = np.square(values, dtype=np.float64)
         sums = np.sqrt(np.add.reduceat(squares, self._starts, axis=1))
         return np.where(self.unread(squares), 0.0, sums)
 
     def unread(self, values: np.ndarray) -> np.ndarray:
-        """By rank and tensor: nothing of it was read."""
+        """Returns by rank and tensor whether nothing was read."""
         return np.logical_and.reduceat(np.isnan(values), self._starts, axis=1)
 
-    def farthest(self, off: np.ndarray, moved: np.ndarray) -> Farthest:
-        """The worst tensor of any rank, from norms."""
+    def worst(self, errors: np.ndarray, moved: np.ndarray) -> Deviation:
+        """Returns the worst tensor of any rank, from norms; tensors without gradients are left
+        out."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            errors = np.where(off == 0, 0.0, off / moved)
-        errors = np.where(np.isnan(errors), np.inf, errors).max(axis=0)
-        errors = np.where(self._known, errors, 0.0)
-        worst = int(errors.argmax())
-        return Farthest(error=float(errors[worst]), tensor=self._names[worst])
+            relative = np.where(errors == 0, 0.0, errors / moved)
+        relative = np.where(np.isnan(relative), np.inf, relative).max(axis=0)
+        relative = np.where(self._used, relative, 0.0)
+        place = int(relative.argmax())
+        return Deviation(error=float(relative[place]), tensor=self.names[place])
+
+    def difference(self, reference: Reference, other: Reference, tolerance: float) -> Deviation:
+        """Returns how far one reference ends from another, relative to the movement of that."""
+        end, wanted = self.end_of(reference), self.end_of(other)
+        least = rounding(self.trial.dtype, self.steps) / tolerance
+        moved = np.maximum(self.norms(wanted - self.start), least * self.norms(wanted))
+        return self.worst(self.norms(end - wanted), moved)
+
+
+class Comparison:
+    """Comparison of the ranks with a reference, at the sampled elements.
+
+    Rounding on the wire adds up over the steps, so what a forward pass reads may be off by more
+    than one step moves. From one watched pass to the next, this may grow only by a share of the
+    movement between them. A rank that reads old values now is off by a step more than at the end.
+
+    Args:
+        tolerance: bound of the errors that are due to rounding alone.
+        mixed: parameters are averaged in each step, as for `rounding`.
+    """
+
+    def __init__(
+        self, job: RecordedJob, reference: Reference, tolerance: float, *, mixed: bool = False
+    ) -> None:
+        self._job, self._tolerance, self._mixed = job, tolerance, mixed
+        self.read, self.read_in = Deviation(), 1
+        """Worst growth of the deviation from one watched pass to the next, relative to the movement
+        between, and its step from 1; one more than there are steps: after the last one."""
+        path = job.rerun(reference)
+        # Programs that measure in the first steps may send gradients as they are.
+        wires = (unrounded, summed_on_the_wire) if getattr(job.trial.options, "wire", None) else ()
+        others = [job.rerun(reference, wire) for wire in wires]
+        at = next(path)
+        slack = _slack(at, others)
+        self._known, self._known_slack = np.zeros_like(at), slack
+        """Error and slack of each element when it was last read."""
+        self._moved = job.norms(self._known)
+        """Movement of each tensor since then, step by step, and the number of steps."""
+        self._steps = np.zeros_like(self._moved)
+        for step in range(job.steps):
+            rows = job.reads(step)
+            if rows is not None:
+                self._look(step, rows, at, slack)
+            before, at = at, next(path)
+            slack = _slack(at, others)
+            self._moved = self._moved + job.norms(at - before)
+            self._steps = self._steps + 1
+        end = np.where(np.isnan(job.end), np.inf, job.end)
+        self._look(job.steps, end, at, slack)
+        room = self._room(job.norms(at - job.start), job.steps, at, slack)
+        self.end = job.worst(job.norms(end - at), room)
+        """Deviation after the last step, relative to the movement since the first."""
+
+    def _room(
+        self, moved: np.ndarray, steps: float | np.ndarray, at: np.ndarray, slack: np.ndarray
+    ) -> np.ndarray:
+        """Returns the movement of each tensor, raised to what rounding may amount to."""
+        job = self._job
+        least = rounding(job.trial.dtype, steps, mixed=self._mixed) * job.norms(at)
+        return np.maximum.reduce(
+            [moved, *(r / self._tolerance for r in (least, *map(job.norms, slack)))]
+        )
+
+    def _look(self, step: int, rows: np.ndarray, at: np.ndarray, slack: np.ndarray) -> None:
+        """Compares the values that ranks read in a step (NaN: not read) with the reference's."""
+        job, unread = self._job, np.isnan(rows)
+        errors = np.where(unread, self._known, rows - at)
+        # Exact diffusion adds the rounding of a step again in each later step.
+        steps = step if self._mixed else self._steps
+        room = self._room(self._moved, steps, at, slack - self._known_slack)
+        worst = job.worst(job.norms(errors - self._known), room)
+        if worst.error > self.read.error:
+            self.read, self.read_in = worst, step + 1
+        self._known, self._known_slack = errors, np.where(unread, self._known_slack, slack)
+        self._moved, self._steps = (
+            np.where(job.unread(rows), value, 0.0) for value in (self._moved, self._steps)
+        )
+
+
+def _slack(at: np.ndarray, others: Sequence[Iterator[np.ndarray]]) -> np.ndarray:
+    """Returns allowed distances from `at`, `[2, ranks, elements]`: of a program that does not
+    round, and of one that sums in another order. Empty without `others`."""
+    if not others:
+        return at[:0, None]
+    plain, summed = (at - next(other) for other in others)
+    return np.stack([plain, ORDERS * summed])

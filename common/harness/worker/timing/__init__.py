@@ -1,1 +1,1 @@
-"""How long steps take, what the machine did meanwhile, and the raw moments behind the numbers."""
+"""Step times, the load on the machine meanwhile, and raw measurements."""

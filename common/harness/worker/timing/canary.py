@@ -1,8 +1,8 @@
-"""The same work before and after the timed steps: is the machine what it was, and what it is else?
+"""Canary: the time of a fixed workload, before and after the timed steps.
 
-Another load on a shared host, or another clock frequency, makes everything slower without being
-seen in what this machine counts. So one rank of each machine does a fixed piece of work on one core
-while the others wait, and how long it took stands in the record.
+Another load on a shared host or another clock frequency makes all work slower, and no counter of
+this machine shows it. So one rank of each machine runs the workload on one core while the others
+wait, and the record has its times.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from dear.comm.communicator import Communicator
 PIECES = 48
 _SIDE, _PRODUCTS = 192, 12
 _COPY_FLOATS, _COPIES = 1 << 20, 2
-"""About 2 ms for each piece: products that stay in a core's cache, and copies that do not."""
+"""Sizes of a piece of about 2 ms: products that stay in a core's cache, and copies that do not."""
 
 
 def canary_s(communicator: Communicator) -> float:
-    """Seconds of this machine for the work, of the slowest machine; all ranks call it.
-
-    Nothing may be under way.
-    """
+    """Returns the time on the slowest machine, in seconds; all ranks call it with nothing under
+    way."""
     first = first_of_machine(communicator)
     communicator.barrier()
     took_s = work_s() if first else 0.0
@@ -33,15 +31,15 @@ def canary_s(communicator: Communicator) -> float:
 
 
 def first_of_machine(communicator: Communicator) -> bool:
-    """Whether this rank is the one that does the work for its machine; all ranks call it."""
+    """Returns whether this rank runs the workload for its machine; all ranks call it."""
     machines = communicator.gather_objects(machine_id())
     return machines.index(machine_id()) == communicator.rank
 
 
 def work_s() -> float:
-    """Seconds for the work: what all pieces would have taken at the pace of the faster half.
+    """Runs the workload; returns the time of all pieces at the pace of the faster half.
 
-    A piece that another process has interrupted says nothing of the machine's pace.
+    A piece that another process interrupts does not show the machine's pace.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -51,7 +49,7 @@ def work_s() -> float:
         times = [_piece_s(matrix, product, source, target) for _ in range(1 + PIECES)]
     finally:
         torch.set_num_threads(threads)
-    faster = sorted(times[1:])[: PIECES // 2]  # the first one only touches the memory
+    faster = sorted(times[1:])[: PIECES // 2]  # the first piece touches new memory
     return sum(faster) * PIECES / len(faster)
 
 

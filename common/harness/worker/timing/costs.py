@@ -1,9 +1,9 @@
-"""What collectives cost on this network: times by size, fits, and whether they still hold."""
+"""Costs of collectives on this network: times by size, fits, and checks of the fits."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,57 +18,25 @@ from dear.cost.measurement import LARGE, OPERATIONS, Measurement
 _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
 BUDGET_S = 0.5
-"""Of what the fabric stands for, for each operation: 2 s for all four."""
+"""Seconds of the modelled cluster for each of the four operations."""
 SENDER_BUDGET_S = 1.5
-"""Emulated seconds for each line of an engine that sends in the communicator's place. It is longer,
-because such an engine reports neither regimes nor a link rate: only large messages show beta."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostSamples:
-    """Measurements of all operations, at the begin and again at the end, in seconds of this
-    machine."""
-
-    time_scale: float
-    first: list[Measurement]
-    again: list[Measurement]
-
-    @property
-    def check(self) -> CostCheck:
-        """How well one half of the samples foresees the other, and how far those of the end are off
-        those of the begin."""
-        worst = max((one.agreement() for one in self.first), key=lambda found: found.misfit)
-        pairs = zip(self.first, self.again, strict=True)
-        return CostCheck(
-            residual=worst.error,
-            noise=worst.noise,
-            drift=max((_drift(*pair) for pair in pairs), key=abs),
-        )
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """All that was measured, and how far it is off the fit."""
-        both = [("begin", one) for one in self.first] + [("end", one) for one in self.again]
-        return [
-            {**dataclasses.asdict(one), "when": when, "time_scale": self.time_scale}
-            | {"residuals": one.residuals()}
-            for when, one in both
-        ]
+"""The same for each line of a library's own engine. It is longer, because such an engine reports
+neither regimes nor a link rate: only large messages show beta."""
 
 
 def time_collectives(
     communicator: Communicator,
     device: torch.device,
     nbytes: int,
-    first: list[Measurement] | None = None,
+    first: Sequence[Measurement] | None = None,
     time_scale: float = 1.0,
 ) -> list[Measurement]:
     """Times all operations for messages up to about `nbytes`; all ranks call it.
 
     Args:
-        nbytes: of the gradients of the model.
-        first: measured before; again only the two largest sizes of each, which say what a byte
-            costs.
-        time_scale: seconds of this machine in one of what the fabric stands for.
+        nbytes: size of the model's gradients.
+        first: earlier measurements. Then only their two largest sizes are timed, which show what a
+            byte costs. On slow links they end before the largest size.
     """
     sizes = sizes_up_to(nbytes, communicator.burst_bytes)
     return [
@@ -76,7 +44,6 @@ def time_collectives(
             communicator,
             operation,
             device,
-            # On slow links it has stopped before the largest.
             sizes=sizes if first is None else first[place].nbytes[-2:],
             shared=True,
             warm=first is None,
@@ -87,15 +54,19 @@ def time_collectives(
     ]
 
 
+def check(first: Sequence[Measurement], again: Sequence[Measurement]) -> CostCheck:
+    """Checks measurements of all operations by their two halves, and by later measurements."""
+    worst = max((each.agreement() for each in first), key=lambda agreement: agreement.misfit)
+    drifts = map(_drift, first, again)
+    return CostCheck(residual=worst.error, noise=worst.noise, drift=max(drifts, key=abs))
+
+
 def time_sender(
     communicator: Communicator, sender: Sender, nbytes: int, time_scale: float
 ) -> list[Measurement]:
-    """Times all-reduces of an engine that sends in place of the communicator; all ranks call it.
+    """Times all-reduces by a library's own engine: of one tensor, then of two that start together.
 
-    It measures one tensor, and then two tensors that start together. Connections are warm.
-
-    Args:
-        nbytes, time_scale: as of `time_collectives`.
+    All ranks call it, with warm connections.
     """
     sizes = sizes_up_to(nbytes, communicator.burst_bytes)
     two = [size for size in sizes if size <= (sender.fusion_bytes or sizes[-1])]
@@ -113,10 +84,10 @@ def time_sender(
     ]
 
 
-def engine_costs(sender: Sender, measured: list[Measurement], time_scale: float) -> EngineCosts:
-    """What `time_sender` has measured, in seconds of what the fabric stands for."""
-    worst = max((one.agreement() for one in measured), key=lambda found: found.misfit)
-    alone, *two = (one.fit().divided(time_scale) for one in measured)
+def engine_costs(sender: Sender, measured: Sequence[Measurement], time_scale: float) -> EngineCosts:
+    """Returns the costs that `time_sender` measured, in seconds of the modelled cluster."""
+    worst = max((each.agreement() for each in measured), key=lambda agreement: agreement.misfit)
+    alone, *two = (each.fit().divided(time_scale) for each in measured)
     return EngineCosts(
         engine=sender.name,
         all_reduce=alone,
@@ -126,15 +97,26 @@ def engine_costs(sender: Sender, measured: list[Measurement], time_scale: float)
     )
 
 
-def fits(measured: list[Measurement], time_scale: float) -> dict[str, CollectiveCost]:
-    """The cost of each operation, in seconds of what the fabric stands for."""
-    return {one.operation: one.fit().divided(time_scale) for one in measured}
+def fits(measured: Sequence[Measurement], time_scale: float) -> dict[str, CollectiveCost]:
+    """Returns the cost of each operation, in seconds of the modelled cluster."""
+    return {each.operation: each.fit().divided(time_scale) for each in measured}
+
+
+def to_json(
+    measured: Sequence[Measurement], time_scale: float, **more: str
+) -> list[dict[str, Any]]:
+    """Returns the measurements, in seconds of this machine, with the residuals of their fits."""
+    return [
+        {**dataclasses.asdict(each), **more, "time_scale": time_scale}
+        | {"residuals": each.residuals()}
+        for each in measured
+    ]
 
 
 def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
-    """Sizes of messages in bytes, each twice the one before; a few in any case.
+    """Returns sizes of messages in bytes, each twice the one before.
 
-    Two of them at least are large beside what links pass at once.
+    There are at least three, and two of them are large beside the burst that links pass at once.
     """
     sizes = [_SMALLEST << power for power in range(_LEAST_SIZES)]
     while sizes[-2] < LARGE * 2 * burst_bytes or (2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST):
@@ -143,7 +125,7 @@ def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
 
 
 def _drift(first: Measurement, again: Measurement) -> float:
-    """By how much longer the largest message of both takes at the end, as a share."""
+    """Returns the relative change of the time of the largest message that both have."""
     before = dict(zip(first.nbytes, first.typical_s, strict=True))
     after = dict(zip(again.nbytes, again.typical_s, strict=True))
     largest = max(before.keys() & after.keys())

@@ -1,7 +1,6 @@
-"""Times training steps.
+"""Blocks of timed steps: a barrier, steps until all is in flow, and timed steps.
 
-Steps: a barrier, steps until all is in flow, timed ones, and for each when the last rank has done
-it.
+A step ends when the last rank has finished it.
 """
 
 from __future__ import annotations
@@ -18,38 +17,38 @@ from common.harness.worker.timing.strain import Gauge, Pressure
 from dear.comm.communicator import Communicator
 
 MAX_STEPS = 1000
-"""Of a block, up to whole periods."""
+"""Most steps of a block, up to whole periods."""
 LEAST_PERIODS = 2
 FILLING_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Result of `measure_steps`, the same on all ranks but for `bytes_sent`."""
+    """Result of `measure_steps`; all ranks have the same, except for `bytes_sent`."""
 
     iters: list[list[float]]
-    """Step times in seconds, a list per block: from when all ranks had done the step before to when
-    all have done this one."""
+    """Step times by block in seconds, from the end of a step on the last rank to the end of the
+    next one."""
     untimed: list[list[float]]
-    """The same of the steps before each block, the first from the barrier."""
+    """Times of the steps before each block; the first one begins at the barrier."""
     marks: list[list[list[float]]]
-    """By rank and block, in seconds of that rank's clock: the barrier, the ends of the untimed
-    steps, the begin of the first timed step, and the ends of the timed ones."""
+    """Moments by rank and block, in seconds of the rank's clock: the barrier, the ends of untimed
+    steps, the begin of the first timed step, and the ends of timed steps."""
     bytes_sent: int
-    """Payload bytes that this rank handed to the communicator per step."""
+    """Payload bytes per step that this rank handed to the communicator."""
     pressure: list[Pressure]
-    """By rank."""
+    """Pressure by rank."""
     canary_s: list[float]
-    """What a fixed piece of work took right before the first block and right behind the last."""
+    """Times of the canary right before the first block and right after the last."""
 
 
 def untimed_in_block(staleness: int) -> int:
-    """Steps after a barrier until a pipeline is full again that reaches over so many steps."""
+    """Returns the number of steps after a barrier that fill a pipeline of such staleness."""
     return FILLING_STEPS + staleness
 
 
 def in_two(config: MeasureConfig) -> MeasureConfig:
-    """Splits a single block into two of half its steps; a configuration of more blocks stays."""
+    """Splits a single block into two of half its steps; several blocks stay as they are."""
     if config.num_iters > 1:
         return config
     steps = config.steps_per_iter
@@ -65,10 +64,10 @@ def in_two(config: MeasureConfig) -> MeasureConfig:
 def block_steps(
     config: MeasureConfig, period: int, step_s: float, communicator: Communicator
 ) -> int:
-    """Timed steps of a block: whole periods of the algorithm's schedule, two at least.
+    """Returns the number of timed steps of a block: whole periods of the algorithm, two at least.
 
     Args:
-        step_s: this rank's guess of a step's duration, from the warm-up.
+        step_s: duration of a step on this rank during warm-up.
     """
     wanted = config.steps_per_iter
     if wanted is None:
@@ -87,27 +86,23 @@ def measure_steps(
     untimed: int,
     between: Callable[[int], None] = lambda block: None,
     watch: Stopwatch | None = None,
-    absorbed_s: Callable[[], float | None] = lambda: None,
+    gauge: Gauge | None = None,
     canary: Callable[[], float] = lambda: 0.0,
-    links_pid: int | None = None,
 ) -> Measured:
-    """Runs and times blocks of steps. Seconds are those of this machine, whatever they stand for.
+    """Runs and times blocks of steps, in seconds of this machine.
 
-    Behind a barrier nothing is under way, so that the first step is spared what an algorithm leaves
-    of one step to the next: DeAR's all-gather, or with delayed gradients the waiting for several
-    steps. A few untimed steps fill the pipeline again.
+    A barrier empties the pipeline. The first step after it is spared the transfers that an
+    algorithm leaves to the next step (DeAR's all-gather, delayed gradients). So some untimed steps
+    follow each barrier.
 
     Args:
-        step: one training step, which need not wait for the device.
-        untimed: steps after the barrier that are no part of the block.
-        between: called before the barrier of each block but the first with the block's number; what
-            it does is not timed.
-        watch: for the device; None: the host's clock.
-        absorbed_s: of the rank so far, as `Training.absorbed_s`.
-        canary: lets all that is under way end, does the fixed work, and returns its seconds.
-        links_pid: as of `Gauge`.
+        step: trains a step; need not wait for the device.
+        untimed: number of steps after the barrier that are not part of the block.
+        between: called with the block's number before the barrier of each block but the first.
+        watch: stopwatch of the device; None: the host's clock.
+        canary: waits until nothing is under way, and returns the canary's time.
     """
-    watch, gauge = watch or Stopwatch(), Gauge(links_pid)
+    watch, gauge = watch or Stopwatch(), gauge or Gauge()
     marks: list[list[float]] = []
     sent = 0
     before_s = canary()
@@ -120,30 +115,23 @@ def measure_steps(
         for _ in range(untimed):
             step()
             watch.mark()
-        before, absorbed_before_s = communicator.bytes_sent, absorbed_s()
+        sent_before = communicator.bytes_sent
         with gauge.block():
             watch.mark()
             for _ in range(steps):
                 step()
                 watch.mark()
             marks.append(watch.read())
-        sent += communicator.bytes_sent - before
-        if absorbed_before_s is not None:
-            gained_s = absorbed_s() - absorbed_before_s
-            gauge.found.absorbed_s = (gauge.found.absorbed_s or 0.0) + gained_s
-    after_s = canary()  # before anything else: the machine is to be what it was in the blocks
-    ranks = communicator.gather_objects((marks, gauge.found))
+        sent += communicator.bytes_sent - sent_before
+    after_s = canary()  # first of all: the machine must be as it was in the blocks
+    ranks = communicator.gather_objects((marks, gauge.pressure))
     one_clock = len({pressure.machine for _, pressure in ranks}) == 1
-
-    def of_all(chosen: slice) -> list[list[float]]:
-        blocks = zip(*(found for found, _ in ranks), strict=True)
-        return [steps_of_all([rank[chosen] for rank in block], one_clock) for block in blocks]
-
-    timed = slice(untimed + 1, None)
+    all_blocks = list(zip(*(rank_marks for rank_marks, _ in ranks), strict=True))
+    cut = untimed + 1
     return Measured(
-        iters=of_all(timed),
-        untimed=of_all(slice(untimed + 1)),
-        marks=[found for found, _ in ranks],
+        iters=[steps_of_all([rank[cut:] for rank in block], one_clock) for block in all_blocks],
+        untimed=[steps_of_all([rank[:cut] for rank in block], one_clock) for block in all_blocks],
+        marks=[rank_marks for rank_marks, _ in ranks],
         bytes_sent=sent // (steps * blocks),
         pressure=[pressure for _, pressure in ranks],
         canary_s=[before_s, after_s],
@@ -151,13 +139,13 @@ def measure_steps(
 
 
 def steps_of_all(moments: Sequence[Sequence[float]], one_clock: bool) -> list[float]:
-    """The steps of a block in seconds, of all ranks together.
+    """Returns the times of a block's steps, of all ranks together, in seconds.
 
-    Where no step waits for all ranks, now this one is behind, now that one, and is ahead in the
-    next step. The slowest of each step would add up to more than any rank needs for the block.
+    Ranks that do not wait for each other take turns at being behind. The slowest time of each step
+    would add up to more than any rank needs for the block.
 
     Args:
-        moments: by rank, when the block began and when each of its steps ended.
+        moments: by rank, the begin of the block and the end of each step.
         one_clock: the ranks read the same clock. Otherwise each counts from its own begin, and the
             block of ranks that are not in phase is a little too long.
     """

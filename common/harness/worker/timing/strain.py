@@ -1,9 +1,8 @@
-"""Whether the ranks had the cores that they needed while steps were timed, and who else had some.
+"""Load on the machine while steps were timed: waits of the ranks for cores, and use by others.
 
-What matters is whether a rank's threads wait for a core, not how busy the machine is: foreign load
-that leaves them enough changes nothing, and a burst of their own that fills all cores for a part of
-the step does not show in a mean. So the kernel is asked for the wait itself (schedstat), and for
-the rest, which says whose doing it was.
+Threads that wait for a core disturb a measurement; a busy machine alone does not. Foreign load may
+leave enough cores, and a short burst of the ranks themselves does not show in a mean. So the kernel
+is asked for the waits (schedstat), and for the use of cores, which tells who caused the waits.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,80 +25,88 @@ _TASKS = Path("/proc/self/task")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_PER_S = 1e9
 _MAIN, _BACKWARD = "main", "pt_autograd"
-"""On a GPU torch runs the backward pass, hooks included, in a thread of its own."""
+"""Names of training threads: on a GPU torch runs backward passes, with hooks, in the second one."""
 
 
 @dataclass(kw_only=True)
 class Pressure:
-    """What one rank has seen during its timed steps."""
+    """Counts of one rank during its timed steps, in seconds of this machine."""
 
     machine: str
-    """Virtual hosts of one machine have the same."""
+    """Machine of the rank; virtual hosts share one."""
     elapsed_s: float = 0.0
     cpu_s: float = 0.0
-    """That this process has used."""
+    """CPU time of this process."""
     ran_s: dict[str, float] = field(default_factory=dict)
-    """By thread; threads of one name together."""
+    """CPU time by thread; threads with the same name count together."""
     waited_s: dict[str, float] | None = field(default_factory=dict)
-    """By thread, for a core; None where the kernel does not tell."""
+    """Waits for a core by thread; None if the kernel does not count them."""
     absorbed_s: float | None = None
-    """Of what the training thread has waited: without computing longer by it, as its compute is
-    slowed down anyway. None where compute is replayed."""
+    """Waits of the training thread that did not lengthen its compute, which is slowed down anyway.
+    None if compute is replayed."""
     fell_behind_s: float = 0.0
-    """By how much more its host was behind the replayed device in the end than in the beginning:
-    what it has not made up for is in no step."""
+    """Change of the host's delay behind its replayed device. Delays that it made up for are in the
+    steps; this one is in none."""
     busy_s: dict[str, float] = field(default_factory=dict)
-    """By core that this process may use: of all processes."""
+    """Use of each core that this process may use, by all processes."""
     steal_s: dict[str, float] = field(default_factory=dict)
-    """By core: taken by other virtual machines."""
+    """Time of each core that other virtual machines took."""
     links_s: float = 0.0
-    """CPU seconds of the program that is the links between virtual hosts."""
+    """CPU time of the program that emulates the links."""
     throttled_s: float = 0.0
-    """That a control group's limit has kept all its processes from running."""
+    """Time for which a control group's limit stopped all its processes."""
 
 
 class Gauge:
     """Adds up the pressure of this process in the blocks under `with gauge.block():`.
 
     Args:
-        links_pid: of the program that is the links between virtual hosts, if there is one.
+        links_pid: process id of the program that emulates the links, if there is one.
+        absorbed_s: returns `Training.absorbed_s`.
     """
 
-    def __init__(self, links_pid: int | None = None) -> None:
-        self.found = Pressure(machine=machine_id())
-        self._links_pid = links_pid
+    def __init__(
+        self,
+        links_pid: int | None = None,
+        absorbed_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.pressure = Pressure(machine=machine_id())
+        self._links_pid, self._absorbed_s = links_pid, absorbed_s
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Reads before and after; what happens in between costs nothing."""
-        before = _Reading(self._links_pid)
+        """Reads counters before and after; nothing between costs time."""
+        absorbed_s, before = self._absorbed_s(), _Reading(self._links_pid)
         yield
         self._add(before, _Reading(self._links_pid))
+        if absorbed_s is not None:
+            gained_s = self._absorbed_s() - absorbed_s
+            self.pressure.absorbed_s = (self.pressure.absorbed_s or 0.0) + gained_s
 
     def _add(self, before: _Reading, after: _Reading) -> None:
-        found = self.found
-        found.elapsed_s += after.at_s - before.at_s
-        found.cpu_s += after.cpu_s - before.cpu_s
-        found.links_s += after.links_s - before.links_s
-        found.throttled_s += after.throttled_s - before.throttled_s
-        found.fell_behind_s += after.late_s - before.late_s
+        pressure = self.pressure
+        pressure.elapsed_s += after.at_s - before.at_s
+        pressure.cpu_s += after.cpu_s - before.cpu_s
+        pressure.links_s += after.links_s - before.links_s
+        pressure.throttled_s += after.throttled_s - before.throttled_s
+        pressure.fell_behind_s += after.late_s - before.late_s
         for core, (busy_s, steal_s) in after.cores.items():
             busy_before_s, steal_before_s = before.cores.get(core, (busy_s, steal_s))
-            _add(found.busy_s, core, busy_s - busy_before_s)
-            _add(found.steal_s, core, steal_s - steal_before_s)
+            _add(pressure.busy_s, core, busy_s - busy_before_s)
+            _add(pressure.steal_s, core, steal_s - steal_before_s)
         if after.threads is None or before.threads is None:
-            found.waited_s = None
+            pressure.waited_s = None
             return
-        # Threads that began meanwhile count as a whole; of those that have ended nothing is left.
+        # Threads that began meanwhile count as wholes; those that ended left nothing.
         for thread, (ran_s, waited_s) in after.threads.items():
             ran_before_s, waited_before_s = before.threads.get(thread, (0.0, 0.0))
-            _add(found.ran_s, _name(thread), ran_s - ran_before_s)
-            if found.waited_s is not None:
-                _add(found.waited_s, _name(thread), waited_s - waited_before_s)
+            _add(pressure.ran_s, _name(thread), ran_s - ran_before_s)
+            if pressure.waited_s is not None:
+                _add(pressure.waited_s, _name(thread), waited_s - waited_before_s)
 
 
 class _Reading:
-    """What the kernel has counted until now."""
+    """The kernel's counters at a moment."""
 
     def __init__(self, links_pid: int | None) -> None:
         self.threads = _threads()
@@ -112,8 +119,8 @@ class _Reading:
 
 
 def _threads() -> dict[str, tuple[float, float]] | None:
-    """By id: seconds that the thread has run, and has waited for a core."""
-    found = {}
+    """Returns by thread id its CPU time and its waits for a core."""
+    threads = {}
     for folder in _TASKS.iterdir():
         try:
             ran_ns, waited_ns, _ = (folder / "schedstat").read_text().split()
@@ -123,13 +130,12 @@ def _threads() -> dict[str, tuple[float, float]] | None:
             continue
         except OSError:  # it has just ended
             continue
-        found[folder.name] = int(ran_ns) / _NS_PER_S, int(waited_ns) / _NS_PER_S
-    return found
+        threads[folder.name] = int(ran_ns) / _NS_PER_S, int(waited_ns) / _NS_PER_S
+    return threads
 
 
 def _ran_s(pid: int) -> float:
-    """CPU seconds of a process with one thread; 0 once it has ended, or if the kernel does not
-    count."""
+    """Returns the CPU time of a process with one thread; 0 if it has ended or is not counted."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / _NS_PER_S
     except OSError:
@@ -150,7 +156,7 @@ def _add(sums: dict[str, float], key: str, value: float) -> None:
 
 
 def machine_id() -> str:
-    """Of the running kernel: all virtual hosts of a machine have the same, and one clock."""
+    """Returns the id of the running kernel, which virtual hosts share, as they share its clock."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -158,67 +164,63 @@ def machine_id() -> str:
 
 
 def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None) -> Strain:
-    """All ranks together; of several machines the worst."""
+    """Sums up all ranks; of several machines, the worst counts."""
     machines: dict[str, list[Pressure]] = defaultdict(list)
     for rank in ranks:
         machines[rank.machine].append(rank)
-    found = [_of_machine(here) for here in machines.values()]
-    waits = [_wait(rank) for rank in ranks]
-    trained = [_training_wait(rank) for rank in ranks]
-    late = [_late(rank) for rank in ranks]
+    foreign, steal = zip(*map(_used_by_others, machines.values()), strict=True)
     return Strain(
-        late=None if None in late else max(late),
-        # Of all ranks: one that is ahead waits for the others.
+        late=_largest([_late(rank) for rank in ranks]),
+        # A mean: a rank that is ahead waits for the others.
         fell_behind=statistics.fmean(rank.fell_behind_s / rank.elapsed_s for rank in ranks),
-        core_wait=None if None in waits else max(waits),
-        main_wait=None if None in trained else max(trained),
-        foreign_cores=max(foreign for foreign, _ in found),
-        steal_cores=max(steal for _, steal in found),
+        core_wait=_largest([_wait(rank) for rank in ranks]),
+        main_wait=_largest([_wait(rank, (_MAIN, _BACKWARD)) for rank in ranks]),
+        foreign_cores=max(foreign),
+        steal_cores=max(steal),
         throttled_s=max(rank.throttled_s for rank in ranks),
         canary_s=None if canary_s is None else list(canary_s),
     )
 
 
 def used_cores(ranks: Sequence[Pressure]) -> float:
-    """CPU seconds of all ranks, and of the links between them, per second."""
-    return _own_s(ranks) / max(rank.elapsed_s for rank in ranks)
+    """Returns the CPU time of all ranks, and of the links between them, per second."""
+    return _used_s(ranks) / max(rank.elapsed_s for rank in ranks)
 
 
-def _own_s(ranks: Sequence[Pressure]) -> float:
+def _used_s(ranks: Sequence[Pressure]) -> float:
     # Every rank has seen the same links.
     return sum(rank.cpu_s for rank in ranks) + max(max(0.0, rank.links_s) for rank in ranks)
 
 
-def _of_machine(ranks: Sequence[Pressure]) -> tuple[float, float]:
-    """Cores in use by others than the ranks and their links, and stolen; of those that a rank may
-    use."""
+def _used_by_others(ranks: Sequence[Pressure]) -> tuple[float, float]:
+    """Returns the cores of one machine that other programs and other virtual machines used."""
     elapsed_s = max(rank.elapsed_s for rank in ranks)
-    busy: dict[str, float] = {}
-    steal: dict[str, float] = {}
-    for rank in ranks:
-        for core in rank.busy_s:
-            busy[core] = max(busy.get(core, 0.0), rank.busy_s[core])
-            steal[core] = max(steal.get(core, 0.0), rank.steal_s[core])
-    own_s = _own_s(ranks)
-    busy_s = sum(busy.values())
-    # Cores are counted in clock ticks, of which one may be too many; in a short block that is much.
+    busy = _by_core([rank.busy_s for rank in ranks])
+    steal = _by_core([rank.steal_s for rank in ranks])
+    # Counts are in clock ticks, of which one may be too many; that is much of a short block.
     unsure_s = len(busy) / os.sysconf("SC_CLK_TCK")
-    foreign_s = max(0.0, busy_s - own_s - unsure_s)
+    foreign_s = max(0.0, sum(busy.values()) - _used_s(ranks) - unsure_s)
     steal_s = max(0.0, sum(steal.values()) - unsure_s)
     return foreign_s / elapsed_s, steal_s / elapsed_s
 
 
-def _wait(rank: Pressure) -> float | None:
-    if rank.waited_s is None:
-        return None
-    return sum(rank.waited_s.values()) / rank.elapsed_s
+def _by_core(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the largest reading of each core, at least 0: counters may go backwards."""
+    cores = {core for times in ranks for core in times}
+    return {core: max(0.0, *(times.get(core, 0.0) for times in ranks)) for core in cores}
 
 
-def _training_wait(rank: Pressure) -> float | None:
+def _largest(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def _wait(rank: Pressure, threads: tuple[str, ...] = ("",)) -> float | None:
+    """Returns the waits of the threads whose names start so, per second."""
     if rank.waited_s is None:
         return None
-    own = (s for name, s in rank.waited_s.items() if name.startswith((_MAIN, _BACKWARD)))
-    return sum(own) / rank.elapsed_s
+    waits = (s for name, s in rank.waited_s.items() if name.startswith(threads))
+    return sum(waits) / rank.elapsed_s
 
 
 def _late(rank: Pressure) -> float | None:

@@ -1,4 +1,4 @@
-"""Copies of a rank's parameters, and what a trial has learned, judged from them afterwards."""
+"""Copies of a rank's parameters, and the evaluation of a learning trial from them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from common.harness.trial import Trial
-from common.harness.worker.checking.correctness import CONSENSUS_LIMIT
+from common.harness.worker.checking.deviation import CONSENSUS_LIMIT, Agreement
 from common.harness.worker.timing.strain import Pressure, strain_of, used_cores
 from common.models.datasets import Parts, Samples
 from common.models.registry import build, precision
@@ -24,68 +24,96 @@ from dear.errors import UserError
 
 MOST_BYTES = 1 << 30
 _BATCH, _FIVE = 100, 5
-Saved = dict[str, Any]
-"""What `Snapshots.save` wrote of a rank."""
+State = Mapping[str, torch.Tensor]
+Scores = dict[str, float | None]
+"""Fields of `Evaluation` that need data."""
+
+
+class Taken(TypedDict):
+    """Facts about a copy."""
+
+    row: int
+    """Index of its values; two marks that one step passes share a copy."""
+    seconds: float
+    steps: int
+    behind: Mapping[str, Sequence[float]]
+    """Uses of each neighbour's values so far, and their summed staleness in steps."""
+    train_loss: float | None
+    """Mean of the steps since the last copy."""
+
+
+class Measurements(TypedDict):
+    """Measurements of a rank, with the fields of its `RankPace`."""
+
+    steps: int
+    samples: int
+    elapsed_s: float
+    bytes_sent: int
+    pressure: dict[str, object]
+    loss: float
+    statistics: dict[str, Any]
+    canary_s: list[float]
+    network: dict[str, Any]
+    agreement: Agreement | None
+    """None: the ranks trained at their own pace."""
+
+
+class Saved(Measurements):
+    """Content of the file of `Snapshots.save`."""
+
+    values: torch.Tensor
+    taken: list[Taken]
 
 
 class Snapshots:
-    """Room for a copy per mark, in host memory; two marks that one step passes share a copy.
-
-    Copied are all floating-point tensors of a state dict, of which there may be none.
+    """Memory for a copy of all floating-point tensors of a state dict per mark, on the host.
 
     Raises:
-        UserError: they would take more than `MOST_BYTES`.
+        UserError: the copies would take more than `MOST_BYTES`.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], marks: int) -> None:
+    def __init__(self, state: State, marks: int) -> None:
         floating = _floating(state)
         size = sum(value.nbytes for value in floating.values())
         if size * marks > MOST_BYTES:
             raise UserError(
                 f"learn.eval_every_s: {marks} copies of {size / 2**20:.0f} MiB per rank are more "
-                f"than {MOST_BYTES >> 20} MiB; judge less often"
+                f"than {MOST_BYTES >> 20} MiB; evaluate less often"
             )
         numel = sum(value.numel() for value in floating.values())
         dtype = next((value.dtype for value in floating.values()), torch.float32)
-        # Written now: in the middle of training the kernel would still have to clear it.
+        # Written now: the kernel would clear new memory in the middle of training.
         self._values = torch.zeros(marks, numel, dtype=dtype)
-        self._taken: list[dict[str, Any] | None] = [None] * marks
+        self._taken: list[Taken | None] = [None] * marks
         self._rows = 0
 
     def take(
         self,
         marks: Sequence[int],
-        state: Mapping[str, torch.Tensor],
+        state: State,
         seconds: float,
         steps: int,
         behind: Mapping[str, Sequence[float]],
         train_loss: float | None = None,
     ) -> None:
-        """One copy for all of `marks`, numbers of marks.
-
-        Args:
-            seconds, steps: of training so far.
-            behind: kept with it: of each neighbour, uses and summed staleness so far.
-            train_loss: kept with it: the mean of the steps since the last copy.
-        """
+        """Makes one copy for all of `marks`, with the facts of `Taken`."""
         row = self._values[self._rows]
         start = 0
         for value in _floating(state).values():
             row[start : start + value.numel()].view_as(value).copy_(value.detach())
             start += value.numel()
-        taken = {
-            **{"row": self._rows, "seconds": seconds, "steps": steps},
-            **{"behind": dict(behind), "train_loss": train_loss},
-        }
+        taken = Taken(
+            row=self._rows, seconds=seconds, steps=steps, behind=behind, train_loss=train_loss
+        )
         for mark in marks:
             self._taken[mark] = taken
         self._rows += 1
 
-    def save(self, path: Path, more: Mapping[str, Any]) -> None:
-        """Writes copies and `more` (JSON) to a file, whole or not at all."""
+    def save(self, path: Path, measurements: Mapping[str, object]) -> None:
+        """Writes copies and `measurements` (JSON) to a file, whole or not at all."""
         partial = path.with_suffix(".partial")
         values = self._values[: self._rows].clone()
-        torch.save({"values": values, "taken": self._taken, **more}, partial)
+        torch.save({"values": values, "taken": self._taken, **measurements}, partial)
         partial.replace(path)
 
 
@@ -97,7 +125,7 @@ def set_floating(model: torch.nn.Module, values: torch.Tensor) -> None:
         start += tensor.numel()
 
 
-def _floating(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _floating(state: State) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 
@@ -107,18 +135,16 @@ def result(
     data: Parts | None,
     check: Check | None = None,
 ) -> Result:
-    """The result of a repeat, from what its ranks have saved (None: of one that has died).
+    """Returns the result of a repeat from the files of its ranks (None: the rank died).
 
     Args:
-        data: what was learned, and what it is judged by; None where nothing was learned.
-        check: what was found before the training.
+        data: training and test data; None for synthetic data.
+        check: check before the training.
     """
     alive = [rank for rank in saved if rank is not None]
-    first = alive[0]
-    found = [_at(mark, trial, saved) for mark in range(len(trial.learn.marks))]
-    if data is not None:
-        _judge(found, trial, alive, data)
-    evaluations = [Evaluation(**evaluation) for evaluation in found]
+    first, marks = alive[0], len(trial.learn.marks)
+    scores = [{}] * marks if data is None else _scores(trial, alive, data)
+    evaluations = [Evaluation(**_at(mark, trial, saved), **scores[mark]) for mark in range(marks)]
     pressure = [typed(Pressure, rank["pressure"]) for rank in alive]
     return Result(
         samples_per_s=sum(rank["samples"] for rank in alive)
@@ -144,32 +170,32 @@ def result(
 
 
 def _canary_s(alive: Sequence[Saved]) -> list[float] | None:
-    """Of the slowest machine, before and after; None if those who should do the work have died."""
-    found = [rank["canary_s"] for rank in alive]
-    before_s, after_s = (max(times) for times in zip(*found, strict=True))
+    """Returns the canary's times on the slowest machine; None if its ranks have died."""
+    times = [rank["canary_s"] for rank in alive]
+    before_s, after_s = (max(moment) for moment in zip(*times, strict=True))
     return [before_s, after_s] if after_s else None
 
 
 def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any]:
-    """When the copies of a mark were made; `seconds` is when the last rank had its own."""
+    """Returns the fields of `Evaluation` that need no data."""
     taken = [rank and rank["taken"][mark] for rank in saved]
-    seconds, at = max(one["seconds"] for one in taken if one), trial.learn.marks[mark]
+    alive = [copy for copy in taken if copy]
+    seconds, at = max(copy["seconds"] for copy in alive), trial.learn.marks[mark]
     by_epochs = trial.learn.epochs is not None
-    losses = [one["train_loss"] for one in taken if one and one["train_loss"] is not None]
-    found = {
+    losses = [copy["train_loss"] for copy in alive if copy["train_loss"] is not None]
+    ages = [age for rank in saved if rank for age in _ages(rank["taken"], mark)]
+    return {
         "at_s": seconds if by_epochs else at,
         "epoch": at if by_epochs else None,
         "seconds": seconds,
-        "steps": [one and one["steps"] for one in taken],
+        "steps": [copy and copy["steps"] for copy in taken],
         "train_loss": sum(losses) / len(losses) if losses else None,
+        "staleness": max(ages, default=None),
     }
-    ages = [age for rank in saved if rank for age in _ages(rank["taken"], mark)]
-    return found | ({"staleness": max(ages)} if ages else {})
 
 
-def _ages(taken: Sequence[dict[str, Any]], mark: int) -> Iterator[float]:
-    """Of each neighbour: by how many steps its values were behind since the mark before, on
-    average; nothing of one whose values were not used, and nothing of what was before the start."""
+def _ages(taken: Sequence[Taken], mark: int) -> Iterator[float]:
+    """Yields the mean staleness since the last mark of each neighbour whose values were used."""
     if mark == 0:
         return
     before = taken[mark - 1]["behind"]
@@ -179,12 +205,10 @@ def _ages(taken: Sequence[dict[str, Any]], mark: int) -> Iterator[float]:
             yield (total - total_before) / (uses - uses_before)
 
 
-def _judge(
-    evaluations: list[dict[str, Any]], trial: Trial, alive: Sequence[Saved], data: Parts
-) -> None:
-    """Adds to each evaluation what the mean model is worth, to the last also the ranks' own.
+def _scores(trial: Trial, alive: Sequence[Saved], data: Parts) -> list[Scores]:
+    """Returns the scores of the mean model by mark, and those of the ranks' models for the last.
 
-    Judging those as well every time would take several times as long.
+    The ranks' models at every mark would take several times as long.
     """
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have ended
     device = torch.device(trial.device)
@@ -193,46 +217,43 @@ def _judge(
     )
     workload = workload.to(device, *precision(trial.dtype))
     workload.model.eval()
-    judged: dict[tuple[int, ...], dict[str, Any]] = {}  # marks that share copies
-    for mark, evaluation in enumerate(evaluations):
+    scores: dict[tuple[int, ...], Scores] = {}
+    by_mark = []
+    for mark in range(len(trial.learn.marks)):
         rows = tuple(rank["taken"][mark]["row"] for rank in alive)
         copies = [rank["values"][row] for rank, row in zip(alive, rows, strict=True)]
-        if rows not in judged:
-            judged[rows] = _verdict(workload, copies, data.test)
-        evaluation.update(judged[rows])
-    evaluations[-1].update(_of_ranks(workload, copies, data.test))
+        if all(torch.equal(copy, copies[0]) for copy in copies[1:]):
+            copies = copies[:1]
+        if rows not in scores:
+            scores[rows] = _of_mean(workload, copies, data.test)
+        by_mark.append(scores[rows])
+    by_mark[-1] = by_mark[-1] | _of_ranks(workload, copies, data.test)
+    return by_mark
 
 
-def _verdict(workload: Workload, copies: Sequence[torch.Tensor], test: Samples) -> dict[str, Any]:
+def _of_mean(workload: Workload, copies: Sequence[torch.Tensor], test: Samples) -> Scores:
+    if len(copies) == 1:
+        return {**_score(workload, copies[0], test), "consensus_distance": 0.0}
     mean = sum(copy.double() for copy in copies) / len(copies)
-    equal = all(torch.equal(copy, copies[0]) for copy in copies[1:])
-    found = _worth(workload, copies[0] if equal else mean, test)
-    distance = 0.0
-    if not equal:
-        norm = mean.norm().item()
-        distance = max((copy.double() - mean).norm().item() for copy in copies) / (norm or 1.0)
+    norm = mean.norm().item()
+    distance = max((copy.double() - mean).norm().item() for copy in copies) / (norm or 1.0)
     distance = distance if math.isfinite(distance) else math.inf
-    return {**found, "consensus_distance": distance}
+    return {**_score(workload, mean, test), "consensus_distance": distance}
 
 
-def _of_ranks(
-    workload: Workload, copies: Sequence[torch.Tensor], test: Samples
-) -> dict[str, float]:
-    """The least and the most of the ranks' own models."""
-    equal = all(torch.equal(copy, copies[0]) for copy in copies[1:])
-    own = [_worth(workload, copy, test) for copy in (copies[:1] if equal else copies)]
-    ends = (("min", min), ("max", max))
+def _of_ranks(workload: Workload, copies: Sequence[torch.Tensor], test: Samples) -> Scores:
+    """Returns the smallest and the largest score of the ranks' models."""
+    scores = [_score(workload, copy, test) for copy in copies]
     return {
-        f"{name}_{end}": pick(one[name] for one in own)
+        f"{name}_{end}": pick(score[name] for score in scores)
         for name in ("accuracy", "loss")
-        for end, pick in ends
+        for end, pick in (("min", min), ("max", max))
     }
 
 
 @torch.inference_mode()
-def _worth(workload: Workload, values: torch.Tensor, test: Samples) -> dict[str, Any]:
-    """Shares of answers that are right, and where the right one is among the best five; the mean of
-    the criterion. All over the test data; of a text each word is an answer."""
+def _score(workload: Workload, values: torch.Tensor, test: Samples) -> Scores:
+    """Returns accuracy and loss on the test data; each word of a text is an answer."""
     set_floating(workload.model, values)
     right = among = lost = answers = 0.0
     for start in range(0, len(test), _BATCH):
@@ -245,16 +266,15 @@ def _worth(workload: Workload, values: torch.Tensor, test: Samples) -> dict[str,
         among += best.sum().item()
         lost += workload.criterion(output, wanted).item() * wanted.numel()
         answers += wanted.numel()
-    classes = output.shape[-1]
     return {
         "accuracy": right / answers,
-        "accuracy_top5": among / answers if classes > _FIVE else None,
+        "accuracy_top5": among / answers if output.shape[-1] > _FIVE else None,
         "loss": lost / answers,
     }
 
 
-def _check(before: Check, last: Evaluation, agreement: dict[str, Any] | None) -> Check:
-    """With how far replicas agree at the end, as far as that is known."""
+def _check(before: Check, last: Evaluation, agreement: Agreement | None) -> Check:
+    """Adds to a check how far the replicas agree at the end, if that is known."""
     if agreement is None and last.consensus_distance is not None:
         near = last.consensus_distance <= CONSENSUS_LIMIT
         agreement = {"replicas_agree": near, "consensus_distance": last.consensus_distance}

@@ -1,4 +1,4 @@
-"""The learning rate from step to step, by torch's schedulers."""
+"""Learning rate by step, from torch's schedulers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler as schedulers
 from common.harness.settings import ScheduleConfig
 
 _COLD = 0.1
-"""Where a learning rate that is not scaled begins its warm-up, as a share of itself."""
+"""First learning rate of a warm-up without `scale`, relative to the full one."""
 
 
 def make_schedule(
@@ -21,10 +21,8 @@ def make_schedule(
     epochs: int,
     world_size: int,
 ) -> schedulers.LRScheduler:
-    """Scales the learning rate of `optimizer` and sets it for the first step.
-
-    `step()` of what is returned, after each step of the optimizer, sets it for the next one.
-    """
+    """Scales the learning rate of `optimizer`, sets it for the first step, and returns the
+    scheduler, whose `step()` belongs after each step of the optimizer."""
     factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}
     scale = factor[config.scale]
     for group in optimizer.param_groups:
@@ -41,7 +39,7 @@ def make_schedule(
 def _later(
     optimizer: Optimizer, config: ScheduleConfig, steps_per_epoch: int, steps: int, warmup: int
 ) -> schedulers.LRScheduler:
-    """After the warm-up; milestones count from the beginning."""
+    """Returns the scheduler after the warm-up; milestones count from the beginning."""
     if config.kind == "cosine":
         return schedulers.CosineAnnealingLR(optimizer, T_max=steps)
     if config.kind == "exponential":

@@ -1,0 +1,140 @@
+"""Gradients of one late step, recomputed by the model as it was before the algorithm wrapped it.
+
+Other checks trust the gradients that a rank reports (`checking.recording`). This check runs the
+forward and the backward pass again, without the algorithm, on the same parameters, batch and random
+state. The result differs if the rank had a scaled loss, other labels or a layer less.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from common.harness.worker.checking.deviation import Deviation, worst_deviation
+from common.models.workload import Workload
+
+SMALL = 1e-3
+"""Least size of a tensor's gradient, relative to the largest one: the gradient of a bias before a
+batch norm is nothing but rounding."""
+Read = list[tuple[torch.nn.Module, str, str]]
+"""Parameters that a module reads: owner, attribute of the owner, and name in the model."""
+
+
+class Recomputation:
+    """Records the inputs of one step, and repeats its passes when the algorithm is removed.
+
+    Args:
+        workload: workload before an algorithm wraps it.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload, self._model = workload, workload.model
+        self._original = {
+            module: (
+                type(module),
+                {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()},
+            )
+            for module in self._model.modules()
+        }
+        """Class and attributes of every module, with its hooks."""
+        self._params = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        self._names = {id(param): name for name, param in self._params.items()}
+        self._read: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._random: list[torch.Tensor] = []
+        self._hooks = ExitStack()
+
+    def watch(self, called: frozenset[str]) -> None:
+        """Records the next step, until `unwatch`.
+
+        Args:
+            called: names of the layers that forward passes call. Parameters of other layers are
+                read by the modules around them.
+        """
+        names = {module: name for name, module in self._model.named_modules()}
+        for module in names:
+            read = [
+                (layer, attribute, self._names[id(param)])
+                for layer in module.modules()
+                if layer is module or names[layer] not in called
+                for attribute, param in self._original[layer][1]["_parameters"].items()
+                if id(param) in self._names
+            ]
+            if read:
+                hook = module.register_forward_pre_hook(lambda *_, read=read: self._copy(read))
+                self._hooks.callback(hook.remove)
+        begin = self._workload.model.register_forward_pre_hook(lambda *_: self._begin())
+        self._hooks.callback(begin.remove)
+
+    def unwatch(self) -> None:
+        """Stops recording."""
+        self._hooks.close()
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Repeats the passes of the step; returns the gradients of the trained parameters.
+
+        The model is bare afterwards, has the buffers that the passes leave, and cannot be trained.
+        """
+        for module, (kind, attributes) in self._original.items():
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+        for name, param in self._params.items():
+            param._backward_hooks = None
+            param.requires_grad_()
+            param.data = self._read.pop(name)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(self._buffers[name])
+        state, *device_state = self._random
+        torch.set_rng_state(state)
+        if device_state:
+            torch.cuda.set_rng_state(device_state[0])
+        self._workload.model = self._model
+        loss = self._workload.loss()
+        gradients = torch.autograd.grad(loss, list(self._params.values()), allow_unused=True)
+        return dict(zip(self._params, gradients, strict=True))
+
+    @property
+    def complete(self) -> bool:
+        """True if the step read all parameters as wholes, in their own type."""
+        read = {name: value.dtype for name, value in self._read.items()}
+        wanted = {name: param.dtype for name, param in self._params.items()}
+        return bool(self._random) and read == wanted
+
+    def _begin(self) -> None:
+        if not torch.is_grad_enabled() or self._random:
+            return
+        self._random.append(torch.get_rng_state())
+        if next(iter(self._params.values())).is_cuda:
+            self._random.append(torch.cuda.get_rng_state())
+        self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
+
+    def _copy(self, read: Read) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for layer, attribute, name in read:
+            param = layer._parameters[attribute]
+            if not hasattr(param, "to_local"):  # a DTensor is a part of the parameter
+                self._read[name] = param.detach().clone()
+
+
+def worst_gradient(
+    seen: Mapping[str, np.ndarray], recomputed: Mapping[str, np.ndarray]
+) -> Deviation:
+    """Returns the gradient of a step that is farthest from its recomputed value.
+
+    Args:
+        seen: elements of each tensor; NaN if there was no gradient.
+        recomputed: the same elements; zeros if there was none.
+    """
+    sizes = {name: float(np.linalg.norm(value)) for name, value in recomputed.items()}
+    least = SMALL * max(sizes.values(), default=0.0)
+    errors = {
+        name: float(np.linalg.norm(np.nan_to_num(seen[name]) - value))
+        for name, value in recomputed.items()
+    }
+    return worst_deviation(errors, {name: max(size, least) for name, size in sizes.items()})

@@ -171,7 +171,7 @@ def _translate_fusion(name: str, result: Settings) -> None:
 
 
 class _Given:
-    """Given variables, taken out one by one; the method does not have those that remain."""
+    """Given variables of a method. A read removes a variable; those that remain are refused."""
 
     def __init__(self, name: str, variables: Mapping[str, str]) -> None:
         self._name, self._left = name, dict(variables)

@@ -191,8 +191,8 @@ def load_plugin(path: Path, digest: str | None = None) -> str:
         return name
     if re.fullmatch("[a-z][a-z0-9-]*", name) is None or path.suffix != ".py":
         raise UserError(
-            f"{path}: the file's name is the algorithm's, in small letters, digits and "
-            "underscores, and ends in .py; rename it"
+            f"{path}: the file's name is the algorithm's: small letters, digits and underscores, "
+            "and .py; rename it"
         )
     if name in _modules():
         whose = f"of {_plugins[name].path}" if name in _plugins else "of dear's own"
@@ -214,9 +214,8 @@ def load_plugin(path: Path, digest: str | None = None) -> str:
     alike = consistency in ("synchronous", "delayed")
     if not alike and getattr_static(kinds[0], "traffic") is getattr_static(Algorithm, "traffic"):
         raise UserError(
-            f"{path}: {kinds[0].__name__}.traffic must say who sends to whom, for replicas are "
-            f"{consistency}: only who averages alike takes part in the same "
-            "collectives"
+            f"{path}: {kinds[0].__name__}.traffic must say who sends to whom, since replicas are "
+            f"{consistency}: their ranks do not take part in the same collectives"
         )
     _plugins[name] = plugin
     return name

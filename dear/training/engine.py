@@ -94,15 +94,12 @@ class Engine(Generic[OptionsT_co]):
 
     def settle(self) -> None:
         """Makes the parameters current, for engines whose `step` does not."""
-        return
 
     def forget(self) -> None:
         """Discards the record of the gradients, for engines that keep one."""
-        return
 
     def flush(self, update: Update) -> None:
         """Applies gradients that are held back for later steps, for engines that do so."""
-        return
 
     def state_dict(self, plain: Callable[[], StateDict]) -> StateDict:
         """Returns the result of `plain`, the optimizer's own method, on whole and current state."""
@@ -125,7 +122,6 @@ class Engine(Generic[OptionsT_co]):
 
     def resume(self, state: StateDict) -> None:
         """Restores the entries of `state` that `state_dict` has added to the optimizer's own."""
-        return
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float

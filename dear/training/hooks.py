@@ -86,14 +86,14 @@ class Hooks:
         self._handles.append(module.register_forward_hook(post))
 
     def before_state_dict(self, model: torch.nn.Module, call: Callable[[], None]) -> None:
-        """Calls `call()` before any part of `model` gives away or takes in a state dict."""
+        """Calls `call()` before any module of `model` saves or loads a state dict."""
         self.before_load(model, call)
         hook = _ModuleHook(lambda *args: call())
         for module in model.modules():
             self._handles.append(module.register_state_dict_pre_hook(hook))
 
     def before_load(self, model: torch.nn.Module, call: Callable[[], None]) -> None:
-        """Calls `call()` before any part of `model` takes in a state dict."""
+        """Calls `call()` before any module of `model` loads a state dict."""
         hook = _ModuleHook(lambda *args: call())
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
@@ -118,7 +118,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 class ReaderMap:
-    """Learns until `freeze`, then answers `groups_of(module)` and `unread()`."""
+    """Map from modules to the parameters that they read; it learns until `freeze`."""
 
     def __init__(self, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]) -> None:
         self._model = model
@@ -164,7 +164,7 @@ class ReaderMap:
 
         These are all of them in an evaluation, which may read parameters where training never does.
         """
-        if module not in self._called:  # others then stand for fewer parameters
+        if module not in self._called:  # modules around it then answer for fewer parameters
             self._called.add(module)
             self._map = None
         training = self._model.training and torch.is_grad_enabled()
@@ -175,7 +175,7 @@ class ReaderMap:
         return self._readers().get(module, set())
 
     def unread(self) -> set[int]:
-        """Returns the groups with a parameter that no module known to run stands for."""
+        """Returns the groups with a parameter that no module known to run answers for."""
         self._readers()
         return self._unread
 

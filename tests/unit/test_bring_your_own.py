@@ -486,7 +486,7 @@ WRONG_ALGORITHMS = {
     "no traffic": (
         "mine.py",
         EMPTY + 'class A(Algorithm): capabilities = Capabilities(consistency="decentralized")\n',
-        "A.traffic must say who sends to whom, for replicas are decentralized",
+        "A.traffic must say who sends to whom, since replicas are decentralized",
     ),
     "dear's own name": ("wfbp.py", EMPTY, "an algorithm 'wfbp' of dear's own; rename the file"),
     "an alias": ("asc.py", EMPTY, "asc is another name of an algorithm"),

@@ -225,7 +225,7 @@ class GroupExchange(BucketExchange):
         self._groups = {}
 
     def upcoming(self, bucket: Bucket, steps: int) -> Edge | None:
-        """Returns the group whose average `mix` would take in; None if no average is under way."""
+        """Returns the group whose average `mix` would use; None if no average is under way."""
         if bucket not in self.pending:
             return None
         edge = self.topology.get_edge(steps - 1)

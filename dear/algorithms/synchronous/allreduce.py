@@ -24,7 +24,7 @@ class AllReduce(Algorithm["AllReduce.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CompressedOptions):
-        """Compression of the gradients, each tensor by itself."""
+        """Compression of each gradient."""
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "sequential"

@@ -54,7 +54,7 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
     each gradient arrives and what an all-reduce costs by size. Both are measured, in the first
     steps and after them; rank 0 decides, then the groups stay.
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
-    Bytes move: during the backward pass, each group as soon as its last gradient is there.
+    Bytes move: during the backward pass, each group when its last gradient arrives.
     Cost per step and rank: one all-reduce per group, or all-gather of elements or signs.
     """
 

@@ -71,7 +71,7 @@ class Difference:
     n: int
     """Number of steps of both trials."""
     paired: bool
-    """Whether repeats of the same round were compared."""
+    """True: repeats of the same round were compared."""
 
     @property
     def half_width(self) -> float:
@@ -139,10 +139,7 @@ def throughput(repeats: Repeats, samples_per_step: int) -> Estimate:
 
 def percentile_step_s(repeats: Repeats, share: float) -> float:
     """Returns the quantile `share` of all steps in seconds, with linear interpolation."""
-    steps = sorted(step for repeat in repeats for step in repeat)
-    place = share * (len(steps) - 1)
-    below = steps[math.floor(place)]
-    return below + (place % 1) * (steps[math.ceil(place)] - below)
+    return float(np.quantile([step for repeat in repeats for step in repeat], share))
 
 
 def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
@@ -225,9 +222,8 @@ def leaders(trials: Sequence[Repeats], paired: Callable[[int, int], bool]) -> li
     times = [step_s(trial).value for trial in trials]
     best = min(range(len(trials)), key=times.__getitem__)
     pairs = list(itertools.combinations(range(len(trials)), 2))
-    found = [compare(trials[i], trials[j], paired(i, j)) for i, j in pairs]
-    p_values = [pair.p_value if pair.repeats >= MIN_REPEATS else 1.0 for pair in found]
-    adjusted = holm(p_values)
+    differences = [compare(trials[i], trials[j], paired(i, j)) for i, j in pairs]
+    adjusted = holm([d.p_value if d.repeats >= MIN_REPEATS else 1.0 for d in differences])
     alike = [pair for pair, p in zip(pairs, adjusted, strict=True) if best in pair and p > ALPHA]
     return [best, *(i + j - best for i, j in alike)]
 
@@ -252,8 +248,8 @@ def detectable(difference: Difference, comparisons: int) -> float | None:
     low, high = 0.0, math.log(1 + NOTABLE) + 2 * error + critical.max()
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        found = ndtr((middle - needed) / error).mean() if error else middle > needed[0]
-        low, high = (low, middle) if found >= POWER else (middle, high)
+        power = ndtr((middle - needed) / error).mean() if error else middle > needed[0]
+        low, high = (low, middle) if power >= POWER else (middle, high)
     return math.expm1(high)
 
 

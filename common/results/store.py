@@ -12,9 +12,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from common.results.records import SCHEMA, Record, typed
+from common.results.records import SCHEMA, JsonObject, Record, typed
 from dear.errors import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ def _tell(path: Path, damaged: tuple[int, ...]) -> None:
     _LOG.warning("%s: %s damaged and left out (%s)", path, count, lines)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> JsonObject | None:
     """Returns the JSON object of a line; None if the line is damaged."""
     try:
         value = json.loads(line)

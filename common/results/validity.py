@@ -44,8 +44,8 @@ class Flag:
 
 def flag_text(record: Record) -> str | None:
     """Returns the text of the record's flag; None for a valid record."""
-    found = flag(record)
-    return found and found.text
+    reason = flag(record)
+    return reason and reason.text
 
 
 def flag(record: Record) -> Flag | None:

@@ -17,7 +17,7 @@ from common.harness.running.record import make_record
 from common.launch.job import Outcome
 from common.results import store
 from common.results.exports import traces
-from common.results.exports.traces.spans import aligned
+from common.results.exports.spans import aligned
 from common.results.records import REAL, Result
 from common.results.records.trust import Check
 from common.results.store import Comparison

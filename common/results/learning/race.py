@@ -21,10 +21,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from common.results import stats
-from common.results.records import Record
+from common.results.records import JsonObject, Record
 from common.results.records.learned import Learning
 from common.results.stats import Difference, Estimate
 
@@ -38,7 +37,7 @@ class Finish:
     steps: float | None = None
     """Steps of a rank to the target, as the mean of all ranks."""
     there: bool = True
-    """Whether the run reached the target."""
+    """False: the run missed the target."""
     seed: int
 
 
@@ -48,9 +47,9 @@ class Race:
 
     difference: Difference
     there: bool
-    """Whether all runs reached the target; if not, the ratio is an upper limit."""
+    """False: a run missed the target, and the ratio is an upper limit."""
     base_there: bool
-    """Whether all runs of the baseline did; if not, the ratio is a lower limit."""
+    """False: a run of the baseline missed the target, and the ratio is a lower limit."""
 
 
 def finishes(record: Record) -> list[Finish]:
@@ -62,32 +61,32 @@ def finishes(record: Record) -> list[Finish]:
     if target is not None:
         return [_finish(run, target) for run in record.learning]
     slowed = slowed_ranks(record.trial)
-    found = ((_rate(run, slowed), run.seed) for run in record.learning)
-    return [Finish(seconds=1 / rate, seed=seed) for rate, seed in found if rate]
+    rates = ((_rate(run, slowed), run.seed) for run in record.learning)
+    return [Finish(seconds=1 / rate, seed=seed) for rate, seed in rates if rate]
 
 
 def _finish(run: Learning, target: float) -> Finish:
-    accuracies = [one.accuracy or 0.0 for one in run.evaluations]
-    seconds = [one.seconds for one in run.evaluations]
-    steps = [one.mean_steps for one in run.evaluations]
-    found = crossing(seconds, accuracies, target)
-    if found is None:
+    accuracies = [each.accuracy or 0.0 for each in run.evaluations]
+    seconds = [each.seconds for each in run.evaluations]
+    steps = [each.mean_steps for each in run.evaluations]
+    reached = crossing(seconds, accuracies, target)
+    if reached is None:
         return Finish(seconds=seconds[-1], steps=steps[-1], there=False, seed=run.seed)
-    return Finish(seconds=found, steps=crossing(steps, accuracies, target), seed=run.seed)
+    return Finish(seconds=reached, steps=crossing(steps, accuracies, target), seed=run.seed)
 
 
 def rates(record: Record, leave_out: Sequence[int]) -> list[float]:
     """Returns steps per second by run, of the slowest rank that lives and is not left out."""
-    found = (_rate(run, leave_out) for run in record.learning)
-    return [rate for rate in found if rate is not None]
+    rates = (_rate(run, leave_out) for run in record.learning)
+    return [rate for rate in rates if rate is not None]
 
 
 def _rate(run: Learning, leave_out: Sequence[int]) -> float | None:
-    left = (one.steps_per_s for i, one in enumerate(run.ranks) if one and i not in leave_out)
-    return min(left, default=None)
+    paces = (pace for i, pace in enumerate(run.ranks) if i not in leave_out)
+    return min((pace.steps_per_s for pace in paces if pace), default=None)
 
 
-def slowed_ranks(trial: dict[str, Any]) -> list[int]:
+def slowed_ranks(trial: JsonObject) -> list[int]:
     """Returns the ranks on the host that a fault slows."""
     fault = trial.get("fault") or {}
     if fault.get("kind") != "slow_host":
@@ -126,8 +125,8 @@ def race(ours: Sequence[Finish], others: Sequence[Finish]) -> Race | None:
 def verdicts(races: Sequence[Race | None]) -> list[str]:
     """Returns a verdict for each, corrected for their number (`stats.verdicts`)."""
     differences = [race.difference for race in races if race is not None]
-    found = iter(stats.verdicts(differences))
-    return ["UNSURE" if race is None else _allowed(next(found), race) for race in races]
+    unlimited = iter(stats.verdicts(differences))
+    return ["UNSURE" if race is None else _allowed(next(unlimited), race) for race in races]
 
 
 def _allowed(verdict: str, race: Race) -> str:

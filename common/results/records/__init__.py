@@ -1,6 +1,6 @@
 """Records of trials: the source of every table, figure and report."""
 
-from common.results.records.reading import typed
+from common.results.records.reading import JsonObject, typed
 from common.results.records.record import (
     SCHEMA,
     Bound,
@@ -21,6 +21,7 @@ __all__ = [
     "FabricFacts",
     "Failure",
     "Group",
+    "JsonObject",
     "Order",
     "Plan",
     "REAL",

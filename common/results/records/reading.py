@@ -6,7 +6,10 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+JsonObject: TypeAlias = dict[str, Any]
+"""JSON object whose types only its readers know."""
 
 
 def typed(hint: Any, value: Any) -> Any:

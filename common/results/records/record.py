@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.emulation.config import Fault
 from common.results.records.learned import Learning
-from common.results.records.reading import typed
+from common.results.records.reading import JsonObject, typed
 from common.results.records.result import REAL, Breakdown, FabricFacts, Result
 from common.results.records.trust import (
     Check,
@@ -29,7 +28,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a trial has no result."""
+    """Reason why a trial has no result."""
 
     kind: str | None = None
     message: str
@@ -93,7 +92,7 @@ class Record:
     schema: int = SCHEMA
     id: str
     hash: str
-    trial: dict[str, Any]
+    trial: JsonObject
     """The trial's settings as JSON."""
     fabric: FabricFacts = REAL
     status: str
@@ -104,7 +103,7 @@ class Record:
     """ISO 8601, UTC."""
     duration_s: float
     """Wall-clock time of all launches, set-up of the workers included."""
-    machine: dict[str, Any]
+    machine: JsonObject
     run: str = ""
     """Run of the sweep. Trials of one cell and one run took turns."""
     order: Order | None = None
@@ -193,12 +192,12 @@ class Record:
         """Elapsed time per step of all ranks together; defined only where steps were timed."""
         return mean_step_s(self.iters)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Returns the record as a JSON object."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Record:
+    def from_json(cls, values: JsonObject) -> Record:
         """Builds the record from what `to_json` returned."""
         return typed(cls, values)
 

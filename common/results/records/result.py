@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from common.emulation.dilation import Calibration
 from common.results.records.learned import Data, Learning
+from common.results.records.reading import JsonObject
 from common.results.records.trust import Check, CostCheck, EngineCosts, Network, Strain
 from dear.cost.bounds import StepTimes
 from dear.cost.fit import CollectiveCost
@@ -51,7 +52,7 @@ class Plan:
 
     groups: list[Group] = field(default_factory=list)
     """Groups in the order in which they start."""
-    found: dict[str, Any] = field(default_factory=dict)
+    found: JsonObject = field(default_factory=dict)
     """`dear.training.engine.Engine.findings`; times are in seconds of the modelled cluster, except
     `wall_s`."""
 
@@ -79,7 +80,7 @@ class Result:
     loss: float | None = None
     """Loss of the last step; None if it is not finite."""
     check: Check
-    statistics: list[dict[str, Any] | None] | None = None
+    statistics: list[JsonObject | None] | None = None
     """Counters of the algorithm, by rank."""
     learning: Learning | None = None
     data: Data | None = None
@@ -118,7 +119,7 @@ class FabricFacts:
     calibration: Calibration | None = None
     """CPU costs of this machine, by which the first time scale was chosen; None if real."""
     network: Network = field(default_factory=Network)
-    fault_events: list[dict[str, Any]] = field(default_factory=list)
+    fault_events: list[JsonObject] = field(default_factory=list)
 
 
 REAL = FabricFacts()

@@ -6,8 +6,9 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from common.results.records.reading import JsonObject
 from dear.cost.fit import CollectiveCost
 
 
@@ -73,7 +74,7 @@ class Check:
     worst_tensor: str | None = None
     """Name of the tensor with the largest error, in the first steps or at the end."""
     end_error: float | None = None
-    """Like `reference_error`, over all steps of the first repeat, timed steps included."""
+    """The same over all steps of the first repeat, timed steps included."""
     finding: str | None = None
     """Error that was found, or reason why nothing was compared; None if all was right."""
 
@@ -117,7 +118,7 @@ class Modelled:
     exposed_s: float | None = None
     """Part of `step_s` that waits for communication."""
     reason: str | None = None
-    """Why the step was not computed."""
+    """Reason why the step was not computed."""
 
     def off(self, step_s: float) -> float | None:
         """Returns how much longer a measured step is, relative to the model's step."""
@@ -136,7 +137,7 @@ class Strain:
     that the time scale leaves free does not count. None if compute is replayed: it makes up for
     waits."""
     main_wait: float | None = None
-    """Like `core_wait`, for training threads alone: they issue all work and delay the step."""
+    """The same for training threads alone, which issue all work and delay the step."""
     fell_behind: float = 0.0
     """Change of the delay of hosts behind their replayed devices, from begin to end, in seconds per
     second, as the mean over ranks. A delay that a host made up for is in the steps."""
@@ -154,20 +155,20 @@ class Strain:
 class Network:
     """Links as requested and as measured; `requested` is None on a real network."""
 
-    requested: dict[str, Any] | None = None
-    measured: list[dict[str, Any]] | None = None
+    requested: JsonObject | None = None
+    measured: list[JsonObject] | None = None
     """Rate of each link alone."""
-    together: list[dict[str, Any]] = field(default_factory=list)
+    together: list[JsonObject] = field(default_factory=list)
     """Rate that each host received from the host before it while all hosts sent."""
-    delays: list[dict[str, Any]] = field(default_factory=list)
+    delays: list[JsonObject] = field(default_factory=list)
     """One-way delays from each host to the next and between sites, all measured at once."""
     links: str | None = None
     """Shaper of the links: tc or switch."""
     congestion: str | None = None
     """TCP's congestion control."""
-    switch: dict[str, Any] | None = None
+    switch: JsonObject | None = None
     """Counters and lateness of the switch while all links were busy."""
-    launches: list[dict[str, Any]] = field(default_factory=list)
+    launches: list[JsonObject] = field(default_factory=list)
     """Counters of the switch for each launch of the trial, with its `repeat`, and `rate_changes` if
     the network has a trace."""
     off_percent: float | None = None

@@ -275,7 +275,7 @@ class _Downloads:
     records: Download
     count: int
     whole: bool
-    """Whether `records` is the whole file, with older records of the same trials."""
+    """True: `records` is the whole file, with older records of the same trials."""
     experiment: Download
 
 

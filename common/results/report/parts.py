@@ -25,7 +25,7 @@ class Download:
     url: str
     """URL of the kind `data:`, in base64."""
     packed: bool
-    """Whether it is packed by gzip; a browser with JavaScript unpacks it."""
+    """True: the file is packed by gzip; a browser with JavaScript unpacks it."""
     size: int
     """Bytes of the unpacked file."""
 
@@ -75,9 +75,9 @@ class Heading:
 
     text: str
     number: bool
-    """Whether the column has numbers, which are aligned to the right and sorted by value."""
+    """True: numbers are aligned to the right and sorted by value."""
     name: bool
-    """Whether the column names the rows."""
+    """True: the column names the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class Compared(Identity):
     """Further repeats that would probably give that half width; 0: it is reached. None: unknown, or
     very many."""
     leads: bool | None = None
-    """Whether the trial is the fastest of its cell, or not distinguishable from it."""
+    """True: the trial is the fastest of its cell, or not distinguishable from it."""
 
     @property
     def place(self) -> tuple[object, ...]:

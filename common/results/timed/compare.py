@@ -93,13 +93,13 @@ def _key(names: Sequence[str]) -> Callable[[Record], Hashable]:
 
 def rows(matched: Sequence[tuple[Record, Record]]) -> list[Pair]:
     """Returns a row for each pair; verdicts are corrected for the number of valid pairs."""
-    made = [_pair(first, second) for first, second in matched]
-    valid = [index for index, pair in enumerate(made) if pair.flag is None]
+    rows = [_pair(first, second) for first, second in matched]
+    valid = [index for index, pair in enumerate(rows) if pair.flag is None]
     differences = [difference(matched[i][1], matched[i][0]) for i in valid]
     for i, measured, verdict in zip(valid, differences, stats.verdicts(differences), strict=True):
         ratio = measured.ratio
-        made[i] = dataclasses.replace(
-            made[i],
+        rows[i] = dataclasses.replace(
+            rows[i],
             ratio=ratio.value,
             ratio_low=ratio.low,
             ratio_high=ratio.high,
@@ -107,7 +107,7 @@ def rows(matched: Sequence[tuple[Record, Record]]) -> list[Pair]:
             verdict=verdict,
             more_repeats=more_repeats(measured) if verdict == "UNSURE" else None,
         )
-    return made
+    return rows
 
 
 def _pair(first: Record, second: Record) -> Pair:

@@ -5,12 +5,10 @@ The model shares nothing with the emulation, so an error of one of them shows as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from common.models.profile import Profile, load, path_of
-from common.results.records import Record, Result
+from common.results.records import JsonObject, Record, Result
 from common.results.records.trust import Modelled, sending_costs
 from common.virtual.foresee import share_on_wire
 from common.virtual.link import Cost, Pairwise
@@ -84,7 +82,7 @@ def prediction(record: Record) -> Prediction:
     return predict(passes, messages, statement, _costs(result), trial["world_size"])
 
 
-def trial_passes(trial: Mapping[str, Any], update_s: float) -> Passes:
+def trial_passes(trial: JsonObject, update_s: float) -> Passes:
     """Returns the passes of a trial's profile, with an update that took `update_s` seconds.
 
     Args:
@@ -106,7 +104,7 @@ def _costs(result: Result) -> dict[str, Cost]:
     return costs
 
 
-def _profile(trial: Mapping[str, Any]) -> Profile:
+def _profile(trial: JsonObject) -> Profile:
     model, _, device = trial["model"].rpartition("@")
     if not model:
         raise UnmodelledError("its model has no profile")

@@ -1,31 +1,31 @@
-"""Why a row of a comparison stands out: a sentence from its plan, its costs and its compute.
+"""Explanation of the fastest and slowest rows, from their plans, costs and compute.
 
-A step is what a rank computes and what communication adds to that. How much it adds follows from
-the messages of the plan, from what they cost on this network, and from what they may run behind
-(the kind of the trial's bound). Where that does not come to what was measured nobody knows why the
-row stands out, and there is no sentence.
+A step is compute, and the time that communication adds to it. That time follows from the messages
+of the plan, from their costs on this network, and from the window in which they may be hidden (the
+kind of the trial's bound). If it does not match the measured step, there is no explanation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from common.results.records import Record, Result
 from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 
+Cost = Callable[[int], float]
+"""Seconds of a message by its bytes."""
 FAR = 0.9
-"""Below this share of its bound a row stands out."""
+"""Share of its bound below which a row is explained."""
 APART = 1.05
-"""The slowest row does if its step is so many times that of the fastest."""
+"""Ratio of the slowest step to the fastest from which both rows are explained."""
 _OFF = 0.25
-"""An account may be wrong by this share of what it explains, or by a hundredth of a step."""
+"""Allowed relative error of an account; a hundredth of a step is always allowed."""
 _LITTLE = 0.03
-"""Communication that adds no more to a step is hidden."""
+"""Largest share of a step that hidden communication adds."""
 _WHOLE = 0.98
-"""A plan that has less of the gradients does not tell what was sent."""
+"""Smallest share of the gradients that a complete plan has."""
 
 _NAMES = {"all_reduce": "all-reduces", "reduce_scatter": "reduce-scatters"}
 _NAMES |= {"all_gather": "all-gathers"}
@@ -34,23 +34,23 @@ _EVERYTHING = "all that a rank computes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
-    """All messages of one kind, and what they may run behind."""
+class Phase:
+    """All messages of an operation, and the window that may hide them."""
 
     operation: str
     window: str | None
-    """None: nothing."""
+    """Name of the window; None: no window hides the messages."""
     window_s: float
     total_s: float
-    """Of all messages one after the other."""
+    """Time of all messages in turn."""
     start_up_s: float
-    """Of that, what the same bytes in one message would not take."""
+    """Part of `total_s` that the same bytes in one message would not take."""
     last_s: float
-    """Of the message that starts last."""
+    """Time of the message that starts last."""
 
     @property
     def left_s(self) -> float:
-        """What the window cannot hide."""
+        """Time that the window cannot hide."""
         return max(0.0, self.total_s - self.window_s)
 
     @property
@@ -62,32 +62,32 @@ class Leg:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What communication adds to a step: as measured, and as its messages would have it."""
+    """Time that communication adds to a step: measured, and computed from its messages."""
 
     step_s: float
     added_s: float
-    """The step without what a rank computes; with all of the update, as the next has it not."""
+    """Step without compute and update."""
     added_shared_s: float
-    """The same if each rank makes its share of the update."""
+    """The same, if each rank does its share of the update."""
     exposed_s: float | None
     messages: Sequence[int]
-    """Bytes, in the order in which they start."""
-    legs: Sequence[Leg]
+    """Bytes of the messages, in the order of their starts."""
+    phases: Sequence[Phase]
     sharers: int
-    """Ranks that may share the update; 1: they do not."""
+    """Number of ranks that may share the update; 1: they do not."""
 
     @property
     def left_s(self) -> float:
-        """What the windows cannot hide."""
-        return sum(leg.left_s for leg in self.legs)
+        """Time that the windows cannot hide."""
+        return sum(phase.left_s for phase in self.phases)
 
     @property
     def last_s(self) -> float:
-        """Of the message that starts last, on all legs but those that run behind everything."""
-        return sum(leg.last_s for leg in self.legs if leg.window != _EVERYTHING)
+        """Time of the last messages of all phases, except those that all compute may hide."""
+        return sum(phase.last_s for phase in self.phases if phase.window != _EVERYTHING)
 
     def explains(self, seconds: float, added_s: float | None = None) -> bool:
-        """Whether so much time comes to what was measured, and was waited where waiting is seen."""
+        """Returns whether a time matches the measured one, and the waiting if it is known."""
         added = self.added_s if added_s is None else added_s
         if self.exposed_s is not None and self.exposed_s < seconds / 2:
             return False
@@ -95,10 +95,10 @@ class Account:
 
 
 def sentences(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
-    """A line for the fastest and the slowest row of each place and for those far from their bound.
+    """Explains the fastest and the slowest row of each place, and those far from their bound.
 
     Args:
-        records: those of the rows.
+        records: records of the rows.
     """
     places: dict[object, list[tuple[Row, Record]]] = {}
     for row, record in zip(rows, records, strict=True):
@@ -127,10 +127,10 @@ def _standing_out(pairs: Sequence[tuple[Row, Record]]) -> Iterable[tuple[Row, Re
 
 
 def reason(record: Record, *, hidden: bool) -> str | None:
-    """Why its step takes as long as it does; None where its data do not say.
+    """Explains the length of a step; None if the data are not sufficient.
 
     Args:
-        hidden: whether to say so where communication adds next to nothing.
+        hidden: whether to explain a step to which communication adds almost nothing.
     """
     account = account_of(record)
     if account is None:
@@ -141,7 +141,7 @@ def reason(record: Record, *, hidden: bool) -> str | None:
 
 
 def account_of(record: Record) -> Account | None:
-    """None where something is not known of it, or its gradients did not travel as planned."""
+    """Returns None if the record lacks something, or gradients were not sent as planned."""
     result, bound, costs = record.first, record.bound, record.sending_costs
     if result is None or bound is None or not costs:
         return None
@@ -163,8 +163,8 @@ def account_of(record: Record) -> Account | None:
             ("all_gather", _FORWARD, compute.forward_s),
         ],
     }
-    legs = windows.get(bound.kind or "")
-    if legs is None or any(operation not in costs for operation, *_ in legs):
+    phases = windows.get(bound.kind or "")
+    if phases is None or any(operation not in costs for operation, *_ in phases):
         return None
     sharers = record.trial["world_size"] if bound.kind == "dear" else 1
     step_s = record.step_s
@@ -174,24 +174,24 @@ def account_of(record: Record) -> Account | None:
         added_shared_s=step_s - computed - compute.update_s / sharers,
         exposed_s=record.breakdown and record.breakdown.exposed_comm_s,
         messages=messages,
-        legs=[_leg(costs[leg[0]], messages, *leg) for leg in legs],
+        phases=[_phase(costs[phase[0]], messages, *phase) for phase in phases],
         sharers=sharers,
     )
 
 
 def _all_travels(result: Result, planned: int) -> bool:
-    """Whether the plan has all gradients, and no fewer bytes were sent."""
+    """Returns whether the plan has all gradients, and no fewer bytes were sent."""
     gradients, sent = result.gradient_bytes, result.bytes_per_step
     if not gradients or planned < _WHOLE * gradients:
         return False
     return sent is None or sent >= _WHOLE * gradients
 
 
-def _leg(
-    cost: Any, messages: Sequence[int], operation: str, window: str | None, window_s: float
-) -> Leg:
+def _phase(
+    cost: Cost, messages: Sequence[int], operation: str, window: str | None, window_s: float
+) -> Phase:
     total_s = sum(map(cost, messages))
-    return Leg(
+    return Phase(
         operation=operation,
         window=window,
         window_s=window_s,
@@ -202,21 +202,23 @@ def _leg(
 
 
 def _hidden(account: Account) -> str | None:
-    """Nothing is left of it, and the messages, the last one too, could be hidden so well."""
-    if any(leg.window is None or leg.left_s > _LITTLE * account.step_s for leg in account.legs):
+    """Explains hidden communication, if the windows can hide all messages."""
+    if any(
+        phase.window is None or phase.left_s > _LITTLE * account.step_s for phase in account.phases
+    ):
         return None
     if account.last_s > max(0.0, account.added_s) + account.step_s / 100:
         return None
-    parts = [f"its {_NAMES[leg.operation]}, {_ms(leg.total_s)}, behind {leg.window}"
-             for leg in account.legs]  # fmt: skip
+    parts = [f"its {_NAMES[phase.operation]}, {_ms(phase.total_s)}, behind {phase.window}"
+             for phase in account.phases]  # fmt: skip
     added = max(0.0, account.added_s)
     return f"it hides all but {_ms(added)} of its communication: {'; '.join(parts)}"
 
 
 def _late(account: Account) -> str | None:
-    """The message that starts last, or the only one, outlasts what the others leave over.
+    """Explains a step by its last message, if that alone adds the measured time.
 
-    It starts when the backward pass has ended, and has what the next forward pass reads first.
+    The message starts at the end of the backward pass, and the next forward pass reads it first.
     """
     if account.left_s > account.last_s or not account.explains(account.last_s):
         return None
@@ -226,23 +228,23 @@ def _late(account: Account) -> str | None:
     else:
         what = f"it sends the last {_mb(last)} of {_mb(whole)} in one message"
     what += ", when the backward pass has ended"
-    if len(account.legs) > 1:
+    if len(account.phases) > 1:
         what += ", and needs it before the next forward pass"
     return f"{what}: {_ms(account.last_s)} that nothing hides"
 
 
 def _long(account: Account) -> str | None:
-    """Its bytes take longer than what they run behind."""
+    """Explains a step by bytes that take longer than their windows."""
     left = account.left_s
-    if any(leg.window is None for leg in account.legs) or left <= account.last_s:
+    if any(phase.window is None for phase in account.phases) or left <= account.last_s:
         return None
-    if sum(leg.start_up_s for leg in account.legs) > left / 2:
+    if sum(phase.start_up_s for phase in account.phases) > left / 2:
         return None
     shared = account.sharers > 1 and account.explains(left, account.added_shared_s)
     whole = account.explains(left)
     if not (shared or whole):
         return None
-    text = "; ".join(leg.text for leg in account.legs)
+    text = "; ".join(phase.text for phase in account.phases)
     if shared and not whole:
         saved = account.added_shared_s - account.added_s
         text += f"; each rank makes 1/{account.sharers} of the update, which saves {_ms(saved)}"
@@ -250,19 +252,19 @@ def _long(account: Account) -> str | None:
 
 
 def _start_ups(account: Account) -> str | None:
-    """In one message its bytes would be hidden; the start-ups of many are more than is lost."""
-    start_ups = sum(leg.start_up_s for leg in account.legs)
-    left = sum(max(0.0, leg.left_s - leg.start_up_s) for leg in account.legs)
-    if any(leg.window is None for leg in account.legs) or left > account.added_s / 2:
+    """Explains a step by start-ups, if one message of the same bytes would be hidden."""
+    start_ups = sum(phase.start_up_s for phase in account.phases)
+    left = sum(max(0.0, phase.left_s - phase.start_up_s) for phase in account.phases)
+    if any(phase.window is None for phase in account.phases) or left > account.added_s / 2:
         return None
     lost = account.added_s if account.exposed_s is None else account.exposed_s
     if start_ups < account.added_s or lost < account.added_s / 2:
         return None
-    leg = account.legs[0]
+    phase = account.phases[0]
     return (
         f"it sends {len(account.messages)} messages, whose start-ups take up to {_ms(start_ups)}; "
-        f"its {_mb(sum(account.messages))} alone would take {_ms(leg.total_s - leg.start_up_s)} "
-        f"behind {leg.window} of {_ms(leg.window_s)}"
+        f"its {_mb(sum(account.messages))} alone would take "
+        f"{_ms(phase.total_s - phase.start_up_s)} behind {phase.window} of {_ms(phase.window_s)}"
     )
 
 

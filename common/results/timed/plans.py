@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
 
-from common.results.records import Group, Record
-
-Findings: TypeAlias = Mapping[str, Any]
-"""Values of a plan (`dear.training.engine.Engine.findings`)."""
+from common.results.records import Group, JsonObject, Record
 
 _MIB = 1 << 20
 _SHOWN = 12
@@ -61,7 +57,7 @@ def _groups(groups: Sequence[Group]) -> str:
     return f"{text}, {min(sizes):.2f} to {max(sizes):.2f} MB"
 
 
-def _predicted(predicted: Findings) -> str:
+def _predicted(predicted: JsonObject) -> str:
     backward_s, end_s = predicted["backward_s"], predicted["ends_s"][-1]
     return (
         f"predicted: gradients are there after {1e3 * backward_s:.1f} ms of the backward pass, "
@@ -69,7 +65,7 @@ def _predicted(predicted: Findings) -> str:
     )
 
 
-def _tuner(tuner: Findings) -> list[str]:
+def _tuner(tuner: JsonObject) -> list[str]:
     tried = "; ".join(
         f"{trial['threshold_mb']:.2f} MB {1e3 * trial['step_s']:.1f} ms" for trial in tuner["tried"]
     )
@@ -78,7 +74,7 @@ def _tuner(tuner: Findings) -> list[str]:
     return [f"tuner: {tried}", f"tuner: {end}"]
 
 
-def _queues(findings: Findings) -> str:
+def _queues(findings: JsonObject) -> str:
     credit = findings["credit_mb"]
     return (
         f"{findings['partitions']} partitions in {findings['queues']} queues"

@@ -77,7 +77,7 @@ class Row(Validity, Times, Compared):
     """Number of timed steps."""
     repeats: int | None = None
     paired: bool | None = None
-    """Whether the speed-up compares repeats of the same round."""
+    """True: the speed-up compares repeats of the same round."""
     efficiency: float | None = None
     """Throughput over world size times the single worker's throughput."""
     efficiency_low: float | None = None

@@ -1,0 +1,172 @@
+"""Timelines of trials for Perfetto, in Chrome's trace format, from their evidence.
+
+The first launch of a trial that times steps trains a few more steps after the timed ones. On every
+rank it notes when each gradient was ready, when each collective started and ended, and when the
+training waited for one. Each trial gets one file of all ranks.
+
+A process of the trace is a rank. An arrow leads from the computation that made the last gradient of
+a transfer to the transfer, from there to the wait for it, and through all ranks' parts of a
+collective, in the order in which they end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from common.results.exports.spans import Clocks, Evidence, RankSpans, Span, aligned, lanes
+from common.results.records import JsonObject, Record
+from dear.errors import UserError
+
+MERGED = "merged.json"
+NEAR_US = 1000.0
+"""Largest delay between the end of a transfer and the end of the wait for it, in microseconds of
+the fabric."""
+_STEPS, _COMPUTES, _WAITS, _GRADIENTS, _TRANSFERS = 0, 1, 2, 3, 10
+_ROWS = {
+    _STEPS: "steps",
+    _COMPUTES: "training",
+    _WAITS: "waits for communication",
+    _GRADIENTS: "gradients",
+}
+Event: TypeAlias = JsonObject
+"""Event of Chrome's trace format."""
+Track: TypeAlias = tuple[int, int]
+"""Process and thread of an event."""
+
+
+def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
+    """Writes `merged.json` into a folder for each trial that has a trace, and returns the folders.
+
+    Args:
+        folder: folder of the sweep, with the evidence beside the records.
+        into: parent of the new folders; it is made if it does not exist.
+
+    Raises:
+        UserError: no trial has a trace, or the folder cannot be written.
+    """
+    traced = {r.id: raw for r in records if (raw := evidence(folder, r)) is not None}
+    if not traced:
+        raise UserError(f"{folder}: no trial has a trace: only trials that time steps have one")
+    try:
+        for name, raw in traced.items():
+            (into / name).mkdir(parents=True, exist_ok=True)
+            (into / name / MERGED).write_text(json.dumps(timeline(raw)))
+    except OSError as error:
+        raise UserError(f"cannot write to {into}: {error.strerror}") from None
+    return [into / name for name in traced]
+
+
+def evidence(folder: Path, record: Record) -> Evidence | None:
+    """Returns the raw measurements of a trial's first launch; None without a trace."""
+    path = folder / (record.evidence or "")
+    if record.evidence is None or not path.is_file():
+        return None
+    with gzip.open(path, "rt") as file:
+        raw: Evidence = json.load(file)
+    return raw if raw.get("traces") else None
+
+
+def timeline(raw: Evidence) -> Event:
+    """Returns the Chrome trace of a trial: all its ranks, on one clock."""
+    return events(*aligned(raw))
+
+
+def events(ranks: Sequence[RankSpans], clocks: Clocks) -> Event:
+    """Returns the content of a trace; times are those of the modelled cluster."""
+    listed: list[Event] = []
+    numbers = itertools.count(1)
+    for rank in ranks:
+        listed += _rows(rank)
+        listed += _arrows(rank, numbers)
+    listed += _between(ranks, numbers)
+    metadata = {"clocks": dataclasses.asdict(clocks)}
+    return {"traceEvents": listed, "displayTimeUnit": "ms", "metadata": metadata}
+
+
+def _rows(rank: RankSpans) -> Iterator[Event]:
+    """Yields the spans of a rank, and the names of its rows."""
+    pid, placed = rank.number, lanes(rank.transfers)
+    yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"rank {pid}"}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
+    names = _ROWS | {_TRANSFERS + lane: f"transfers {lane}" for lane, _ in placed}
+    for tid, name in names.items():
+        row = {"ph": "M", "pid": pid, "tid": tid}
+        yield {"name": "thread_name", **row, "args": {"name": name}}
+        yield {"name": "thread_sort_index", **row, "args": {"sort_index": tid}}
+    for tid, spans in ((_STEPS, rank.steps), (_COMPUTES, rank.computes), (_WAITS, rank.waits)):
+        yield from (_slice(pid, tid, span) for span in spans)
+    for span in rank.gradients:
+        moment = {"ph": "i", "s": "t", "ts": span.start_us, "pid": pid, "tid": _GRADIENTS}
+        yield {"name": span.name, "args": span.args, **moment}
+    for lane, span in placed:
+        yield _slice(pid, _TRANSFERS + lane, span)
+
+
+def _slice(pid: int, tid: int, span: Span) -> Event:
+    times = {"ts": span.start_us, "dur": round(span.length_us, 3)}
+    return {"ph": "X", "name": span.name, "pid": pid, "tid": tid, **times, "args": span.args}
+
+
+def _arrows(rank: RankSpans, numbers: Iterator[int]) -> Iterator[Event]:
+    """Yields the arrows from computations to transfers, and from transfers to waits."""
+    computes, waits = (rank.number, _COMPUTES), (rank.number, _WAITS)
+    for lane, span in lanes(rank.transfers):
+        here = (rank.number, _TRANSFERS + lane)
+        ready = _last_gradient(rank, span.args["enqueued_us"])
+        if ready is not None:
+            yield from _arrow("sends", [(computes, ready), (here, span.start_us)], next(numbers))
+        for wait in rank.waits:
+            if wait.start_us < span.end_us and 0 <= wait.end_us - span.end_us <= NEAR_US:
+                end = max(_inside(span), _inside(wait))
+                ends = [(here, _inside(span)), (waits, end)]
+                yield from _arrow("waited for", ends, next(numbers))
+                break
+
+
+def _last_gradient(rank: RankSpans, before_us: float) -> float | None:
+    """Returns when the last gradient was ready, if a computation was running then."""
+    times = [span.start_us for span in rank.gradients if span.start_us <= before_us]
+    moment = max(times, default=None)
+    if moment is None:
+        return None
+    inside = any(span.start_us <= moment <= span.end_us for span in rank.computes)
+    return moment if inside else None
+
+
+def _inside(span: Span) -> float:
+    """Returns a time just before the end, because an arrow belongs to the slice at its time."""
+    return round(span.start_us + 0.999 * span.length_us, 3)
+
+
+def _between(ranks: Sequence[RankSpans], numbers: Iterator[int]) -> Iterator[Event]:
+    """Yields the arrows through all ranks' parts of a collective.
+
+    The n-th part of a name and channel belongs to the same collective on all ranks, if all ranks
+    have equally many.
+    """
+    parts: dict[tuple[str, object], list[list[tuple[Track, float]]]]
+    parts = defaultdict(lambda: [[] for _ in ranks])
+    for rank in ranks:
+        for lane, span in lanes(rank.transfers):
+            end = ((rank.number, _TRANSFERS + lane), _inside(span))
+            parts[span.name, span.args["channel"]][rank.number].append(end)
+    for by_rank in parts.values():
+        if len(set(map(len, by_rank))) == 1 and len(by_rank) > 1:
+            for ends in zip(*by_rank, strict=True):
+                ordered = sorted(ends, key=lambda end: end[1])
+                yield from _arrow("same collective", ordered, next(numbers))
+
+
+def _arrow(name: str, ends: Sequence[tuple[Track, float]], number: int) -> Iterator[Event]:
+    """Yields the events of an arrow through tracks at these times."""
+    for step, ((pid, tid), moment) in enumerate(ends):
+        kind = "s" if step == 0 else "f" if step == len(ends) - 1 else "t"
+        event = {"ph": kind, "cat": "arrows", "name": name, "id": number, "pid": pid, "tid": tid}
+        yield {**event, "ts": moment, **({"bp": "e"} if kind == "f" else {})}

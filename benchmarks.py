@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which data-parallel training algorithm is fastest for my model on my cluster, by how much, why?
+"""Compares data-parallel training algorithms: which is fastest here, by how much, and why?
 
 python benchmarks.py                      the default sweep
 python benchmarks.py run X                an experiment: a file, or a name from `list`

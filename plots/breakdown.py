@@ -29,7 +29,7 @@ _PHASES = {
 
 
 def fits(records: Sequence[Record]) -> bool:
-    return any(one.breakdown and one.breakdown.step_s is not None for one in sweep.timed(records))
+    return any(r.breakdown and r.breakdown.step_s is not None for r in sweep.timed(records))
 
 
 def figure(folder: Path) -> style.Drawn:

@@ -18,17 +18,17 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended."""
+    """End of a command."""
 
     code: int | None
     """Exit status, minus the signal's number for a signal; None: stopped at its time limit."""
     seconds: float
     log: Path
-    """What it printed."""
+    """File with what the command printed."""
 
 
 Verdict = tuple[str, str]
-"""What a step's end means: ok, failed or skipped, and why."""
+"""Meaning of a step's end: ok, failed or skipped, and the reason."""
 
 
 def by_exit_status(ended: Ended) -> Verdict:
@@ -47,13 +47,13 @@ class Step:
     name: str
     command: Sequence[str]
     expected_s: float = 0.0
-    """About how long it takes, in seconds; it is not begun when less is left."""
+    """Expected duration in seconds; with less time left, the step does not begin."""
     limit_s: float
     """Longest it may take, in seconds; more is a failure."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment."""
     needs: tuple[str, ...] = ()
-    """What must be there (packages, compilers); it is skipped where one is missing."""
+    """Required packages and compilers; without one of them, the step is skipped."""
     after: tuple[str, ...] = ()
     """Steps that must have ended well."""
     judge: Callable[[Ended], Verdict] = by_exit_status
@@ -62,7 +62,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a step."""
+    """Result of a step."""
 
     name: str
     status: str

@@ -95,7 +95,7 @@ def _check(venv: Path, out: Path, seconds: float) -> int:
         name = "".join(c if c.isalnum() else "-" for c in step.name)
         return run_command(step, limit_s, out / "steps" / f"{name}.txt")
 
-    made = Step(
+    environment = Step(
         name="environment",
         command=[str(ROOT / "scripts" / "setup.sh"), str(venv), "--what-can-be"],
         limit_s=seconds,
@@ -108,7 +108,7 @@ def _check(venv: Path, out: Path, seconds: float) -> int:
         reason = f": {result.reason}" if result.reason else ""
         print(f"   {result.name}: {result.status}, {result.seconds:.0f} s{reason}", flush=True)
 
-    note(next(run_steps([made], budget, {}, start)))
+    note(next(run_steps([environment], budget, {}, start)))
     facts = ask(python if python.exists() else Path(sys.executable), env)
     machine = machine_card()
     write_summary(out, facts, machine, results, budget)
@@ -151,7 +151,7 @@ def collect_profiles(profiles: Path, out: Path, since: float) -> None:
 
 
 def ask(python: Path, env: Mapping[str, str]) -> dict[str, Any]:
-    """What `probe` finds out with that Python."""
+    """Returns what `probe` reports with that Python."""
     command = [str(python), "-m", "common.gpu_check.check", "--probe"]
     how = {"cwd": ROOT, "env": {**os.environ, **env}, "capture_output": True, "text": True}
     done = subprocess.run(command, **how)
@@ -185,19 +185,19 @@ def refuse_without_gpu(facts: Mapping[str, Any]) -> None:
 
 
 def probe() -> dict[str, Any]:
-    """This Python's torch and GPUs, and what is not installed, as JSON values."""
-    found: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "gpus": []}
-    found["missing"] = missing((ROOT / "requirements.txt").read_text())
+    """Returns this Python's torch and GPUs, and missing packages, as JSON values."""
+    facts: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "gpus": []}
+    facts["missing"] = missing((ROOT / "requirements.txt").read_text())
     try:
         import torch
     except ImportError:
-        return found
-    found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        return facts
+    facts |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     if torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if torch.distributed.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
 
 
 def missing(requirements: str) -> dict[str, str]:
@@ -218,7 +218,7 @@ def missing(requirements: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the check runs and writes."""
+    """Python, folders and GPUs of the check."""
 
     python: str
     venv: Path
@@ -229,7 +229,7 @@ class Place:
 
 
 def plan(place: Place) -> list[Step]:
-    """The steps after the environment is made."""
+    """Returns the steps after the one that makes the environment."""
     alone = place.gpus == 1
     build = Step(
         name="build the comm core",
@@ -304,7 +304,7 @@ def algorithms(device: str) -> list[str]:
 
 
 def judge_tests(report: Path, ended: Ended) -> Verdict:
-    """From pytest's report: `failed` also if no test ran at all."""
+    """Returns the verdict of pytest's report; it is `failed` also if no test ran."""
     if not report.exists():
         return by_exit_status(ended)
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -324,12 +324,12 @@ def judge_tests(report: Path, ended: Ended) -> Verdict:
 
 
 def judge_sweep(folder: Path, models: set[str], ended: Ended) -> Verdict:
-    """From the sweep's records of `models`: every trial must be right, not only finish."""
+    """Returns the verdict of a sweep's records of `models`: every trial must be correct, too."""
     from common.results import store
 
     good, bad, without = [], [], []
     newest = store.latest(store.load(folder / "records.jsonl")).values()
-    for record in (one for one in newest if one.trial["model"] in models):
+    for record in (record for record in newest if record.trial["model"] in models):
         label, check = record.label, record.check
         if record.status == "unsupported":
             without.append(f"{label}: {record.error.message}")

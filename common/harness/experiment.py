@@ -57,7 +57,7 @@ class AlgorithmChoice:
 
     @property
     def title(self) -> str:
-        """How tables name it."""
+        """Name in tables."""
         shown = ",".join(f"{key}={value}" for key, value in self.options.items())
         return self.label or self.name + (f"({shown})" if shown else "")
 
@@ -160,7 +160,7 @@ class Experiment:
     def __post_init__(self) -> None:
         for key, kind in (("algorithms", AlgorithmChoice), ("models", ModelChoice)):
             given = getattr(self, key)
-            chosen = tuple(kind(name=one) if isinstance(one, str) else one for one in given)
+            chosen = tuple(kind(name=item) if isinstance(item, str) else item for item in given)
             object.__setattr__(self, key, chosen)
         if not self.name or any(c in self.name for c in "/\\ ") or self.name.startswith("."):
             raise UserError(f"name: must be usable as a folder's name, got {self.name!r}")
@@ -322,10 +322,12 @@ class Experiment:
         """
         if self.compare_to is None:
             return self.algorithms[0].title
-        variants = [(one.title, one.name) for one in self.algorithms]
+        variants = [(choice.title, choice.name) for choice in self.algorithms]
         index = base_among(self.compare_to, variants)
         if index is None:
-            raise unknown("compare_to", self.compare_to, {name for one in variants for name in one})
+            raise unknown(
+                "compare_to", self.compare_to, {text for pair in variants for text in pair}
+            )
         return variants[index][0]
 
     def trials(self, data_digest: str | None = None) -> list[Trial]:

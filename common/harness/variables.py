@@ -28,7 +28,7 @@ from dear.algorithms import aliases
 from dear.errors import UserError, one_of, unknown
 
 NETWORKS = {"0": "10gbe", "1": "100gbib", "2": "100gbe"}
-"""What `rdma` is on virtual hosts: TCP over Ethernet, InfiniBand with RDMA, TCP over its cards."""
+"""Network of each value of `rdma` on virtual hosts: Ethernet, InfiniBand, TCP over its cards."""
 DEFAULTS = {"method": "dear", "dnn": "resnet50", "bs": "64", "nworkers": "8", "senlen": "64"}
 DEFAULTS |= {"rdma": "0", "cluster": "", "ngpu_per_node": "", "node_rank": "", "WFSGD_TIMELINE": ""}
 """Variables that say nothing of a method, with the references' defaults. `cluster` is our own."""
@@ -61,8 +61,8 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
         raise UserError(
             f"node_rank={given['node_rank']}: all nodes are started from here; leave it out"
         )
-    said = {name: environ[name] for name in aliases.VARIABLES if name in environ}
-    algorithm, options = aliases.method(given["method"], said)
+    given_here = {name: environ[name] for name in aliases.VARIABLES if name in environ}
+    algorithm, options = aliases.method(given["method"], given_here)
     usual = aliases.method(given["method"], {})[1]
     changed = [f"{key}={value}" for key, value in options.items() if usual.get(key) != value]
     label = given["method"] + (f"({','.join(changed)})" if changed else "")
@@ -143,8 +143,8 @@ def _check_hosts(path: Path, ranks: int, away: Sequence[Host]) -> None:
             return False
 
     with ThreadPoolExecutor(max_workers=64) as pool:
-        found = zip(away, pool.map(known, away), strict=True)
-        lost = [host.name for host, is_known in found if not is_known]
+        answers = zip(away, pool.map(known, away), strict=True)
+        lost = [host.name for host, is_known in answers if not is_known]
     if lost:
         names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
         raise UserError(

@@ -205,13 +205,13 @@ def pair_gossip_nonblocking(
         raise UserError("pair_gossip: give self_weight and pair_weight together, or neither")
     if target_rank == job().rank:
         raise UserError(f"pair_gossip: target_rank {target_rank} is this rank; give another rank")
-    own, other = (0.5, 0.5) if self_weight is None else (self_weight, pair_weight)
+    mine, other = (0.5, 0.5) if self_weight is None else (self_weight, pair_weight)
     received = torch.empty_like(tensor)
     handle = _checked(job().pairs.core.sendrecv, tensor.detach(), received, target_rank)
     pending = job().pairs.pending(handle, tensor.nbytes)
 
     def mixed() -> torch.Tensor:
-        return tensor.detach() * own + received * other
+        return tensor.detach() * mine + received * other
 
     return started("pair_gossip", name, pending.done, pending.wait, mixed)
 

@@ -95,7 +95,7 @@ class Payloads(Carrier):
         ends = list(accumulate(sizes))
         self.pieces = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.used: list[bool] = [False] * len(sizes)
-        """Per piece, True if some rank has a gradient for it; set by `receive`."""
+        """Flag of each piece: True if some rank has a gradient for it; set by `receive`."""
         self._gathered: torch.Tensor | None = None
         self._all_present = False
 

@@ -147,7 +147,7 @@ class Compressor(ABC):
         self.residual: torch.Tensor | None = (
             torch.zeros(numel, dtype=dtype, device=device) if error_feedback else None
         )
-        """What was not sent yet; None without error feedback."""
+        """Elements that are not sent yet; None without error feedback."""
         self.steps = 0
         """Number of calls of `commit`."""
         self._rest: torch.Tensor | None = None

@@ -243,7 +243,7 @@ class Sharded(Between):
         place = {param: i for i, params in enumerate(params_by_group) for param in params}
         self._segments = [_segments(part) for part in self.parts]
         self._tables: list[dict[int, list[Segment]]] = []
-        """Per bucket, its segments by the index of the optimizer's parameter group."""
+        """Segments of each bucket by the index of the optimizer's parameter group."""
         for segments in self._segments:
             table: dict[int, list[Segment]] = {}
             for segment in segments:

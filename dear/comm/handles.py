@@ -42,7 +42,7 @@ class DeviceClock:
         self._origin.synchronize()
         self._origin_s = clock()
         self._last: dict[int, Any] = {}
-        """Per channel, the event after its last transfer."""
+        """Event after the last transfer of each channel."""
 
     def follow(self, handle: Any, channel: int, enqueued_s: float) -> Callable[[], WorkTimes]:
         """Starts to time a transfer that was just queued; returns a function for its times.

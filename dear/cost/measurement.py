@@ -22,8 +22,8 @@ odd number one rank rests)."""
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 Regimes = tuple[tuple[str, int], ...]
-"""How an engine sends messages of different sizes: its name for it, and from how many bytes of the
-full buffer on; ascending, the first from 0."""
+"""Ways in which an engine sends messages by size: name, and least bytes of the full buffer;
+ascending, the first from 0."""
 PIPELINE = "pipeline"
 """The name of the regime in which a message takes a start-up and what its bytes keep a link busy.
 """
@@ -53,13 +53,13 @@ class Measurement:
     operation: Operation
     nbytes: list[int]
     seconds: list[list[float]]
-    """Per size the repeats, each the maximum over ranks."""
+    """Repeats of each size, each the maximum over ranks."""
     free_bytes: float = 0.0
-    """So much of the buffer costs nothing: what links pass at once after a rest."""
+    """Bytes of the buffer that cost nothing: what links pass at once after a rest."""
     regimes: Regimes | None = None
-    """By size, as the engine tells them; None: it tells none."""
+    """Regimes as the engine tells them; None: it tells none."""
     wire_s_per_byte: float | None = None
-    """What a byte of the full buffer keeps a link busy, headers included; None: not known."""
+    """Seconds that a byte of the full buffer keeps a link busy, with headers; None: not known."""
     queued: tuple[tuple[int, float], ...] = ()
     """Sizes, and by how many seconds a queue of such messages takes longer for each one behind the
     first."""
@@ -97,17 +97,17 @@ class Measurement:
         One with too few sizes for a line joins that before, as it is the nearest to say something.
         """
         starts = self.regimes or ((None, 0),)
-        found: list[tuple[str | None, float, list[int]]] = []
+        joined: list[tuple[str | None, float, list[int]]] = []
         for (name, first), (_, end) in zip(starts, [*starts[1:], ("", math.inf)], strict=True):
             chosen = [i for i, nbytes in enumerate(self.nbytes) if first <= nbytes < end]
-            if found and len(found[-1][2]) < 2:  # the smallest: they join what comes after
-                before = found.pop()
+            if joined and len(joined[-1][2]) < 2:  # the smallest: they join what comes after
+                before = joined.pop()
                 first, chosen = before[1], before[2] + chosen
-            if found and len(chosen) < (2 if self._known(name) is None else 1):
-                found[-1][2].extend(chosen)
+            if joined and len(chosen) < (2 if self._known(name) is None else 1):
+                joined[-1][2].extend(chosen)
             else:
-                found.append((name, first, chosen))
-        return found
+                joined.append((name, first, chosen))
+        return joined
 
     def _cut(
         self, name: str | None, first: float, chosen: list[int]
@@ -177,7 +177,7 @@ class Measurement:
         return dataclasses.replace(self, seconds=[times[which::2] for times in self.seconds])
 
     def agreement(self, least_bytes: float = 0) -> Agreement:
-        """How well one half of the repeats is predicted by the other, for messages of this size
+        """Returns how well one half of the repeats predicts the other, for messages of this size
         and more.
 
         Raises:

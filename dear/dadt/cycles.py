@@ -51,10 +51,10 @@ class Request:
         """Name for messages."""
         self.key = key
         self._clock = clock
-        own = tensor.detach()
+        plain = tensor.detach()
         dense = {} if sparse else {"memory_format": torch.contiguous_format}
-        self.tensor = (own.coalesce() if sparse else own).clone(**dense)
-        self.written = torch.cuda.Event() if own.is_cuda else None
+        self.tensor = (plain.coalesce() if sparse else plain).clone(**dense)
+        self.written = torch.cuda.Event() if plain.is_cuda else None
         if self.written is not None:
             self.written.record()
         self._answer: futures.Future[torch.Tensor] = futures.Future()
@@ -272,8 +272,8 @@ class Cycles:
         began = self._control.clock()
         mine = {key: requests[0].signature for key, requests in self._waiting.items()}
         everybody = self._control.gather_objects((mine, closing))
-        lists = [found for found, _ in everybody]
-        ready = sorted(set.intersection(*(set(found) for found in lists)), reverse=True)
+        lists = [signatures for signatures, _ in everybody]
+        ready = sorted(set.intersection(*map(set, lists)), reverse=True)
         batch = [request for key in ready for request in self._accepted(key, lists)]
         self._execution.run(batch)
         self._fail_lost(everybody)
@@ -298,12 +298,12 @@ class Cycles:
     def _accepted(self, key: Key, lists: list[dict[Key, Any]]) -> list[Request]:
         """The next request of `key`; none, and it fails, if ranks gave different tensors."""
         request, first = self._take(key), lists[0][key]
-        for rank, found in enumerate(lists):
-            if found[key] != first:
+        for rank, signatures in enumerate(lists):
+            if signatures[key] != first:
                 request.fail(
                     UserError(
                         f"{request.name}: rank 0 gave {_shown(first)}, rank {rank} gave "
-                        f"{_shown(found[key])}; they must be alike"
+                        f"{_shown(signatures[key])}; they must be alike"
                     )
                 )
                 return []
@@ -313,7 +313,7 @@ class Cycles:
         """Requests that a rank which is leaving has not made cannot be answered any more."""
         for key in list(self._waiting):
             request = self._waiting[key][0]
-            request.missing = [r for r, (found, _) in enumerate(everybody) if key not in found]
+            request.missing = [r for r, (asked, _) in enumerate(everybody) if key not in asked]
             left = [r for r in request.missing if everybody[r][1]]
             if left:
                 self._take(key).fail(

@@ -26,7 +26,7 @@ def test_every_finding_says_what_and_what_is_amiss_says_how_to_mend_it(tmp_path)
         found
     )
     for one in found.values():
-        assert one.found and (one.level == "ok") == (one.fix is None), one
+        assert one.state and (one.level == "ok") == (one.fix is None), one
 
 
 def test_what_mends_it_is_a_target_or_a_script_that_there_is(tmp_path):

@@ -1,4 +1,4 @@
-"""What a sweep runs on: this machine and the hosts of a hostfile, or virtual hosts.
+"""Fabric of a sweep: this machine and the hosts of a hostfile, or virtual hosts.
 
 On virtual hosts links are shaped and measured, time is dilated, and faults are injected.
 """
@@ -45,7 +45,7 @@ from common.results.records.trust import Network
 from dear.errors import UserError
 
 WORKER = "common.harness.worker"
-"""What every rank runs."""
+"""Module that every rank runs."""
 
 
 class Fabric:
@@ -56,9 +56,9 @@ class Fabric:
     """
 
     preparation = ""
-    """What is done before the first launch, if that takes a while."""
+    """Work before the first launch, if it takes long."""
     foreign_cores = 0.0
-    """That others used when the cell began."""
+    """Cores that other programs used when the cell began."""
 
     def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
         self._launcher = launcher_for(experiment, trials)
@@ -88,7 +88,7 @@ class Fabric:
 
     @property
     def time_scale(self) -> float:
-        """That of the cell under way."""
+        """Time scale of the running cell."""
         return 1.0
 
     @property
@@ -105,7 +105,7 @@ class Fabric:
         return None
 
     def briefing(self, trial: Trial, folder: Path) -> Briefing:
-        """What the workers of the trial in `folder` must know of the fabric."""
+        """Returns what the workers of the trial in `folder` must know of the fabric."""
         return Briefing(folder=folder)
 
     def run(self, trial: Trial, job: Job) -> Outcome:
@@ -113,7 +113,7 @@ class Fabric:
         return self._launcher.run(job)
 
     def describe(self, trial: Trial) -> FabricFacts:
-        """What belongs into the trial's record."""
+        """Returns the fabric's part of the trial's record."""
         # Replayed compute is nobody's measurement, whatever moves the bytes.
         return FabricFacts(kind="emulated") if is_replay(trial.model) else REAL
 
@@ -220,7 +220,7 @@ class EmulatedFabric(Fabric):
         return outcome
 
     def _traced(self, trial: Trial, job: Job) -> tuple[Outcome, dict[str, Any]]:
-        """And what the network's trace did, if it has one."""
+        """Runs the trial; returns what the network's trace changed, too, if there is one."""
         if not self._links.trace:
             return self._run(trial, job), {}
         with TracePlayer(self._cluster, job.folder, job.repeat) as player:
@@ -241,15 +241,15 @@ class EmulatedFabric(Fabric):
             events = injector.stop()
             # A launch may be done again.
             others = [e for e in self._events.get(trial.hash, []) if e["repeat"] != job.repeat]
-            own = [{"repeat": job.repeat, **event} for event in events]
-            self._events[trial.hash] = others + own
+            events_here = [{"repeat": job.repeat, **event} for event in events]
+            self._events[trial.hash] = others + events_here
         phrase = blame(outcome.error, events)
         if phrase and outcome.error is not None:
             outcome.error["message"] = f"{outcome.error['message']} ({phrase})"
         return outcome
 
     def _checked(self, outcome: Outcome) -> Outcome:
-        """As it is; failed, whatever it says, if the links did not last until its end."""
+        """Returns the outcome, or a failure if the links did not last until its end."""
         reason = self._cluster.links.broken()
         if reason is None:
             return outcome
@@ -260,10 +260,12 @@ class EmulatedFabric(Fabric):
         measured = self._network.get((trial.network or "", self._choice.time_scale))
         launches = self._launches.get(trial.hash, [])
         if measured is not None and launches:
-            said = [
-                f"repeat {one['repeat']}: {line}" for one in launches for line in counter_notes(one)
+            lines = [
+                f"{trial.label}, repeat {launch['repeat']}: {line}"
+                for launch in launches
+                for line in counter_notes(launch)
             ]
-            notes = [*measured.notes, *(f"{trial.label}, {line}" for line in said)]
+            notes = [*measured.notes, *lines]
             measured = dataclasses.replace(measured, launches=launches, notes=notes)
         return FabricFacts(
             kind="emulated",
@@ -318,7 +320,7 @@ def _cores() -> int:
 
 
 def make_fabric(experiment: Experiment, trials: Sequence[Trial]) -> Fabric:
-    """What the experiment asks for; virtual hosts only inside a sandbox."""
+    """Makes the fabric of the experiment; virtual hosts need a sandbox."""
     kind = Fabric if experiment.cluster is None else EmulatedFabric
     return kind(experiment, trials)
 
@@ -331,7 +333,7 @@ def check_fit(trials: Sequence[Trial]) -> None:
 
 
 def misfit(trial: Trial) -> str | None:
-    """Why the ranks of a trial on virtual hosts do not fit into this machine's memory, or None.
+    """Returns the reason why the ranks of a trial on virtual hosts do not fit into memory, or None.
 
     Of a model that computes for real only the processes count: its size is not known before it is
     built.

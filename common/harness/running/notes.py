@@ -24,7 +24,8 @@ THROTTLED_S = 0.01
 TRANSIENT = 0.03
 """The first period of blocks may differ so much from the others, relative."""
 TRANSIENT_ALPHA = 0.05 / 20
-"""Of a row, so that no more than one table of 20 rows in 20 has one by chance (Bonferroni)."""
+"""Significance level of a row: of 20 tables with 20 rows, one has such a note by chance
+(Bonferroni)."""
 COST_MISFIT, COST_NOISE, COST_DRIFT = 0.05, 0.15, 0.1
 """Costs of collectives above any of these are doubtful: the error of the fit beyond sampling error,
 the sampling error alone, and the change from the trial's begin to its end, all relative. Another
@@ -38,9 +39,9 @@ def no_comm_core(backend: str) -> Note | None:
 
 
 def unfaithful(strain: Sequence[Strain]) -> bool | None:
-    """Whether an emulated trial's ranks waited in any launch for cores that a real cluster has.
+    """Returns True if ranks of an emulated trial waited for cores that a real cluster has.
 
-    None where the kernel does not tell.
+    One launch is enough. None: the kernel does not tell.
     """
     if max(map(_late, strain), default=0.0) > LATE or max(map(_off, strain), default=0.0) > (
         FELL_BEHIND
@@ -53,7 +54,7 @@ def unfaithful(strain: Sequence[Strain]) -> bool | None:
 
 
 def _wait(strain: Strain) -> float | None:
-    """With what other virtual machines took, which this kernel counts as running."""
+    """Returns the waits with the time of other virtual machines, which the kernel counts as run."""
     return None if strain.core_wait is None else strain.core_wait + strain.steal_cores
 
 
@@ -117,7 +118,7 @@ def costs(check: CostCheck, what: str = "costs of collectives") -> Note | None:
 
 
 def others(strain: Strain) -> str | None:
-    """Who else had cores of the machine during a launch; None: nobody."""
+    """Describes what else used the machine's cores during a launch; None: nothing."""
     if strain.throttled_s > THROTTLED_S:
         return f"a limit of the control group stopped ranks for {strain.throttled_s:.2g} s"
     if strain.foreign_cores > FOREIGN_CORES:
@@ -128,7 +129,7 @@ def others(strain: Strain) -> str | None:
 
 
 def disturbed(strain: Strain, emulated: bool) -> Note | None:
-    """What others took of a launch: cores for which its ranks' threads then waited.
+    """Returns a note on cores that others used while threads of the launch waited for them.
 
     None if they took none, or none that the ranks would have needed. Where the kernel does not tell
     of waits, they are taken to have waited.

@@ -143,7 +143,7 @@ class Sweep:
 
     def _run_cell(self, trials: list[Trial], settled: Choice | None, fail_fast: bool) -> bool:
         """Runs a cell; returns False if a trial failed and `fail_fast` asks to stop."""
-        kept = {one.hash: self._kept[one.hash] for one in trials if one.hash in self._kept}
+        kept = {trial.hash: self._kept[trial.hash] for trial in trials if trial.hash in self._kept}
         run = next((self._runs[trial] for trial in kept), self._run_id)
         for trial in trials:
             self._runs[trial.hash] = run
@@ -186,12 +186,12 @@ class Sweep:
             and record.hash in self.comparison.trials
             and (record.hash not in again or record.run == self._runs.get(record.hash))
         ]
-        found: dict[float | None, tuple[Choice | None, list[Trial]]] = {}
+        groups: dict[float | None, tuple[Choice | None, list[Trial]]] = {}
         for trial in cell:
             choice = _settled(trial, kept)
             key = choice and choice.time_scale
-            found.setdefault(key, (choice, []))[1].append(trial)
-        return list(found.values())
+            groups.setdefault(key, (choice, []))[1].append(trial)
+        return list(groups.values())
 
     def _launch(
         self, trial: Trial, repeat: int, slower: float = 1.0

@@ -1,4 +1,4 @@
-"""What a person sees: a line of progress while a sweep runs, and the lines of each trial's log.
+"""Output for people: a line of progress while a sweep runs, and the lines of each trial's log.
 
 The log's lines are those that the reference suites print, for people and parsers that know them.
 """
@@ -30,29 +30,29 @@ class Planned:
 
 @dataclass
 class Progress:
-    """What a progress line tells; counts launches, because trials take turns."""
+    """State of a sweep for the progress line; counts launches, because trials take turns."""
 
     total: int
     done: int = 0
     title: str = ""
     label: str = ""
-    """Of the algorithm that is running."""
+    """Label of the running algorithm."""
     why: str = ""
-    """Why it does not go on as it was planned."""
+    """Reason for a change of the plan."""
     best: str = ""
-    """Of those that are valid and the right training."""
+    """Fastest of the valid and correct rows."""
     spent_s: dict[tuple[Any, ...], list[float]] = field(default_factory=dict)
-    """What launches took, by cell, in seconds of a cell that is not slower."""
+    """Duration of launches by cell, in seconds without the cell's slowdown."""
     left: list[Planned] = field(default_factory=list)
 
     def end(self, launch: Planned, spent_s: float) -> None:
-        """That launch is over."""
+        """Records the end of a launch."""
         self.spent_s.setdefault(launch.trial.cell, []).append(spent_s / launch.slower)
         self.done += 1
         self.left.remove(launch)
 
     def forget(self, cell: tuple[Any, ...]) -> None:
-        """What its launches took says nothing of those to come."""
+        """Discards the durations of the cell's launches, which later ones do not share."""
         self.spent_s.pop(cell, None)
 
     def eta_s(self) -> float | None:
@@ -62,11 +62,11 @@ class Progress:
             return None
         means = {cell: statistics.fmean(spent) for cell, spent in self.spent_s.items()}
         other = statistics.fmean(known)
-        return sum(one.slower * means.get(one.trial.cell, other) for one in self.left)
+        return sum(launch.slower * means.get(launch.trial.cell, other) for launch in self.left)
 
 
 class ProgressLine:
-    """What is done, how far it is, the best so far and how long it takes.
+    """Progress: what runs, how far it is, the best row so far, and the remaining time.
 
     A bar on a terminal; a line per launch where output is kept.
     """
@@ -115,9 +115,9 @@ def _reasons(progress: Progress) -> list[str]:
 
 def _promises(progress: Progress) -> list[str]:
     """The best so far, and how long it takes, as far as they are known."""
-    found = [f"best: {progress.best}"] if progress.best else []
+    parts = [f"best: {progress.best}"] if progress.best else []
     eta_s = progress.eta_s()
-    return found if eta_s is None else [*found, f"ETA {duration(eta_s)}"]
+    return parts if eta_s is None else [*parts, f"ETA {duration(eta_s)}"]
 
 
 class _Bar:

@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
         return Status.FAILED if bad else Status.OK
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
-        print(f"{finding.level:7}  {finding.what:{width}}  {finding.found}")
+        print(f"{finding.level:7}  {finding.what:{width}}  {finding.state}")
         if finding.fix is not None:
             print(f"{'':7}  {'':{width}}  -> {finding.fix}")
     if bad:
@@ -74,7 +74,7 @@ class Finding:
     """`note`: numbers may suffer; `missing`: something optional cannot run; `FAIL`: the default
     sweep cannot."""
     what: str
-    found: str
+    state: str
     fix: str | None = None
 
 
@@ -101,34 +101,34 @@ def examine(logs: Path) -> Iterator[Finding]:
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    own = ROOT / ".venv/bin/python"
-    if own.exists() and Path(sys.prefix).resolve() != own.parents[1].resolve():
+    python = ROOT / ".venv/bin/python"
+    if python.exists() and Path(sys.prefix).resolve() != python.parents[1].resolve():
         return Finding(
             level="note",
             what="Python",
-            found=f"{version} of {sys.prefix}, not the project's",
-            fix=f"use {own}",
+            state=f"{version} of {sys.prefix}, not the project's",
+            fix=f"use {python}",
         )
-    return Finding(level="ok", what="Python", found=f"{version} ({sys.prefix})")
+    return Finding(level="ok", what="Python", state=f"{version} ({sys.prefix})")
 
 
 def _torch(version: str | None) -> Finding:
     if version is None:
         return Finding(
-            level="FAIL", what="torch", found="not installed", fix="scripts/setup.sh .venv"
+            level="FAIL", what="torch", state="not installed", fix="scripts/setup.sh .venv"
         )
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers < (2, 11):
-        return Finding(level="FAIL", what="torch", found=version, fix="install 2.11 or newer")
-    return Finding(level="ok", what="torch", found=version)
+        return Finding(level="FAIL", what="torch", state=version, fix="install 2.11 or newer")
+    return Finding(level="ok", what="torch", state=version)
 
 
 def _core() -> Finding:
     reason = missing_comm_core()
     if reason is not None:
         fix = f"{BUILD}; until then trials run over Gloo, and their records say so"
-        return Finding(level="missing", what="comm core", found=reason, fix=fix)
-    return Finding(level="ok", what="comm core", found="built for this torch")
+        return Finding(level="missing", what="comm core", state=reason, fix=fix)
+    return Finding(level="ok", what="comm core", state="built for this torch")
 
 
 def _compiler() -> Finding:
@@ -136,22 +136,22 @@ def _compiler() -> Finding:
     path = shutil.which(name)
     if path is None:
         fix = "only to build the comm core again: apt-get install g++"
-        return Finding(level="missing", what="compiler", found=f"no {name}", fix=fix)
-    return Finding(level="ok", what="compiler", found=path)
+        return Finding(level="missing", what="compiler", state=f"no {name}", fix=fix)
+    return Finding(level="ok", what="compiler", state=path)
 
 
 def _emulation(why: str | None) -> Iterator[Finding]:
     if why:
         fix = "the default sweep runs on local processes then"
-        yield Finding(level="missing", what="virtual hosts", found=why, fix=fix)
+        yield Finding(level="missing", what="virtual hosts", state=why, fix=fix)
         return
-    yield Finding(level="ok", what="virtual hosts", found="namespaces and tc are there")
+    yield Finding(level="ok", what="virtual hosts", state="namespaces and tc are there")
     if links.has_netem():
-        found = "by the kernel (netem, tbf), with sites by the switch"
-        yield Finding(level="ok", what="links' latency", found=found)
+        state = "by the kernel (netem, tbf), with sites by the switch"
+        yield Finding(level="ok", what="links' latency", state=state)
     else:
-        found = "by the switch in user space; this kernel has no netem"
-        yield Finding(level="ok", what="links' latency", found=found)
+        state = "by the switch in user space; this kernel has no netem"
+        yield Finding(level="ok", what="links' latency", state=state)
 
 
 def _memory(experiment: Experiment) -> Finding:
@@ -159,34 +159,34 @@ def _memory(experiment: Experiment) -> Finding:
     there = machine.gib(machine.available_bytes())
     if reasons:
         fix = "end other programs, or use fewer hosts (--hosts 2)"
-        return Finding(level="FAIL", what="memory", found=reasons[0], fix=fix)
-    return Finding(level="ok", what="memory", found=f"{there} are available")
+        return Finding(level="FAIL", what="memory", state=reasons[0], fix=fix)
+    return Finding(level="ok", what="memory", state=f"{there} are available")
 
 
 def _cores(card: dict) -> Iterator[Finding]:
     cores = usable_cores()
     if cores < 2:
         fix = "emulated clusters run slower then, and real ranks share the core"
-        yield Finding(level="note", what="cores", found=f"{cores}", fix=fix)
+        yield Finding(level="note", what="cores", state=f"{cores}", fix=fix)
     else:
-        yield Finding(level="ok", what="cores", found=f"{cores} x {card['cpu']}")
+        yield Finding(level="ok", what="cores", state=f"{cores} x {card['cpu']}")
     load = os.getloadavg()[0] / cores
     if load > _BUSY:
-        found, fix = f"{load:.2f} per core", "end other programs: numbers suffer, and are flagged"
-        yield Finding(level="note", what="load", found=found, fix=fix)
+        state, fix = f"{load:.2f} per core", "end other programs: numbers suffer, and are flagged"
+        yield Finding(level="note", what="load", state=state, fix=fix)
     else:
-        yield Finding(level="ok", what="load", found=f"{load:.2f} per core")
+        yield Finding(level="ok", what="load", state=f"{load:.2f} per core")
     governor = card["governor"]
     if governor not in (None, "performance"):
         fix = "cpupower frequency-set -g performance"
-        yield Finding(level="note", what="governor", found=governor, fix=fix)
+        yield Finding(level="note", what="governor", state=governor, fix=fix)
     clock = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     source = clock.read_text().strip() if clock.exists() else "unknown"
     if source in ("hpet", "acpi_pm", "jiffies"):
         fix = "a slow clock: boot with clocksource=tsc if the machine allows"
-        yield Finding(level="note", what="clock", found=source, fix=fix)
+        yield Finding(level="note", what="clock", state=source, fix=fix)
     else:
-        yield Finding(level="ok", what="clock", found=source)
+        yield Finding(level="ok", what="clock", state=source)
 
 
 def _network() -> Iterator[Finding]:
@@ -195,16 +195,16 @@ def _network() -> Iterator[Finding]:
         address = socket.gethostbyname(name)
     except OSError:
         fix = "only ranks on several hosts need it: /etc/hosts, or ETH_INTERFACE in envs.conf"
-        yield Finding(level="note", what="host name", found=f"{name} does not resolve", fix=fix)
+        yield Finding(level="note", what="host name", state=f"{name} does not resolve", fix=fix)
     else:
-        yield Finding(level="ok", what="host name", found=f"{name} is {address}")
+        yield Finding(level="ok", what="host name", state=f"{name} is {address}")
     chosen = interface_towards(_SOMEWHERE)
     if chosen is None:
-        found, fix = "no way to other hosts", "only trials on several hosts need one"
-        yield Finding(level="missing", what="interface", found=found, fix=fix)
+        state, fix = "no way to other hosts", "only trials on several hosts need one"
+        yield Finding(level="missing", what="interface", state=state, fix=fix)
     else:
-        found = f"{chosen} ({address_of(chosen)}) towards other hosts, lo on this one"
-        yield Finding(level="ok", what="interface", found=found)
+        state = f"{chosen} ({address_of(chosen)}) towards other hosts, lo on this one"
+        yield Finding(level="ok", what="interface", state=state)
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     free = 0
     for _ in range(_LEAST_PORTS):
@@ -216,9 +216,9 @@ def _network() -> Iterator[Finding]:
             free += 1
     if free < _LEAST_PORTS:
         fix = "something holds all ports; see ss -tan"
-        yield Finding(level="FAIL", what="ports", found="none is free", fix=fix)
+        yield Finding(level="FAIL", what="ports", state="none is free", fix=fix)
     else:
-        yield Finding(level="ok", what="ports", found=f"{low} to {high} for what ranks open")
+        yield Finding(level="ok", what="ports", state=f"{low} to {high} for what ranks open")
 
 
 def _disk(logs: Path) -> Finding:
@@ -226,32 +226,32 @@ def _disk(logs: Path) -> Finding:
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
         fix = "use --logs FOLDER"
-        return Finding(level="FAIL", what="results", found=f"cannot write to {place}", fix=fix)
+        return Finding(level="FAIL", what="results", state=f"cannot write to {place}", fix=fix)
     if free < _LEAST_DISK:
-        found, fix = f"{machine.gib(free)} free in {place}", "make room, or use --logs FOLDER"
-        return Finding(level="FAIL", what="results", found=found, fix=fix)
-    return Finding(level="ok", what="results", found=f"{machine.gib(free)} free in {place}")
+        state, fix = f"{machine.gib(free)} free in {place}", "make room, or use --logs FOLDER"
+        return Finding(level="FAIL", what="results", state=state, fix=fix)
+    return Finding(level="ok", what="results", state=f"{machine.gib(free)} free in {place}")
 
 
 def _optional(card: dict) -> Iterator[Finding]:
     reason = algorithm_class("horovod").unavailable()
     if reason:
-        yield Finding(level="missing", what="Horovod", found=reason, fix="make horovod")
+        yield Finding(level="missing", what="Horovod", state=reason, fix="make horovod")
     else:
-        yield Finding(level="ok", what="Horovod", found=importlib.metadata.version("horovod"))
+        yield Finding(level="ok", what="Horovod", state=importlib.metadata.version("horovod"))
     try:
         mpirun = find_mpirun()
     except UserError as error:
-        found = str(error).removeprefix("launcher mpirun: ").partition(";")[0]
+        state = str(error).removeprefix("launcher mpirun: ").partition(";")[0]
         fix = "apt-get install openmpi-bin libopenmpi-dev, then make core"
-        yield Finding(level="missing", what="MPI", found=found, fix=fix)
+        yield Finding(level="missing", what="MPI", state=state, fix=fix)
     else:
-        yield Finding(level="ok", what="MPI", found=f"Open MPI {mpirun.major}: {mpirun.path}")
+        yield Finding(level="ok", what="MPI", state=f"Open MPI {mpirun.major}: {mpirun.path}")
     if not card["gpus"]:
-        found, fix = "none: CPUs, and GPUs' recorded compute", "only `device: cuda` needs one"
-        yield Finding(level="missing", what="GPUs", found=found, fix=fix)
+        state, fix = "none: CPUs, and GPUs' recorded compute", "only `device: cuda` needs one"
+        yield Finding(level="missing", what="GPUs", state=state, fix=fix)
     elif "+cpu" in (card["packages"]["torch"] or ""):
-        found, fix = f"{len(card['gpus'])}, but torch is for CPUs", "install a torch with CUDA"
-        yield Finding(level="note", what="GPUs", found=found, fix=fix)
+        state, fix = f"{len(card['gpus'])}, but torch is for CPUs", "install a torch with CUDA"
+        yield Finding(level="note", what="GPUs", state=state, fix=fix)
     else:
-        yield Finding(level="ok", what="GPUs", found="; ".join(card["gpus"]))
+        yield Finding(level="ok", what="GPUs", state="; ".join(card["gpus"]))

@@ -14,7 +14,7 @@ CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc
 
 # Each of them uses all cores.
 .NOTPARALLEL:
-.PHONY: bench first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records docs lint types system-packages clean help
+.PHONY: bench first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records docs lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
@@ -30,8 +30,7 @@ help:
 	@echo "make records          docs/records anew, from a clean commit (hours); ONLY=NAME for one"
 	@echo "make docs             the numbers, tables and figures of all documents, from docs/records"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
-	@echo "make lint             ruff, import-linter, clang-format and shellcheck"
-	@echo "make types            mypy on the library, strict"
+	@echo "make lint             ruff, import-linter, mypy, clang-format and shellcheck"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
 	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
 
@@ -115,13 +114,11 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy
 	git ls-files -z '*.cc' '*.h' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@if command -v shellcheck >/dev/null; then \
 	  git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck; \
 	else echo "shellcheck not installed: shell scripts not checked"; fi
-
-types: $(READY)
-	$(VENV)/bin/mypy
 
 system-packages:
 	scripts/system_packages.sh

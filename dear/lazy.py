@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     import torch.distributed as dist
+
+    import comm_core
 else:
+    comm_core = LazyModule("comm_core")  # other backends do not need it
     dist = LazyModule("torch.distributed")
     np = LazyModule("numpy")
     nx = LazyModule("networkx")
     torch = LazyModule("torch")
 
-__all__ = ["LazyModule", "dist", "np", "nx", "torch"]
+__all__ = ["LazyModule", "comm_core", "dist", "np", "nx", "torch"]

@@ -127,8 +127,11 @@ def neighbor_allreduce_nonblocking(
     """
     what = "neighbor_allreduce"
     src_weights = either(src_weights, neighbor_weights, "src_weights", "neighbor_weights")
-    dst_weights = either(dst_weights, send_neighbors, "dst_weights", "send_neighbors")
-    part = chosen_part(job().part, self_weight, src_weights, dst_weights, what)
+    # mypy joins the union's members to their common base.
+    targets: Targets | None = either(  # type: ignore[assignment]
+        dst_weights, send_neighbors, "dst_weights", "send_neighbors"
+    )
+    part = chosen_part(job().part, self_weight, src_weights, targets, what)
     mixed = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     handle = _checked(
         job().exchange.core.neighbor_all_reduce,
@@ -205,7 +208,8 @@ def pair_gossip_nonblocking(
         raise UserError("pair_gossip: give self_weight and pair_weight together, or neither")
     if target_rank == job().rank:
         raise UserError(f"pair_gossip: target_rank {target_rank} is this rank; give another rank")
-    mine, other = (0.5, 0.5) if self_weight is None else (self_weight, pair_weight)
+    mine = 0.5 if self_weight is None else self_weight
+    other = 0.5 if pair_weight is None else pair_weight
     received = torch.empty_like(tensor)
     handle = _checked(job().pairs.core.sendrecv, tensor.detach(), received, target_rank)
     pending = job().pairs.pending(handle, tensor.nbytes)

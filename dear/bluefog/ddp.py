@@ -86,7 +86,7 @@ class DecentralizedDataParallel(Module):
             )
         communicator = runtime.communicator()
         self._model = model
-        averaged = [param for param in model.parameters() if param.requires_grad]
+        averaged: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         if not averaged:
             raise UserError("nothing to train: no parameter of the model requires a gradient")
         averaged += list(model.buffers()) if sync_buffer_in_global_avg else []
@@ -150,7 +150,9 @@ class DecentralizedDataParallel(Module):
         """Returns the staleness of the averaged values by neighbour, for `sync=False`."""
         return {} if self._engine is None else self._engine.statistics()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]  # passes torch's overloads on
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Returns the state dict of the wrapped model, with its own parameter names."""
         return self._model.state_dict(*args, **kwargs)
 

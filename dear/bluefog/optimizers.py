@@ -126,11 +126,12 @@ def _combined(
         every = num_steps_per_communication
         at_least("num_steps_per_communication", every, 1)
         replica = Replica(model, optimizer, job().communicator, Neighbor.Options(every=every))
-        optimizer.self_weight = optimizer.src_weights = optimizer.dst_weights = None
-        optimizer.neighbor_weights = optimizer.send_neighbors = None
-        optimizer.skip_synchronize = contextlib.nullcontext
-        optimizer.src_machine_weights = optimizer.dst_machine_weights = None
-        optimizer.enable_topo_check = True
+        knobs: Any = optimizer  # BlueFog's scripts set these attributes of the optimizer
+        knobs.self_weight = knobs.src_weights = knobs.dst_weights = None
+        knobs.neighbor_weights = knobs.send_neighbors = None
+        knobs.skip_synchronize = contextlib.nullcontext
+        knobs.src_machine_weights = knobs.dst_machine_weights = None
+        knobs.enable_topo_check = True
         exchange = _averaging(communication_type, optimizer)
         return distribute(optimizer, engine(replica, exchange, every=every))
 
@@ -188,7 +189,7 @@ def DistributedGradientAllreduceOptimizer(
 class AccumulatingEngine(AveragingEngine):
     """Engine that averages the sum of `every` backward passes since `zero_grad()`."""
 
-    def __init__(self, every: int, replica: Replica) -> None:
+    def __init__(self, every: int, replica: Replica[Wfbp.Options]) -> None:
         self._every = every
         self._passes = 0
         self._pausing = contextlib.ExitStack()
@@ -249,7 +250,7 @@ def _free_named(windows: Collection[NeighborWindow]) -> None:
 
 
 def _windowed(
-    algorithm: type[WindowAlgorithm], knobs: tuple[str, ...], doc: str
+    algorithm: type[WindowAlgorithm[Any]], knobs: tuple[str, ...], doc: str
 ) -> Callable[..., torch.optim.Optimizer]:
     """Returns the factory of optimizers that train by `algorithm`, with attributes `knobs`."""
     stem = algorithm.__name__
@@ -264,9 +265,8 @@ def _windowed(
         at_least("num_steps_per_communication", every, 1)
         current = job()
         replica = Replica(model, optimizer, current.communicator, WindowOptions(every=every))
-        for knob in knobs:
-            setattr(optimizer, knob, None)
-        optimizer.force_barrier = False
+        for knob, value in {**dict.fromkeys(knobs), "force_barrier": False}.items():
+            setattr(optimizer, knob, value)
         if prefix in {name.rpartition(".")[0] for name in current.windows}:
             raise UserError(f"there are windows {prefix}.* already; give another window_prefix")
         policy = _KnobPolicy(current.part(), optimizer)

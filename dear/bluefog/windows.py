@@ -52,7 +52,8 @@ class Named:
 
 def named(name: str) -> Named:
     """Returns the window `name`; raises `UserError` if there is none."""
-    return one_of("window", name, job().windows)
+    window: Named = one_of("window", name, job().windows)
+    return window
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:

@@ -335,7 +335,7 @@ def group(
     arrival = {params[index]: i for i, index in enumerate(order.arrivals)}
     waits = dict(zip((params[index] for index in order.arrivals), order.waits_s, strict=True))
     units = [[param] for param in params] if options.fusion == "none" else layers(model, params)
-    kinds: dict[tuple, list[list[torch.nn.Parameter]]] = {}
+    kinds: dict[tuple[object, ...], list[list[torch.nn.Parameter]]] = {}
     for unit in units:
         for kind, alike in _split(unit, lambda param: (*_kind(param), param in arrival)).items():
             kinds.setdefault(kind, []).append(alike)
@@ -368,7 +368,7 @@ def launch_order(
     return sorted(range(len(groups)), key=lambda index: (complete[index], -index))
 
 
-def _joined(sizes: list[float], waits_s: list[float], options: Any) -> Groups:
+def _joined(sizes: Sequence[float], waits_s: Sequence[float], options: Any) -> Groups:
     if options.fusion == "none":
         return by_count(len(sizes), 1)
     if options.fusion == "nearby_layers":
@@ -420,14 +420,15 @@ def _cycles(
     return [[params[last - i] for i in reversed(cycle)] for cycle in reversed(cycles)]
 
 
-def _kind(param: torch.nn.Parameter) -> tuple:
+def _kind(param: torch.nn.Parameter) -> tuple[object, ...]:
     return param.dtype, param.device
 
 
 def _split(
-    params: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], tuple] = _kind
-) -> dict[tuple, list[torch.nn.Parameter]]:
-    kinds: dict[tuple, list[torch.nn.Parameter]] = {}
+    params: Sequence[torch.nn.Parameter],
+    kind: Callable[[torch.nn.Parameter], tuple[object, ...]] = _kind,
+) -> dict[tuple[object, ...], list[torch.nn.Parameter]]:
+    kinds: dict[tuple[object, ...], list[torch.nn.Parameter]] = {}
     for param in params:
         kinds.setdefault(kind(param), []).append(param)
     return kinds

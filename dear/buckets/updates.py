@@ -40,10 +40,10 @@ def run_hooks(optimizer: Any, update: Callable[[], Any]) -> Any:
 def _hooks(optimizer: Any) -> tuple[list[Any], list[Any]]:
     from torch.optim import optimizer as base
 
-    shared, local = base._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
-    before = [*shared.values(), *local.values()]
-    shared, local = base._global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks
-    return before, [*local.values(), *shared.values()]
+    local = optimizer._optimizer_step_pre_hooks
+    before = [*base._global_optimizer_pre_hooks.values(), *local.values()]
+    local = optimizer._optimizer_step_post_hooks
+    return before, [*local.values(), *base._global_optimizer_post_hooks.values()]
 
 
 class PartialUpdate:
@@ -322,7 +322,8 @@ class Sharded(Between):
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for part in self.parts:
             part.shard.mul_(scale.to(part.shard.device, part.shard.real.dtype))
-        return total.to(first.real.dtype)
+        rounded: torch.Tensor = total.to(first.real.dtype)
+        return rounded
 
     def take_state(self, before: Sharded | None = None) -> None:
         """Keeps the part of the optimizer's state that this rank needs.
@@ -336,7 +337,7 @@ class Sharded(Between):
         if before is None:
             self.forget_state()
             params = (param for part in self.parts for param in part.bucket.params)
-            states = ((param, state.pop(param, None)) for param in params)
+            states = iter([(param, state.pop(param, None)) for param in params])
         else:
             states = before.whole_state()
         moved = {

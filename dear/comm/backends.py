@@ -58,7 +58,8 @@ def prepare(backend: str) -> str:
     if backend == "mpi":
         # torch's own "mpi" needs a torch built with MPI, and its name cannot be registered again.
         try:
-            return _imported("comm_core.mpi").register()
+            name: str = _imported("comm_core.mpi").register()
+            return name
         except ImportError as error:
             raise Unavailable(str(error)) from None
     if ":mpi" in backend:

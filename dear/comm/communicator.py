@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 
 from dear.comm.backends import backend_of
 from dear.comm.handles import Exchange
-from dear.comm.work import Account, Work, comm_core
+from dear.comm.work import Account, Work
 from dear.errors import UserError, one_of
-from dear.lazy import dist, torch
+from dear.lazy import comm_core, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
 T = TypeVar("T")
@@ -142,12 +142,12 @@ class Communicator(Account):
         """
         if not self.native or self.size == 1:
             return None
-        backend = self.groups[0]._get_backend(torch.device("cpu"))
+        backend: Any = self.groups[0]._get_backend(torch.device("cpu"))
         return tuple((name, first) for name, first, _ in backend.regimes(operation))
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
         """Returns rank `root`'s picklable `value` on every rank; blocks, for set-up only."""
-        box: list[Any] = [value]
+        box: list[T] = [value]
         dist.broadcast_object_list(box, src=self._global_rank(root), group=self.groups[0])
         return box[0]
 
@@ -207,7 +207,8 @@ class Communicator(Account):
 @functools.cache
 def _renamed(former: str, name: str) -> Callable[..., Any]:
     """Returns the collective `name` of torch 2.13, or its `former` name in older versions."""
-    return getattr(dist, name, None) or getattr(dist, former)
+    collective: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, former)
+    return collective
 
 
 def _at(priority: int) -> contextlib.AbstractContextManager[None]:

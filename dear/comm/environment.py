@@ -170,7 +170,8 @@ def _free_port() -> int:
     """Returns a free port of rank 0's host, where `dear.init` opens it; runs on the engine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _enter(variables: dict[str, str]) -> None:

@@ -41,7 +41,7 @@ class DeviceClock:
         self._origin.record()
         self._origin.synchronize()
         self._origin_s = clock()
-        self._last: dict[int, Any] = {}
+        self._last: dict[int, torch.cuda.Event] = {}
         """Event after the last transfer of each channel."""
 
     def follow(self, handle: Any, channel: int, enqueued_s: float) -> Callable[[], WorkTimes]:
@@ -67,8 +67,8 @@ class DeviceClock:
 
         return times
 
-    def _at_s(self, event: Any) -> float:
-        return self._origin_s + self._origin.elapsed_time(event) / 1e3
+    def _at_s(self, event: torch.cuda.Event) -> float:
+        return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
 
 
 class Exchange:
@@ -104,7 +104,7 @@ class Exchange:
         """Returns True once send and receive have ended."""
         return all(work.is_completed() for work in self._works)
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
         """Returns a future that completes with both; raises on Gloo, whose messages have none."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
 

@@ -9,10 +9,10 @@ from dear.comm.communicator import (
     Communicator,
     Op,
     SubCommunicator,
-    Work,
     flat_view,
     sub_communicators,
 )
+from dear.comm.work import Work
 from dear.errors import UserError
 from dear.lazy import torch
 
@@ -78,7 +78,7 @@ class Hierarchy(SubCommunicator):
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="dear leg") for _ in range(2)]
         self._aside: torch.cuda.Stream | None = None
 
-    def all_reduce(
+    def all_reduce(  # type: ignore[override]  # has all of a `Work` that callers use
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
     ) -> ThreeLegs:
         """Reduces `tensor` in place; its number of elements must be a multiple of `local_size`."""

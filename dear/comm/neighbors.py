@@ -294,7 +294,8 @@ def distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> fl
     def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Pieces limit the memory: a large float32 tensor in float64 would take three times its own.
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return real.detach().flatten().split(PIECE)
+        split: tuple[torch.Tensor, ...] = real.detach().flatten().split(PIECE)
+        return split
 
     total = 0.0
     for left, right in zip(some, others, strict=True):

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import core_module
 from dear.lazy import dist, nx, torch
 from dear.topology import check_nodes, in_neighbors, out_neighbors
 
+T = TypeVar("T")
 log = logging.getLogger("dear")
 
 OWN = 0
@@ -123,8 +124,9 @@ class Peers:
             if self.rank in pair:
                 here = pair.index(self.rank)
                 other = pair[1 - here]
-                slots = (0 if other in ranks else None for ranks in (self.sources, self.targets))
-                self.near[other] = Peer(other, group, 1 - here, here, *slots)
+                slot = 0 if other in self.sources else None
+                target_slot = 0 if other in self.targets else None
+                self.near[other] = Peer(other, group, 1 - here, here, slot, target_slot)
 
     def _new_group(self, ranks: list[int], *, mine: bool = True) -> Any:
         group = dist.new_group(ranks, timeout=self.communicator.timeout, backend="comm_core")
@@ -132,7 +134,7 @@ class Peers:
             self._made.append(group)
         return group
 
-    def attempt(self, peer: Peer, call: Callable[..., Any], *args: Any) -> Any:
+    def attempt(self, peer: Peer, call: Callable[..., T], *args: Any) -> T | None:
         """Runs `call(*args)`; with `apart`, returns None if `peer` is lost before or by the call.
 
         Without `apart`, a failure raises.
@@ -147,18 +149,21 @@ class Peers:
             # A failed operation makes the group of this pair unusable, and no other group.
             peer.lost = True
             log.warning("rank %d has died; training continues without it", peer.rank)
-            self.departures.done(peer.rank)
+            self._expect_departures().done(peer.rank)
             return None
+
+    def _expect_departures(self) -> Departures:
+        assert self.departures is not None, "only with `apart`"
+        return self.departures
 
     def leave(self, timeout_s: float) -> None:
         """Waits until all ranks have left or are lost; neighbours may continue to write until then.
 
         Needs `apart`. Raises RuntimeError if some ranks do not leave within `timeout_s` seconds.
         """
-        self.departures.done()
-        self.departures.wait(
-            timeout_s, lambda: [window.slots.look() for window in self.windows[:1]]
-        )
+        departures = self._expect_departures()
+        departures.done()
+        departures.wait(timeout_s, lambda: [window.slots.look() for window in self.windows[:1]])
 
     def statistics(self) -> dict[str, Any]:
         """Returns `staleness` by source (see `Staleness.summary`), numbers of messages `sent` and
@@ -198,7 +203,9 @@ class Departures:
         self._clock = communicator.clock
         name = f"departures.{communicator.groups[0].group_name}.{next(_numbers)}"
         # The default store is private in torch; so is the group's own store.
-        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._store = dist.distributed_c10d.PrefixStore(
+            name, dist.distributed_c10d._get_default_store()
+        )
 
     def done(self, rank: int | None = None) -> None:
         """Records that this rank makes no further steps, or that `rank` is lost."""
@@ -208,7 +215,7 @@ class Departures:
         """Returns True if rank `rank` is done or lost."""
         return self._store.check([str(rank)])
 
-    def wait(self, timeout_s: float, look: Callable[[], None]) -> None:
+    def wait(self, timeout_s: float, look: Callable[[], object]) -> None:
         """Waits until all ranks are done or lost; after `timeout_s` raises RuntimeError with names.
 
         Args:

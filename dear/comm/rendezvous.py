@@ -14,10 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dear.comm.environment import RankFacts
 from dear.errors import UserError
 from dear.lazy import dist
+
+if TYPE_CHECKING:  # torch.distributed exports its stores without declaring them
+    import torch._C._distributed_c10d as stores
+else:
+    stores = dist
 
 HELD_PORT_S = 10.0
 _joins = itertools.count()
@@ -52,7 +58,7 @@ def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> Meet
     )
 
 
-def meet(facts: RankFacts, timeout_s: float) -> dist.Store:
+def meet(facts: RankFacts, timeout_s: float) -> stores.Store:
     """Joins the other ranks; returns the job's store once each rank is present exactly once.
 
     Raises:
@@ -61,19 +67,19 @@ def meet(facts: RankFacts, timeout_s: float) -> dist.Store:
     """
     point = meeting_point(facts)
     if point.path is None and point.host is None:
-        return dist.HashStore()
+        return stores.HashStore()
     store = _open(point, facts, timeout_s)
     # A script may leave the job and join again with the same store (torchrun keeps one).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"dear{attempt}.{next(_joins)}", store)
+    store = stores.PrefixStore(f"dear{attempt}.{next(_joins)}", store)
     store.set_timeout(timedelta(seconds=timeout_s))
     call_roll(store, facts, timeout_s)
     return store
 
 
-def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> dist.Store:
+def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> stores.Store:
     if point.path is not None:
-        return dist.FileStore(point.path, facts.world_size)
+        return stores.FileStore(point.path, facts.world_size)
     timeout = timedelta(seconds=timeout_s)
     # With torchrun, its agent process serves the store.
     serve = facts.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -115,9 +121,9 @@ def _await_listener(point: MeetingPoint, timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _in_time(make: Callable[[], dist.Store], seconds: float) -> dist.Store:
+def _in_time(make: Callable[[], stores.Store], seconds: float) -> stores.Store:
     """Calls `make` with a time limit, since torch has none if another program holds the port."""
-    results: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
+    results: queue.SimpleQueue[stores.Store | Exception] = queue.SimpleQueue()
 
     def run() -> None:
         try:
@@ -137,9 +143,9 @@ def _in_time(make: Callable[[], dist.Store], seconds: float) -> dist.Store:
 
 def _tcp_store(
     point: MeetingPoint, facts: RankFacts, timeout: timedelta, serve: bool
-) -> dist.TCPStore:
+) -> stores.TCPStore:
     assert point.host is not None
-    return dist.TCPStore(
+    return stores.TCPStore(
         point.host,
         point.port,
         facts.world_size,
@@ -179,7 +185,7 @@ _VERDICT = "verdict"
 _FAREWELL_S = 5.0
 
 
-def call_roll(store: dist.Store, facts: RankFacts, timeout_s: float) -> None:
+def call_roll(store: stores.Store, facts: RankFacts, timeout_s: float) -> None:
     """Waits until all ranks have joined exactly once; raises as `meet` does."""
     times = store.add(f"rank{facts.rank}", 1)
     store.set(f"who{facts.rank}.{times}", f"{socket.gethostname()} process {os.getpid()}")
@@ -204,7 +210,7 @@ def call_roll(store: dist.Store, facts: RankFacts, timeout_s: float) -> None:
         raise UserError(verdict)
 
 
-def _twice(store: dist.Store, facts: RankFacts) -> str:
+def _twice(store: stores.Store, facts: RankFacts) -> str:
     times = store.add(f"rank{facts.rank}", 0)
     # `get` waits for processes that have counted themselves but not yet stored their names.
     keys = [f"who{facts.rank}.{i}" for i in range(1, times + 1)]
@@ -215,7 +221,7 @@ def _twice(store: dist.Store, facts: RankFacts) -> str:
     )
 
 
-def _missing(store: dist.Store, facts: RankFacts, timeout_s: float) -> str:
+def _missing(store: stores.Store, facts: RankFacts, timeout_s: float) -> str:
     ranks = range(facts.world_size)
     who = {r: store.get(f"who{r}.1").decode() for r in ranks if store.check([f"who{r}.1"])}
     missing = ", ".join(str(rank) for rank in ranks if rank not in who)
@@ -226,7 +232,7 @@ def _missing(store: dist.Store, facts: RankFacts, timeout_s: float) -> str:
     )
 
 
-def _let_the_others_read(store: dist.Store, facts: RankFacts) -> None:
+def _let_the_others_read(store: stores.Store, facts: RankFacts) -> None:
     # The store ends with rank 0, so rank 0 must not exit before the others have read the verdict.
     read_count = store.add("heard", 1)
     joined_count = sum(store.add(f"rank{rank}", 0) for rank in range(facts.world_size))

@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from dear.comm.backends import default_backend, prepare
 from dear.comm.communicator import Communicator
@@ -18,6 +19,9 @@ from dear.comm.environment import RankFacts, rank_facts
 from dear.comm.rendezvous import meet
 from dear.errors import UserError
 from dear.lazy import dist, torch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 log = logging.getLogger("dear")
 
@@ -60,7 +64,9 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
             f"process group has rank {dist.get_rank()} of {dist.get_world_size()}"
         )
     _facts = facts
-    _communicator = Communicator(dist.group.WORLD, timeout_s=timeout_s)
+    world = dist.group.WORLD
+    assert world is not None  # the process group exists by now
+    _communicator = Communicator(world, timeout_s=timeout_s)
     atexit.unregister(_let_threads_end)
     atexit.register(_let_threads_end)
 
@@ -85,8 +91,9 @@ def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> None:
             raise UserError(f"backend nccl needs a GPU per rank: {clash}")
     if "nccl" in backend:
         torch.cuda.set_device(gpu(facts))
-    position = {"rank": facts.rank, "world_size": facts.world_size}
-    dist.init_process_group(backend, store=store, timeout=timeout, **position)
+    dist.init_process_group(
+        backend, store=store, timeout=timeout, rank=facts.rank, world_size=facts.world_size
+    )
 
 
 def gpu(facts: RankFacts) -> int:
@@ -94,7 +101,7 @@ def gpu(facts: RankFacts) -> int:
     return facts.local_rank % torch.cuda.device_count()
 
 
-def _gpu_clash(facts: RankFacts, store: dist.Store) -> str | None:
+def _gpu_clash(facts: RankFacts, store: Store) -> str | None:
     """Returns the reason why ranks do not have a GPU each, or None; the same on every rank.
 
     Ranks exchange the UUIDs of their GPUs, since the only GPU of one rank may be another's, too.

@@ -12,9 +12,7 @@ from typing import Any
 
 from dear.comm.handles import DeviceClock, Noted, WorkTimes
 from dear.errors import UserError
-from dear.lazy import LazyModule, torch
-
-comm_core = LazyModule("comm_core")  # imported on first use; other backends do not need it
+from dear.lazy import comm_core, torch
 
 CALLBACK_S = 5.0
 
@@ -46,7 +44,7 @@ class Work:
             with contextlib.suppress(RuntimeError):  # Gloo's reduce-scatter has no future
                 future, recorded = handle.get_future(), threading.Event()
                 self._recorded, enqueued = recorded, communicator.clock()
-                future.add_done_callback(lambda _: self._finished(enqueued))
+                future.add_done_callback(lambda _: self._finished(enqueued, recorded))
 
     def wait(self) -> None:
         """Blocks until the result may be used (on CUDA: by the current stream).
@@ -63,20 +61,22 @@ class Work:
 
     def done(self) -> bool:
         """Returns True once the collective has ended; never blocks."""
-        return self._handle.is_completed()
+        return bool(self._handle.is_completed())
 
     def on_complete(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once the collective has ended, from a thread of the backend."""
         self._handle.get_future().add_done_callback(lambda _: callback())
 
-    def future(self) -> torch.futures.Future:
+    def future(self) -> torch.futures.Future[Any]:
         """Returns a future that completes with the collective; torch's own code chains on it."""
-        return self._handle.get_future()
+        future: torch.futures.Future[Any] = self._handle.get_future()
+        return future
 
     def times(self) -> WorkTimes:
         """Returns the times of a finished collective; raises `UserError` if there are none."""
         if self._communicator.native and self._handle.is_completed():
-            return self._handle.times()
+            times: WorkTimes = self._handle.times()
+            return times
         if self._device_times is not None and self._handle.is_completed():
             return self._device_times()
         if self._recorded is not None and self._handle.is_completed():
@@ -85,14 +85,14 @@ class Work:
             raise UserError("no times: the collective is running, or record_times is off")
         return self._times
 
-    def _finished(self, enqueued_s: float) -> None:
+    def _finished(self, enqueued_s: float, recorded: threading.Event) -> None:
         now_s = self._communicator.clock()
         before_s = self._communicator.channel_free_s.get(self._channel, enqueued_s)
         self._communicator.channel_free_s[self._channel] = now_s
         self._times = WorkTimes(
             enqueued_s=enqueued_s, started_s=max(enqueued_s, before_s), finished_s=now_s
         )
-        self._recorded.set()
+        recorded.set()
 
 
 @dataclass

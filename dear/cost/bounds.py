@@ -141,7 +141,8 @@ class Traffic:
         blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
         inside = [GroupMean(ranks=tuple(block)) for block in blocks if local_size > 1]
 
-        def spread(part: Message) -> list[Message]:
+        def spread(part: Part) -> list[Part]:
+            assert isinstance(part, Message), "machines exchange messages"
             return [
                 Message(
                     source=part.source * local_size + local_rank,
@@ -151,7 +152,9 @@ class Traffic:
                 for local_rank in range(local_size)
             ]
 
-        steps = [(*inside, *(m for part in step for m in spread(part))) for step in self.steps]
+        steps: list[tuple[Part, ...]] = [
+            (*inside, *(m for part in step for m in spread(part))) for step in self.steps
+        ]
         return Traffic(world_size=size, steps=tuple(steps))
 
     def times(self, factor: float) -> Traffic:
@@ -238,8 +241,12 @@ def comm_times(nbytes: float, costs: Mapping[str, AlphaBeta]) -> CommTimes:
         costs: fits by operation (`all_reduce`, `reduce_scatter`, `all_gather`). A missing operation
             costs nothing, so pass all that the bound reads.
     """
-    fits = [(name, cost) for name, cost in costs.items() if name != EXCHANGE]
-    return CommTimes(**{f"{name}_s": cost(nbytes) for name, cost in fits})
+    seconds = {name: cost(nbytes) for name, cost in costs.items()}
+    return CommTimes(
+        all_reduce_s=seconds.get("all_reduce", 0.0),
+        reduce_scatter_s=seconds.get("reduce_scatter", 0.0),
+        all_gather_s=seconds.get("all_gather", 0.0),
+    )
 
 
 def exchange_times(

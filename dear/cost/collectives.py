@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from dear.comm.communicator import Communicator, Work, buffer, padded, sub_communicators
+from dear.comm.communicator import Communicator, buffer, padded, sub_communicators
+from dear.comm.work import Work
 from dear.cost.fit import AlphaBeta, CollectiveCost, fit_alpha_beta
 from dear.cost.measurement import (
     EXCHANGE,
@@ -164,7 +165,7 @@ class _Calls:
         self._device, self._shared = device, shared
         self._pair = _pair(communicator) if operation == EXCHANGE else None
         if operation == EXCHANGE:  # the comm core all-reduces in pairs; rank 0 is always in one
-            regimes = self._pair and self._pair.regimes("all_reduce")
+            regimes = self._pair.regimes("all_reduce") if self._pair else None
         else:
             regimes = communicator.regimes(operation)
         self.regimes: tuple[tuple[str, int], ...] | None = communicator.broadcast_object(regimes)

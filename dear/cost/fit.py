@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from dear.errors import UserError
 from dear.options import at_least
@@ -85,17 +85,21 @@ class CollectiveCost(AlphaBeta):
 
     def divided(self, factor: float) -> CollectiveCost:
         """Returns the cost in a unit of time that is `factor` times as long."""
+        parts = tuple(_divided(part, factor) for part in self.smaller)
+        return dataclasses.replace(_divided(self, factor), smaller=parts)
 
-        def shorter(line: AlphaBeta) -> dict[str, float | None]:
-            queued_s = line.queued_alpha_s
-            return {
-                "alpha_s": line.alpha_s / factor,
-                "beta_s_per_byte": line.beta_s_per_byte / factor,
-                "queued_alpha_s": None if queued_s is None else queued_s / factor,
-            }
 
-        parts = tuple(dataclasses.replace(part, **shorter(part)) for part in self.smaller)
-        return dataclasses.replace(self, **shorter(self), smaller=parts)
+LineT = TypeVar("LineT", bound=AlphaBeta)
+
+
+def _divided(line: LineT, factor: float) -> LineT:
+    queued_s = line.queued_alpha_s
+    return dataclasses.replace(
+        line,
+        alpha_s=line.alpha_s / factor,
+        beta_s_per_byte=line.beta_s_per_byte / factor,
+        queued_alpha_s=None if queued_s is None else queued_s / factor,
+    )
 
 
 def fit_alpha_beta(

@@ -88,7 +88,7 @@ class Measurement:
             for (name, _, line), (_, end, _) in itertools.pairwise(parts)
         )
         name, _, line = parts[-1]
-        slope = "fit" if self._known(name) is None else "wire"
+        slope: Literal["fit", "wire"] = "fit" if self._known(name) is None else "wire"
         return CollectiveCost(**vars(line), name=name, smaller=smaller, slope=slope)
 
     def _reached(self) -> list[tuple[str | None, float, list[int]]]:
@@ -96,7 +96,7 @@ class Measurement:
 
         One with too few sizes for a line joins that before, as it is the nearest to say something.
         """
-        starts = self.regimes or ((None, 0),)
+        starts: Sequence[tuple[str | None, float]] = self.regimes or ((None, 0.0),)
         joined: list[tuple[str | None, float, list[int]]] = []
         for (name, first), (_, end) in zip(starts, [*starts[1:], ("", math.inf)], strict=True):
             chosen = [i for i, nbytes in enumerate(self.nbytes) if first <= nbytes < end]

@@ -184,5 +184,5 @@ class _Held(torch.nn.Module):
         # A list, since attributes of a module would have to be of the type Parameter.
         self._all = [param for group in optimizer.param_groups for param in group["params"]]
 
-    def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         return iter(self._all)

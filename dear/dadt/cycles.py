@@ -13,7 +13,8 @@ import torch
 
 from dear.buckets.carriers import SparseSum, gather_entries
 from dear.buckets.grouping import by_buffer
-from dear.comm.communicator import Communicator, Work
+from dear.comm.communicator import Communicator
+from dear.comm.work import Work
 from dear.errors import UserError
 
 LEAST_PAUSE_S = 0.001
@@ -137,7 +138,7 @@ class Execution:
 
     def _groups(self, batch: Sequence[Request]) -> list[list[Request]]:
         groups: list[list[Request]] = []
-        fusible: dict[tuple, list[Request]] = {}
+        fusible: dict[tuple[object, ...], list[Request]] = {}
         for request in batch:
             if request.key[0] == ALL_REDUCE:
                 kind = (request.tensor.dtype, request.tensor.device)
@@ -156,7 +157,13 @@ class Execution:
             first.enter("DoAllReduce")
             (entries,) = gather_entries([flat], flat.device, self._communicator)
             total = SparseSum(flat, flat, entries, self._communicator)
-            return total.work, lambda: first.finish(total.result())
+
+            def finish_sum() -> None:
+                result = total.result()
+                assert result is not None  # every rank gave a tensor
+                first.finish(result)
+
+            return total.work, finish_sum
         if kind == BROADCAST:
             first.enter("DoBroadCast")
             work = self._broadcasts.broadcast(flat, root=ROOT)
@@ -193,6 +200,7 @@ class Execution:
             stream = self._streams[device]
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 for request in group:
+                    assert request.written is not None  # the tensor is on a GPU
                     stream.wait_event(request.written)
                     if not request.tensor.is_sparse:
                         request.tensor.record_stream(stream)

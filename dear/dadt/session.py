@@ -67,7 +67,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._joined = not runtime.is_initialized()
-        backend = EXECUTORS.get(settings.executor)
+        backend = EXECUTORS.get(settings.executor or "")
         if self._joined:
             runtime.init(backend=backend, timeout_s=settings.timeout_s)
         world = runtime.communicator()
@@ -146,8 +146,9 @@ class Session:
         self.open = False
         for optimizer in filter(None, (reference() for reference in self.optimizers)):
             if hasattr(optimizer, "_engine"):  # the script may have closed it
-                optimizer.flush()
-                optimizer._engine.write_timeline()
+                distributed: Any = optimizer  # it has the engine's methods, too
+                distributed.flush()
+                distributed._engine.write_timeline()
         self.cycles.close()
         self._delayed.clear()
         if self.timeline is not None:
@@ -165,7 +166,9 @@ class Session:
             # Hosts may share a name; on one host no two ranks have the same local rank.
             hosts.setdefault((place[0], seen[place]), []).append(rank)
             seen[place] += 1
-        return dist.new_subgroups_by_enumeration(list(hosts.values()), timeout=timeout)[0]
+        group: dist.ProcessGroup
+        group, _ = dist.new_subgroups_by_enumeration(list(hosts.values()), timeout=timeout)
+        return group
 
     def _draw(self, timeline: Timeline, request: Request) -> None:
         moments, tensor = request.moments, request.tensor
@@ -245,14 +248,14 @@ def _executors(
     executor_type: str | None, all_reduce_executor: str | None, broadcast_executor: str | None
 ) -> tuple[str | None, str | None]:
     """Returns the executor, and that of broadcasts; None: the same."""
-    named = {executor_type, all_reduce_executor} - {None}
+    named = {name for name in (executor_type, all_reduce_executor) if name is not None}
     if len({EXECUTORS.get(name, name) for name in named}) > 1:
         raise UserError(
             "dadt.init: executor_type and all_reduce_executor mean the same, got "
             f"{', '.join(sorted(named))}"
         )
-    executor = min(named, default=broadcast_executor)
-    if EXECUTORS.get(broadcast_executor) == EXECUTORS.get(executor):
+    executor = min(named) if named else broadcast_executor
+    if EXECUTORS.get(broadcast_executor or "") == EXECUTORS.get(executor or ""):
         return executor, None
     return executor, broadcast_executor
 

@@ -108,7 +108,7 @@ class DecentralizedDataParallel(Module):
         if not self._named:
             raise UserError("nothing to train: no parameter of the model requires a gradient")
         self._topology_name = topology
-        averaged = list(self._named.values())
+        averaged: list[torch.Tensor] = list(self._named.values())
         averaged += list(model.buffers()) if sync_buffer_in_global_avg else []
         self._average = GlobalAverage(communicator, averaged)
         schedule = TopologyReg.make(
@@ -202,7 +202,9 @@ class DecentralizedDataParallel(Module):
         self._exchange.set_factor(checkpoint["factor"])
         self._engine.restore(checkpoint)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]  # passes torch's overloads on
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Returns the state dict of the wrapped model, with its own parameter names."""
         return self._model.state_dict(*args, **kwargs)
 

@@ -109,7 +109,8 @@ def lr_scheduler_fn_cosine_with_warmup(
 
 def _decay_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
     """Returns groups of weights, and of the rest: biases and vectors of normalisation layers."""
-    decayed, plain = [], []
+    decayed: list[torch.Tensor] = []
+    plain: list[torch.Tensor] = []
     for name, param in params:
         is_weight = param.dim() > 1 and "bias" not in name.rpartition(".")[2]
         (decayed if is_weight else plain).append(param)
@@ -169,11 +170,11 @@ class AccumAdam(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group)
+                    self._update(param, param.grad, group)
         return loss
 
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        if param.grad.is_sparse:
+    def _update(self, param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        if gradient.is_sparse:
             raise UserError(f"{type(self).__name__} takes dense gradients only")
         state = self.state[param]
         if not state:
@@ -184,7 +185,6 @@ class AccumAdam(Optimizer):
         state["step"] += 1
         lr, decay = group["lr"], group["weight_decay"]
         (beta1, beta2), every = group["betas"], group["accum_iter"]
-        gradient = param.grad
         if decay and self.decoupled:
             param.mul_(1 - lr * decay)
         elif decay:

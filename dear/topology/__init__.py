@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dear.errors import UserError, one_of
 from dear.lazy import np, nx
@@ -43,7 +43,8 @@ def from_matrix(weights: np.ndarray) -> nx.DiGraph:
 
 def matrix(graph: nx.DiGraph) -> np.ndarray:
     """Returns the weights as float64 `[n, n]`: row = sender, column = receiver."""
-    return nx.to_numpy_array(graph, nodelist=range(graph.number_of_nodes()))
+    weights: np.ndarray = nx.to_numpy_array(graph, nodelist=range(graph.number_of_nodes()))
+    return weights
 
 
 def circulant(world_size: int, offsets: Iterable[int]) -> nx.DiGraph:
@@ -146,7 +147,10 @@ TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph]] = {
 }
 """Static topologies by the names that options and experiments use."""
 
-Name = Literal[tuple(TOPOLOGIES)]
+if TYPE_CHECKING:
+    Name: TypeAlias = str
+else:
+    Name = Literal[tuple(TOPOLOGIES)]
 """Type of an option that names one of them."""
 
 

@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dear.errors import UserError, one_of
 from dear.lazy import nx
@@ -114,7 +114,10 @@ DYNAMIC: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 """Named schedules of options and experiments: functions of world size, ranks per machine, rank."""
 
-DynamicName = Literal[("none", *DYNAMIC)]
+if TYPE_CHECKING:
+    DynamicName: TypeAlias = str
+else:
+    DynamicName = Literal[("none", *DYNAMIC)]
 """Type of an option that names a schedule, or `none`."""
 
 

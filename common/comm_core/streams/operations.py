@@ -197,7 +197,7 @@ class DeviceOperation:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self._device = device
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types
+        self._event = torch.cuda.Event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
         self._event.record(stream)
@@ -209,7 +209,7 @@ class DeviceOperation:
         self._event.synchronize()
 
     def ended(self) -> bool:
-        ended: bool = self._event.query()  # type: ignore[no-untyped-call]  # as above
+        ended: bool = self._event.query()
         return ended
 
 
@@ -222,7 +222,7 @@ class DeviceStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
+        self._stream = torch.cuda.Stream(device)
         self._last: DeviceOperation | None = None
 
     def submit(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common.harness import cli
 from common.results import store
 from common.results.report.overview import overview
 from common.results.tables.table import csv_text
@@ -57,6 +58,16 @@ def test_numbers_in_the_csv_are_the_same():
                 assert float(one) == pytest.approx(float(other), rel=1e-9)
             except ValueError:
                 assert one == other
+
+
+def test_a_paper_chooses_columns(capsys):
+    folder = FOLDER.parents[2] / "docs" / "records" / "emulated-quick"
+    show = ["show", str(folder), "--columns", "algorithm, throughput"]
+    assert cli.main([*show, "--latex"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert r"\begin{tabular}{lr}" in lines and r"algorithm & throughput \\" in lines
+    assert cli.main(show) == 2
+    assert "--columns chooses the columns of --latex" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import pytest
 from common.results.learning import summary, tables
 from common.results.records import is_learning
 from common.results.store import Comparison
+from common.results.tables import table as table_module
 from common.results.timed import rows
+from dear.errors import UserError
 from tests.unit.made_record import record
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
@@ -108,8 +110,35 @@ def test_a_table_for_a_paper_is_a_tabular_of_booktabs():
     made = record("dear", label="dear_50% & {x}")
     text = rows.comparison(rows.make_rows([record("ddp"), made], "ddp"), "ddp").latex()
     lines = text.splitlines()
-    assert lines[0] == r"\begin{tabular}{lrrlrrrllrll}"
+    assert lines[0] == r"\begin{tabular}{lrrlrrrlll}"
     rules = [lines[place] for place in (1, 3, 6, 7)]
     assert rules == [r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}"]
     assert r"dear\_50\% \& \{x\}" in lines[5]
-    assert all(line.count("&") - line.count(r"\&") == 11 for line in (lines[2], *lines[4:6]))
+    assert all(line.count("&") - line.count(r"\&") == 9 for line in (lines[2], *lines[4:6]))
+
+
+def test_notes_are_footnotes_of_a_table_for_a_paper():
+    failed = [record(name, status="failed") for name in ("wfbp", "horovod")]
+    made = rows.make_rows([record("ddp"), *failed, record("dear", status="oom")], "ddp")
+    text = rows.comparison(made, "ddp").latex(["throughput", "algorithm"])
+    body, _, notes = text.partition(r"\end{tabular}")
+    lines = body.splitlines()
+    assert lines[:2] == [r"\begin{threeparttable}", r"\begin{tabular}{rl}"]
+    assert lines[3] == r"throughput & algorithm \\"
+    names = [line.rpartition("& ")[2] for line in lines[5:9]]
+    assert names == [
+        f"{name} \\\\" for name in ("ddp", r"wfbp\tnote{a}", r"horovod\tnote{a}", r"dear\tnote{b}")
+    ]
+    items = [line for line in notes.splitlines() if line.startswith(r"\item")]
+    assert [item[:8] for item in items] == [r"\item[a]", r"\item[b]"]
+    assert notes.rstrip().endswith(r"\end{threeparttable}")
+
+
+def test_a_column_that_is_not_there_is_named():
+    table = rows.comparison(rows.make_rows([record("ddp")], "ddp"), "ddp")
+    with pytest.raises(UserError, match="unknown column 'speed'"):
+        table.latex(["speed"])
+
+
+def test_footnotes_have_letters():
+    assert [table_module._letters(number) for number in (0, 25, 26, 52)] == ["a", "z", "aa", "ba"]

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from common.harness.verbs.run import TRACE
+from dear.errors import UserError
 
 HELP = "print a sweep's table again"
 
@@ -22,11 +23,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time per phase of a step, and the lower bound, in milliseconds",
     )
+    how.add_argument("--latex", action="store_true", help="print the table for a paper on stdout")
     how.add_argument("--trace", type=Path, metavar="FOLDER", help=TRACE)
     how.add_argument(
         "--plan",
         action="store_true",
         help="which gradients travelled together, their predicted times, and what tuners tried",
+    )
+    parser.add_argument(
+        "--columns",
+        type=lambda text: [title.strip() for title in text.split(",")],
+        metavar="TITLE,...",
+        help="columns of the table of --latex, in this order (default: all that have a value)",
     )
 
 
@@ -41,7 +49,10 @@ def main(options: argparse.Namespace) -> int:
     """Prints what the flags ask for; the exit status is 0."""
     from common.harness import output
     from common.results import store
+    from common.results.report.overview import overview
 
+    if options.columns and not options.latex:
+        raise UserError("--columns chooses the columns of --latex; give both")
     folder = output.find_sweep(options.sweep, options.logs)
     comparison = store.Comparison.load(folder)
     with store.no_collector():
@@ -49,6 +60,8 @@ def main(options: argparse.Namespace) -> int:
         gc.freeze()  # this process ends with the command
     if options.json:
         print(json.dumps([result.to_json() for result in results]))
+    elif options.latex:
+        print(overview(results, comparison.compare_to).table.latex(options.columns), end="")
     elif options.breakdown:
         output.show_breakdown(folder, results, comparison.compare_to)
     elif options.trace is not None:

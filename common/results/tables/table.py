@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic
 
 from common.results.tables import terminal
 from common.results.tables.cells import Cell, Column, R, word
+from dear.errors import one_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -54,28 +55,56 @@ class Table(Generic[R]):
         place = self.titles.index(title) + 1
         return Table(self.rows, [*self.columns[:place], *columns, *self.columns[place:]])
 
-    def _written(self) -> tuple[list[Column[R]], list[list[str]]]:
-        """Returns the columns of a written table, and the texts of all lines, titles included."""
-        lines = [self.titles, *self.body]
-        used = [
+    def _written(self) -> list[int]:
+        """Returns the places of the columns of a written table."""
+        body = self.body
+        return [
             i
             for i, column in enumerate(self.columns)
-            if not column.sparse or any(line[i] for line in lines[1:])
+            if not column.sparse or any(line[i] for line in body)
         ]
-        return [self.columns[i] for i in used], [[line[i] for i in used] for line in lines]
 
-    def latex(self) -> str:
-        """Returns a tabular of the package booktabs, for a paper."""
-        columns, lines = self._written()
-        kinds = "".join("r" if column.right else "l" for column in columns)
-        head, *body = [" & ".join(map(_escaped, line)) + r" \\" for line in lines]
+    def latex(self, titles: Sequence[str] | None = None) -> str:
+        """Returns a tabular of the package booktabs for a paper, with notes as footnotes.
+
+        Footnotes need the package threeparttable.
+
+        Args:
+            titles: titles of the columns, in the order of the paper; None: all that have a value.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        roles = [column.role for column in self.columns]
+        used = [i for i in self._written() if roles[i] != "notes"]
+        if titles is not None:
+            places = {self.titles[i]: i for i in used}
+            used = [one_of("column", title, places) for title in titles]
+        name = next((at for at, i in enumerate(used) if roles[i] == "name"), -1)
+        marks: dict[str, str] = {}
+        body = []
+        for line in self.body:
+            texts = [_escaped(line[i]) for i in used]
+            note = line[roles.index("notes")] if "notes" in roles else ""
+            if note:
+                mark = marks.setdefault(note, _letters(len(marks)))
+                texts[name] += rf"\tnote{{{mark}}}"
+            body.append(" & ".join(texts) + r" \\")
+        kinds = "".join("r" if self.columns[i].right else "l" for i in used)
+        head = " & ".join(_escaped(self.titles[i]) for i in used) + r" \\"
         parts = [rf"\begin{{tabular}}{{{kinds}}}", r"\toprule", head, r"\midrule", *body]
-        return "\n".join([*parts, r"\bottomrule", r"\end{tabular}", ""])
+        parts += [r"\bottomrule", r"\end{tabular}"]
+        if marks:
+            items = [rf"\item[{mark}] {_escaped(note)}" for note, mark in marks.items()]
+            notes = [r"\begin{tablenotes}", *items, r"\end{tablenotes}"]
+            parts = [r"\begin{threeparttable}", *parts, *notes, r"\end{threeparttable}"]
+        return "\n".join([*parts, ""])
 
     def markdown(self) -> str:
         """Returns a table for a README or a pull request."""
-        columns, lines = self._written()
-        return markdown(lines, [column.right for column in columns])
+        used = self._written()
+        lines = [[line[i] for i in used] for line in (self.titles, *self.body)]
+        return markdown(lines, [self.columns[i].right for i in used])
 
     def print(self, title: str, width: int | None = None) -> None:
         """Prints the table; `width` is that of the terminal in columns (None: as it is)."""
@@ -106,6 +135,12 @@ def markdown(lines: Sequence[Sequence[str]], right: Sequence[bool], *, padded: b
 
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 _LATEX |= {mark: f"\\{mark}" for mark in "&%$#_{}"} | {"<": "$<$", ">": "$>$", "|": "$|$"}
+
+
+def _letters(number: int) -> str:
+    """Returns a mark of a footnote: a, b, ..., z, aa, ab, ..."""
+    before, last = divmod(number, 26)
+    return (_letters(before - 1) if before else "") + chr(ord("a") + last)
 
 
 def _escaped(text: str) -> str:

@@ -349,7 +349,7 @@ _MEASURED: tuple[Column[Row], ...] = (
 )
 _JUDGED: tuple[Column[Row], ...] = (
     Column(title="verdict", cell=lambda row: word(row.verdict), right=False, weight=1),
-    Column(title="efficiency", cell=_efficiency, weight=7),
+    Column(title="efficiency", cell=_efficiency, sparse=True, weight=7),
     Column(title="of bound", cell=_of_bound, sparse=True, weight=3),
     Column(title="systematic", cell=_systematic, sparse=True, weight=8),
     Column(title="event model", cell=_off_model, sparse=True, weight=5),
@@ -360,7 +360,7 @@ _JUDGED: tuple[Column[Row], ...] = (
         weight=4,
         phrase="correct: {}",
     ),
-    dataclasses.replace(NOTES, sparse=False),
+    NOTES,
 )
 
 

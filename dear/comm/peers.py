@@ -202,10 +202,9 @@ class Departures:
         self._rank, self._size = communicator.rank, communicator.size
         self._clock = communicator.clock
         name = f"departures.{communicator.groups[0].group_name}.{next(_numbers)}"
-        # The default store is private in torch; so is the group's own store.
-        self._store = dist.distributed_c10d.PrefixStore(
-            name, dist.distributed_c10d._get_default_store()
-        )
+        # The default store is private in torch, and `PrefixStore` is exported without a declaration.
+        default = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(name, default)  # type: ignore[attr-defined]
 
     def done(self, rank: int | None = None) -> None:
         """Records that this rank makes no further steps, or that `rank` is lost."""

@@ -202,7 +202,7 @@ class Departures:
         self._rank, self._size = communicator.rank, communicator.size
         self._clock = communicator.clock
         name = f"departures.{communicator.groups[0].group_name}.{next(_numbers)}"
-        # The default store is private in torch, and `PrefixStore` is exported without a declaration.
+        # Private in torch; and torch exports `PrefixStore` without a declaration.
         default = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(name, default)  # type: ignore[attr-defined]
 

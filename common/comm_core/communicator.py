@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import collectives
-from .collectives import Neighbors, Ranks, check_pair, check_rank
 from .job import barriar, barrier, init, rank, size
+from .streams import collectives
+from .streams.collectives import Neighbors, Ranks, check_pair, check_rank
 from .streams.lanes import Streams
 from .streams.operations import Operation
 

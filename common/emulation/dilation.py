@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from common.cgroups import usable_cores
 from common.emulation.flow import OnHost, cores_s, transfer_cost
 from common.emulation.links.profile import NetworkProfile
+from common.machine.cgroups import usable_cores
 from dear.errors import UserError
 
 BUSY_TARGET = 0.6

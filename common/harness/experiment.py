@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from common.cgroups import usable_cores
 from common.emulation.config import ClusterConfig, Fault
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
@@ -19,6 +18,7 @@ from common.harness.custom import bring_model
 from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
 from common.harness.trial import BASELINE, Cuda, Sources, Trial
 from common.launch.job import launcher_options
+from common.machine.cgroups import usable_cores
 from common.models import datasets
 from common.models.registry import (
     DTYPES,

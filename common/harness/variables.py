@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from common import machine
-from common.cgroups import usable_cores
 from common.harness import cli
 from common.harness.verbs import Status
 from common.launch.hosts import Host, read_envs, read_hostfile
+from common.machine.cgroups import usable_cores
 from common.models.registry import MODELS, profile_of
 from common.paths import CONFIGS
 from dear.algorithms import aliases

@@ -160,7 +160,7 @@ def test_fact_r12_every_dtype_is_right_or_an_error(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(("numel", "wanted"), [(15, 16), (16, 16), (17, 20), (0, 0), (4, 4)])
 def test_fact_r3_padding_to_a_multiple_of_four_ranks(numel: int, wanted: int):
-    from comm_core.collectives import padded_numel
+    from comm_core.streams.collectives import padded_numel
 
     assert padded_numel(numel, 4) == wanted
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from common import cgroups
 from common import machine as memory
 from common.emulation import dilation
 from common.emulation.config import ClusterConfig, Fault
@@ -33,6 +32,7 @@ from common.emulation.links.profile import (
 )
 from common.emulation.measured import counted_between, counter_notes, network_record
 from common.harness.running import fabric
+from common.machine import cgroups
 from dear.errors import UserError
 from dear.options import build_options
 from tests.system.made import make_trial

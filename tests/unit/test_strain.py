@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from common import cgroups, machine
+from common import machine
 from common.emulation import flow
 from common.harness.running import notes
 from common.harness.running.record import make_record
 from common.harness.worker.timing import canary, strain
 from common.harness.worker.timing.strain import Gauge, Pressure, strain_of, used_cores
 from common.launch.job import Outcome
+from common.machine import cgroups
 from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Note, Strain
 from common.results.validity import flag_text

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..collectives import Body, Channel, check_pair, check_tensor, plain
 from ..job import backends_of, copy_of
+from .collectives import Body, Channel, check_pair, check_tensor, plain
 from .operations import DeviceStream, HostStream, Operation, Stream
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..collectives import Body
+from .collectives import Body
 
 
 class Operation(Protocol):

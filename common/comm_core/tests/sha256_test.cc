@@ -1,5 +1,5 @@
 // Checks SHA-256 with FIPS 180-4 (and lengths around the padding), and HMAC with RFC 4231.
-#include "base/sha256.h"
+#include "secret/sha256.h"
 
 #include "run_tests.h"
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/fd.h"
+#include "io/fd.h"
 
 namespace comm_core {
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common.cgroups import usable_cores
 from common.emulation.cluster import EmulatedCluster
 from common.emulation.dilation import (
     Calibration,
@@ -39,6 +38,7 @@ from common.harness.trial import Briefing, Trial
 from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher
 from common.machine import check_memory
+from common.machine.cgroups import usable_cores
 from common.models.registry import is_replay, model_entry, profile_of
 from common.results.records import REAL, FabricFacts, Result
 from common.results.records.trust import Network

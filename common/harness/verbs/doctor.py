@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Literal
 
 from common import machine
-from common.cgroups import usable_cores
 from common.emulation import links
 from common.harness.experiment import Experiment
 from common.harness.experiment_file import load, unable_to_emulate
 from common.harness.running.fabric import misfit
 from common.harness.verbs import Status
 from common.launch.mpirun import find_mpirun
+from common.machine.cgroups import usable_cores
 from common.paths import BUILD, COMMAND, EXPERIMENTS, ROOT
 from dear.comm.backends import missing_comm_core
 from dear.comm.runtime import address_of, interface_towards

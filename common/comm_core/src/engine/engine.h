@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/poller.h"
 #include "engine/op.h"
 #include "engine/options.h"
 #include "engine/turns.h"
+#include "io/poller.h"
 #include "transport/device.h"
 
 namespace comm_core {

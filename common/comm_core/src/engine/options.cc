@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/sha256.h"
+#include "secret/sha256.h"
 
 namespace comm_core {
 

@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "base/random.h"
 #include "base/scratch.h"
 #include "base/store.h"
 #include "collectives/frame.h"
 #include "engine/engine.h"
 #include "group/topology.h"
+#include "secret/random.h"
 #include "shm/streams.h"
 #include "transport/device.h"
 

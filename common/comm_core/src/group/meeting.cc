@@ -8,10 +8,10 @@
 #include <thread>
 
 #include "base/clock.h"
-#include "base/sha256.h"
 #include "group/control.h"
 #include "group/group.h"
 #include "messages/messenger.h"
+#include "secret/sha256.h"
 
 namespace comm_core {
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/random.h"
+#include "secret/random.h"
 
 namespace comm_core {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/fd.h"
+#include "io/fd.h"
 
 namespace comm_core {
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "base/poller.h"
 #include "base/store.h"
+#include "io/poller.h"
 #include "shm/buffers.h"
 #include "shm/segment.h"
 

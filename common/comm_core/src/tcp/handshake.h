@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-#include "base/random.h"
-#include "base/sha256.h"
+#include "secret/random.h"
+#include "secret/sha256.h"
 #include "transport/device.h"
 
 namespace comm_core {

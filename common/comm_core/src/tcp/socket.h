@@ -1,7 +1,7 @@
 // Makes and configures TCP sockets.
 #pragma once
 
-#include "base/fd.h"
+#include "io/fd.h"
 #include "transport/device.h"
 #include "transport/socket_options.h"
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "base/fd.h"
+#include "io/fd.h"
 #include "tcp/handshake.h"
 #include "tcp/socket.h"
 #include "transport/lane.h"

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "base/errors.h"
-#include "base/fd.h"
+#include "io/fd.h"
 
 namespace comm_core {
 

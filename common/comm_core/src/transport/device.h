@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "base/random.h"
+#include "secret/random.h"
 #include "transport/address.h"
 #include "transport/lane.h"
 

@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "base/poller.h"
+#include "io/poller.h"
 
 namespace comm_core {
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import cgroups
 from common.emulation.flow import cores_s
+from common.machine import cgroups
 from common.models.replay import pace
 from common.results.records.trust import Strain
 

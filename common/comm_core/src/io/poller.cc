@@ -1,4 +1,4 @@
-#include "base/poller.h"
+#include "io/poller.h"
 
 #include <poll.h>
 #include <sys/epoll.h>

@@ -1,4 +1,4 @@
-#include "base/fd.h"
+#include "io/fd.h"
 
 #include <pthread.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-#include "base/random.h"
+#include "secret/random.h"
 
 #include <sys/random.h>
 

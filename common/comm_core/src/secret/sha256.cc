@@ -1,4 +1,4 @@
-#include "base/sha256.h"
+#include "secret/sha256.h"
 
 #include <bit>
 #include <string>

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import dear
-from common import cgroups
+from common.machine import cgroups
 from common.paths import INSTALLED, ROOT
 from dear.comm.backends import comm_core_folder
 from dear.errors import UserError

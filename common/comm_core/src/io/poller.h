@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/fd.h"
+#include "io/fd.h"
 
 namespace comm_core {
 

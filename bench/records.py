@@ -223,7 +223,7 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
 
 
 def _ran(command: str, out: Path, missed: list[str]) -> bool:
-    """Runs a command; adds it to `missed` if it missed a bar, and returns False if it failed."""
+    """Runs a command; returns False if it failed, and adds it to `missed` if a bar was not met."""
     text = command.format(out=shlex.quote(str(out)))
     print(f"  {text}", flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

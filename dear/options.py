@@ -77,7 +77,7 @@ def build_options(cls: type[T], given: Mapping[str, object], what: str, path: st
         cls: a dataclass whose fields are bool, int, float, str, Literal, tuples, dicts, dataclasses
             or unions of these. Its `__post_init__` may raise `UserError` for a bad value.
         what: the kind of key in messages, e.g. `option of dear`.
-        path: key of `given` inside another mapping, for messages, e.g. `optimizer`.
+        path: key under which `given` stands in another mapping, e.g. `optimizer`; for messages.
 
     Raises:
         UserError: an unknown key, a missing one, or a value of the wrong type.
@@ -89,7 +89,7 @@ def build_options(cls: type[T], given: Mapping[str, object], what: str, path: st
     for key, value in given.items():
         if key not in fields:
             if not fields:
-                raise UserError(f"unknown {what} {key!r}: it has none")
+                raise UserError(f"unknown {what} {key!r}: there are none")
             error = unknown("key" if path else what, key, fields, "see `list --keys`")
             raise UserError(f"{what} {path!r}: {error}") if path else error
         values[key] = _convert(value, hints[key], what, f"{prefix}{key}")

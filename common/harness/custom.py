@@ -112,7 +112,7 @@ def _profiler(gpu: str) -> tuple[str, Callable[[str, int, int | None], Profile]]
         return choice.folder_name, lambda *model: _modelled(choice, *model)
     if not gpu_available():
         raise UserError(
-            f"gpu: torch sees none {HERE}; name one that the times are modelled for: "
+            f"gpu: torch finds no GPU {HERE}; name a GPU whose times can be calculated: "
             + ", ".join(gpus.table())
         )
     import torch

@@ -148,7 +148,7 @@ def _check_hosts(path: Path, ranks: int, away: Sequence[Host]) -> None:
     if lost:
         names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
         raise UserError(
-            f"nworkers={ranks}: nobody here knows the hosts of {path} ({names}); "
+            f"nworkers={ranks}: the hosts of {path} ({names}) cannot be resolved here; "
             f"{_WAYS.format(n=ranks)}"
         )
 

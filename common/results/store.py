@@ -193,7 +193,9 @@ class Comparison:
         """Reads what `save` wrote; raises `UserError` if the folder has none."""
         path = folder / _EXPERIMENT
         if not path.exists():
-            raise UserError(f"{folder} has no {_EXPERIMENT}: run the sweep again, it goes on")
+            raise UserError(
+                f"{folder} has no {_EXPERIMENT}: run the sweep again; it continues where it stopped"
+            )
         values = json.loads(path.read_text())
         return cls(compare_to=values["compare_to"], trials=tuple(values["trials"]))
 

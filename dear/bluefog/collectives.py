@@ -353,8 +353,8 @@ def _check_machines(part: Round) -> None:
     for rank, lists in enumerate(parts):
         if lists != by_machine[rank // job().local_size]:
             raise UserError(
-                f"rank {rank} gives other machines than the first rank of its machine; all ranks "
-                "of a machine must give the same"
+                f"rank {rank} gives other neighbour machines than the first rank of its machine; "
+                "all ranks of a machine must give the same ones"
             )
     sent = _edges([targets for _, targets in by_machine])
     expected = {(source, to) for to, source in _edges([sources for sources, _ in by_machine])}
@@ -395,7 +395,9 @@ def _peers(ranks: list[int]) -> list[list[int]]:
     wrong = [other for other in ranks if not 0 <= other < size or other == rank]
     lists = job().communicator.gather_objects([] if wrong else list(ranks))
     if wrong:
-        raise UserError(f"rank {wrong[0]} is not one of the other ranks; the world size is {size}")
+        raise UserError(
+            f"rank {wrong[0]} is no neighbour: give a rank from 0 to {size - 1}, not this one"
+        )
     return lists
 
 

@@ -295,8 +295,8 @@ class AllReduced(_AtOnce):
 class Gathered(_AtOnce):
     """All-gather of a compressor's payloads, which no reduction can sum.
 
-    A payload counts as sent when the second half starts. So the payload of a superseded backward
-    pass leaves no trace.
+    The compressor counts a payload as sent when the second half (the all-gather) starts. So if
+    another backward pass replaces this one, its payload changes no residual.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ _at_shutdown: list[Callable[[], None]] = []
 
 
 def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Joins the job that torchrun, mpirun or srun started, or a job of one without a launcher.
+    """Joins the job that torchrun, mpirun or srun started; without a launcher, starts a job of one.
 
     Uses the existing process group if the script has already made one. A second call does nothing.
 

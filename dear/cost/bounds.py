@@ -260,8 +260,9 @@ def exchange_times(
     Args:
         nbytes: size of all parameters.
         loads: by host and step (`Traffic.loads`).
-        costs: fits of `exchange`, measured with the same number of ranks per host, all at once,
-            each sending to another host; and of `all_reduce`, if there are means over all ranks.
+        costs: fitted costs of `exchange`, measured while all ranks send at once, each to another
+            host, with as many ranks per host; and those of `all_reduce`, if the schedule averages
+            over all ranks.
     """
 
     def seconds(load: Load) -> float:

@@ -85,7 +85,7 @@ class Request:
         self._answer.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """There will be no answer."""
+        """Ends the wait with an error, if no answer can come any more."""
         if not self._answer.done():
             self._answer.set_exception(error)
 

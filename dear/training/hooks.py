@@ -34,7 +34,7 @@ class _ModuleHook(Generic[P, R]):
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """Does nothing, in place of a hook in a copy of its model."""
+    """Does nothing; replaces this project's hooks when a model is copied."""
 
 
 class Hooks:

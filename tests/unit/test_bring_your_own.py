@@ -278,7 +278,7 @@ def test_bad_names_are_one_line(tmp_path, mine):
     assert "No such file" in one_line(lambda: bring(tmp_path / "other.py"))
     assert "ends in .py" in one_line(lambda: bring(mine(name="mine.txt")))
     assert "did you mean 'rtx2080ti'" in one_line(lambda: bring(path, gpu="rtx2080"))
-    assert "torch sees none here; name one" in one_line(lambda: bring(path, gpu="here"))
+    assert "torch finds no GPU here; name a GPU" in one_line(lambda: bring(path, gpu="here"))
     again = "resnet50@rtx2080ti-modelled"
     assert "recorded model already" in one_line(lambda: custom.bring_model(again, 64, None, "v100"))
     elsewhere = tmp_path / "elsewhere" / "mine.py"

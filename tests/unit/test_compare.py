@@ -53,7 +53,7 @@ def test_trials_are_matched_by_identity_then_by_label_then_by_place():
     two = [trial("dear"), changed]
     third = trial("dear", options={"threshold_mb": 10.0})
     for before, after in (([trial("ddp")], [trial("ddp", world=8)]), (two, [third])):
-        with pytest.raises(UserError, match="no trial of the one is one of the other"):
+        with pytest.raises(UserError, match="the two sweeps have no trial in common"):
             compare.pairs(before, after)
 
 

@@ -113,7 +113,7 @@ def test_a_mistake_is_one_line_that_names_it(given, words):
 def test_what_is_missing_or_far_from_all_names():
     with pytest.raises(UserError, match="option of demo 'name' is missing"):
         build_options(Outer, {}, "option of demo")
-    with pytest.raises(UserError, match="option of demo 'x': it has none"):
+    with pytest.raises(UserError, match="option of demo 'x': there are none"):
         build_options(Nothing, {"x": 1}, "option of demo")
     with pytest.raises(UserError) as caught:
         build(zzzzzz=2)

@@ -206,7 +206,10 @@ def test_the_trial_of_the_variables_runs_on_the_hosts_of_its_cluster_file(machin
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, r"nworkers=8: nobody here knows the hosts of .*/cluster8 \(gpu1, gpu2\); write your "),
+        (
+            {},
+            r"nworkers=8: the hosts of .*/cluster8 \(gpu1, gpu2\) cannot be resolved here; write your ",
+        ),
         ({"nworkers": "64"}, r"gpu1, gpu2, gpu3, \.\.\.\); write your hosts into"),
         ({"nworkers": "3"}, "nworkers=3: this machine has 2 cores, and there is no configs/clust"),
         ({"nworkers": "2", "rdma": "1"}, "rdma=1: all workers are on this machine"),
@@ -238,7 +241,7 @@ def test_the_script_says_at_once_what_cannot_be():
     done = subprocess.run([script], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: nworkers=64: nobody here knows the hosts of ")
+    assert line.startswith("error: nworkers=64: the hosts of ")
 
 
 def _table() -> list[tuple[dict[str, str], dict[str, object]]]:

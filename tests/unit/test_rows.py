@@ -324,7 +324,8 @@ def test_below_the_table_stands_what_could_have_been_detected():
     table = rows.make_rows([varied("dear", (1, 1.02, 0.98)), record("ddp"), record("wfbp")], "ddp")
     line, _ = answers.remarks(table, [])
     assert line == (
-        "mnist_cnn, 2 workers: detectable differences (power 80 %, Holm over 2): "
+        "mnist_cnn, 2 workers: smallest difference that this run detects with 80 % probability "
+        "(Holm's correction for 2 comparisons): "
         f"dear {table[0].detectable:.1%}, wfbp 2.0%"
     )
     assert table[0].detectable > 0.08

@@ -141,7 +141,7 @@ class Holders:
                 os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the holders."""
+        """Ends the processes that keep the network namespaces alive."""
         self._process.kill()
         self._process.communicate()
 

@@ -253,7 +253,7 @@ def _of_ranks(workload: Workload, copies: Sequence[torch.Tensor], test: Samples)
 
 @torch.inference_mode()
 def _score(workload: Workload, values: torch.Tensor, test: Samples) -> Scores:
-    """Returns accuracy and loss on the test data; each word of a text is an answer."""
+    """Returns accuracy and loss on the test data; each token of a text is one prediction."""
     set_floating(workload.model, values)
     right = among = lost = answers = 0.0
     for start in range(0, len(test), _BATCH):

@@ -165,7 +165,7 @@ def _between(ranks: Sequence[RankSpans], numbers: Iterator[int]) -> Iterator[Eve
 
 
 def _arrow(name: str, ends: Sequence[tuple[Track, float]], number: int) -> Iterator[Event]:
-    """Yields the events of an arrow through tracks at these times."""
+    """Yields the events that draw an arrow through the given tracks at the given times."""
     for step, ((pid, tid), moment) in enumerate(ends):
         kind = "s" if step == 0 else "f" if step == len(ends) - 1 else "t"
         event = {"ph": kind, "cat": "arrows", "name": name, "id": number, "pid": pid, "tid": tid}

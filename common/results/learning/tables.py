@@ -72,7 +72,7 @@ def _steps(row: LearnRow) -> Cell:
 
 
 def _speedup(row: LearnRow) -> Cell:
-    """Returns the ratio, or the end of it that is known."""
+    """Returns the speed-up, or its limit if one trial did not reach the target."""
     if row.speedup is not None:
         ends = interval(row.speedup_low, row.speedup_high, _two)
         return number(row.speedup, _two, ends=ends)

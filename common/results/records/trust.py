@@ -193,7 +193,7 @@ class CostCheck:
 
     @property
     def misfit(self) -> float:
-        """Part of the residual beyond sampling error: the fit has another shape than the costs."""
+        """Part of the residual that sampling error does not explain: the fit has another shape."""
         return math.sqrt(max(0.0, self.residual**2 - self.noise**2))
 
 

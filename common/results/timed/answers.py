@@ -40,14 +40,15 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
     lines = general_remarks(rows, records)
     if any(row.systematic is not None for row in rows):
         lines.append(
-            "systematic: |T(k) - T(2k)| / T(k), the dependence of the step time T on the time "
-            "scale k, with its own 95 % interval (its lower end is 0 if sampling error explains "
-            "it); the interval of the run does not include it"
+            "systematic: |T(k) - T(2k)| / T(k), where T is the step time and k the time scale. "
+            "Its own 95 % interval starts at 0 if sampling error alone can explain the "
+            "difference. The interval of the run does not include this error."
         )
     if any(row.off_model is not None for row in rows):
         lines.append(
-            "event model: extra time of the step over the model's, which follows from the layer "
-            "profile, the plan and the costs of collectives; -: not computed, see the notes"
+            "event model: how much longer the measured step is than the step that the event model "
+            "computes from the layer profile, the messages that gradients share, and the costs of "
+            "collectives. -: not computed, see the notes."
         )
     wrong = [row.algorithm for row in rows if row.bound_note == "wrong bound"]
     if wrong:
@@ -94,7 +95,8 @@ def _power(rows: Sequence[Compared]) -> str | None:
         return f"{compared[0].where}: fewer than {MIN_REPEATS} repeats detect no difference"
     parts = ", ".join(f"{row.algorithm} {row.detectable:.1%}" for row in known)
     return (
-        f"{known[0].where}: detectable differences (power 80 %, Holm over {len(compared)}): {parts}"
+        f"{known[0].where}: smallest difference that this run detects with 80 % probability "
+        f"(Holm's correction for {len(compared)} comparisons): {parts}"
     )
 
 

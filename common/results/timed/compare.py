@@ -83,7 +83,7 @@ def pairs(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[Recor
                 matched[id(record)] = (record, fitting[0])
                 left = [other for other in left if other is not fitting[0]]
     if not matched:
-        raise UserError("compare: no trial of the one is one of the other")
+        raise UserError("compare: the two sweeps have no trial in common")
     return [matched[id(record)] for record in before if id(record) in matched]
 
 

@@ -236,7 +236,7 @@ def asked_precision(record: Record) -> float:
 
 
 def _lead(peers: Sequence[Record], rows: dict[int, Row]) -> None:
-    """Adds to the rows of a cell whether they are the fastest, or not distinguishable from it."""
+    """Marks the fastest row of a cell, and the rows that do not differ from it significantly."""
     rivals = [r for r in peers if flag(r) is None and r.trial["algorithm"] != "none"]
     if len(rivals) < 2:
         return

@@ -88,8 +88,8 @@ class Fsdp(Algorithm["Fsdp.Options"]):
             optimizer, torch.optim.Adam
         ):
             raise UserError(
-                f"fsdp cannot train with {type(optimizer).__name__}(fused=True), which torch has "
-                "not for sharded tensors; use fused=False"
+                f"fsdp cannot train with {type(optimizer).__name__}(fused=True): torch does "
+                "not support it for sharded tensors; use fused=False"
             )
 
     def engine(self, replica: Replica[Options]) -> _FsdpEngine:

@@ -99,7 +99,8 @@ def _check_visible(path: Path, name: str, files: list[Path]) -> None:
     origin = None if spec is None else spec.origin
     if origin is not None and Path(origin).resolve() not in [file.resolve() for file in files]:
         raise UserError(
-            f"{path}: `import {name}` finds {origin}, not the module in its folder; rename the latter"
+            f"{path}: `import {name}` finds {origin}, not the module in its folder; rename "
+            "the latter"
         )
 
 

@@ -75,7 +75,7 @@ class Brake:
         self._inside = False
 
     def _wait(self) -> tuple[float, float]:
-        """Returns how long the thread ran and how long it waited for a core in this piece of a layer."""
+        """Returns the seconds that the thread ran, and waited for a core, in this stretch."""
         ran_s, now_s = ran_and_waited_s()
         ran_s, piece_waited_s = ran_s - self._ran_s, now_s - self._waited_s
         rest_s = self._factor * ran_s - (ran_s + piece_waited_s + self._slept_s)

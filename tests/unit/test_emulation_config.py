@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common import machine as memory
 from common.emulation import dilation
+from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import ClusterConfig, Fault
 from common.emulation.dilation import (
     Calibration,
@@ -30,7 +32,12 @@ from common.emulation.links.profile import (
     network_profile,
     payload_bytes_per_s,
 )
-from common.emulation.measured import counted_between, counter_notes, network_record
+from common.emulation.measured import (
+    counted_between,
+    counter_notes,
+    network_record,
+    rates_together,
+)
 from common.harness.running import fabric
 from common.machine import cgroups
 from dear.errors import UserError
@@ -96,6 +103,7 @@ def test_an_unknown_network_is_one_clear_line(name, words):
         (Fault, {"kind": "kill_rank", "host": 1}, "fault kill_rank: has no `host:`"),
         (Fault, {"kind": "kill_rank", "rank": 1, "for_s": 1}, "has no `for_s:`"),
         (Fault, {"kind": "link_down", "host": -1}, "host must be at least 0"),
+        (Fault, {"kind": "kill_rank", "rank": -1}, "rank must be at least 0"),
         (Fault, {"kind": "link_down", "host": 0, "at_s": -1}, "at_s must be at least 0"),
         (Fault, {"kind": "link_down", "host": 0, "for_s": 0}, "for_s must be greater than 0"),
         (Fault, {"kind": "link_delay", "host": 1}, "needs `delay_us:`"),
@@ -120,6 +128,13 @@ def test_lost_packets_are_waited_for_in_emulated_time():
 
 def test_a_link_carries_less_payload_than_its_rate():
     assert payload_bytes_per_s(8) == pytest.approx(1e9 * 1448 / 1514)
+
+
+def test_a_scaled_link_carries_less_payload_per_second_of_this_machine():
+    cluster = EmulatedCluster(hosts=2, profile=linked(8), time_scale=4)
+    assert cluster.wire_bytes_per_s == pytest.approx(250e6 * 1448 / 1514)
+    lossy = dataclasses.replace(linked(8), loss_percent=1)
+    assert EmulatedCluster(hosts=2, profile=lossy).wire_bytes_per_s is None
 
 
 # About what a core of a small virtual machine does.
@@ -318,6 +333,23 @@ def test_links_are_recorded_and_the_worst_is_named_where_it_is_far_off():
     assert block["notes"] == [words]
     block = network_record(linked(1), [])
     assert (block["off_percent"], block["flagged"], block["measured"]) == (None, False, [])
+
+
+def test_links_that_are_all_busy_are_measured_after_tcp_has_its_rate(monkeypatch):
+    calls = []
+
+    def ring(hosts, seconds, skip_s):
+        calls.append((seconds, skip_s))
+        return [0.5, 0.4] if len(calls) == 1 else [0.1, 0.5]
+
+    monkeypatch.setattr("common.emulation.flow.ring", ring)
+    hosts = (SimpleNamespace(name="h0"), SimpleNamespace(name="h1"))
+    cluster = SimpleNamespace(hosts=hosts, profile=linked(1), time_scale=2, gbps=[1, 1])
+    rows = rates_together(cluster)
+    assert [row["gbps"] for row in rows] == [1, 1], "the best of two measurements"
+    assert len(calls) == 2
+    for seconds, skip_s in calls:
+        assert skip_s > 0 and seconds - skip_s >= 0.5
 
 
 def test_what_a_switch_has_dropped_is_told():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from common.emulation.hosts import network
+from common.emulation import probe
+from common.emulation.hosts import network, rsh
+from common.emulation.hosts.namespaces import SWITCH
 from common.emulation.links import base, choice, choose, switched
 from common.emulation.links.profile import Distance, NetworkProfile, Site, network_profile
 from common.emulation.links.switched import SwitchedLinks
@@ -18,6 +22,12 @@ from dear.errors import UserError
 from dear.options import build_options
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def any_program(monkeypatch):
+    """Stand-in for the built switch program, which no test of this file starts."""
+    monkeypatch.setattr(switched, "PROGRAM", Path(__file__))
 
 
 def test_the_switch_does_with_packets_what_it_should():
@@ -265,3 +275,48 @@ def test_every_command_on_the_links_is_waited_for(monkeypatch):
     monkeypatch.setattr(network, "finish", finished.append)
     base.Links._on_all(SimpleNamespace(pids=[1, 2]), "tc", ["a"], ["b"])
     assert finished == started == [("tc", ["a"]), ("tc", ["b"], 1), ("tc", ["b"], 2)]
+
+
+@pytest.mark.parametrize(("counted", "cpu_s"), [(None, 0.0), ({"cpu_s": 1.5}, 1.5)])
+def test_only_a_switch_program_uses_cpu_time(monkeypatch, counted, cpu_s):
+    links = SwitchedLinks()
+    monkeypatch.setattr(links, "counters", lambda: counted)
+    assert links.cpu_s() == cpu_s
+
+
+def test_names_of_hosts_resolve_until_the_cluster_ends(tmp_path, monkeypatch):
+    names, table = tmp_path / "hosts", tmp_path / "table.json"
+    monkeypatch.setattr(network, "_HOSTS", names)
+    monkeypatch.setattr(network, "_table", lambda: table)
+    monkeypatch.setattr(network, "resolvable", lambda: True)
+    monkeypatch.setattr(network, "proc_pid", lambda: 1)
+    monkeypatch.setenv(network.TABLE, "")  # restores the variable after the test
+    network.publish({"h0": ("10.78.0.1", 7)})
+    assert "10.78.0.1 h0\n" in names.read_text() and table.exists()
+    network.withdraw()
+    lines = names.read_text().splitlines()
+    assert lines[-1] == f"127.0.0.1 {SWITCH}" and not any("10.78" in line for line in lines)
+    assert not table.exists() and network.TABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["-x"], ["-xT", "-p", "22"], ["-p22", "-o", "BatchMode=yes"], ["-x", "--"]]
+)
+def test_options_of_ssh_are_skipped_with_their_values(monkeypatch, options):
+    calls = []
+    monkeypatch.setattr(rsh, "published", lambda: {"h1": 7})
+    monkeypatch.setattr(rsh, "enter", calls.append)
+    monkeypatch.setattr(rsh.os, "execv", lambda *command: calls.append(command))
+    rsh.main([*options, "root@h1", "echo", "a b"])
+    assert calls == [7, ("/bin/sh", ["sh", "-c", "echo a b"])]
+
+
+def test_a_packets_delay_counts_from_the_time_that_it_carries(monkeypatch):
+    def send(port, flush):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+            for number, sent_ns in [(0, 0), (1, 10**18), (-1, 0)]:
+                end.sendto(probe._NUMBER.pack(number, sent_ns), ("127.0.0.1", port))
+
+    monkeypatch.setattr("builtins.print", send)
+    since_1970_ns, since_2001_ns = probe._listen("127.0.0.1")
+    assert since_1970_ns > since_2001_ns > 0

@@ -38,3 +38,17 @@ def test_a_trace_goes_by_emulated_seconds(monkeypatch, tmp_path):
     assert waits == [5.0, 2.5 - 0.125, 5.0 - 0.125]
     assert cluster.rates == [(0, 1.0), (1, 1.0), (0, 2.0), (1, 2.0), (0, 1.0), (1, 1.0)]
     assert player.changes == 3 and player.error is None
+
+
+def test_links_are_restored_after_the_last_change(monkeypatch, tmp_path):
+    calls = []
+    cluster = _Cluster(time_scale=1.0)
+    cluster.links = SimpleNamespace(broken=lambda: None)
+    cluster.restore = lambda: calls.append("restore")
+    player = TracePlayer(cluster, tmp_path, 0)
+    player.changes = 1
+    thread = SimpleNamespace(start=lambda: None, join=lambda: calls.append("join"))
+    monkeypatch.setattr(player, "_thread", thread)
+    with player:
+        assert calls == []
+    assert calls == ["join", "restore"]

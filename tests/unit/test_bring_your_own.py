@@ -175,6 +175,13 @@ def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():
     assert made.inputs["input_ids"].shape == (2, 16) and loss.shape == ()
 
 
+def test_a_classifier_of_transformers_has_images_of_its_configurations_size():
+    custom.bring_model("hf:textnet", None, None, None)
+    with torch.device("meta"):
+        built = registry.build("hf:textnet", 2, None, torch.Generator())
+    assert built.inputs[0].shape == (2, 3, 640, 640) and built.loss().shape == ()
+
+
 def test_a_classifier_of_timm_is_a_model_with_images_of_its_size():
     custom.bring_model("timm:convnextv2_atto", None, None, None)
     with torch.device("meta"):

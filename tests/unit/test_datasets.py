@@ -42,6 +42,16 @@ def test_cifar_is_read_from_its_own_files(tmp_path, monkeypatch, name, train, cl
     assert torch.allclose(255 * (images[1] * std + mean), torch.from_numpy(held).float(), atol=1e-3)
 
 
+def test_colours_of_cifar_are_normalized_by_the_values_in_common_use():
+    """Values in 255ths as in fb.resnet.torch and in the code of wide ResNets (arXiv 1605.07146)."""
+    means = {"cifar10": (125.3, 123.0, 113.9), "cifar100": (129.3, 124.1, 112.4)}
+    deviations = {"cifar10": (63.0, 62.1, 66.7), "cifar100": (68.2, 65.4, 70.4)}
+    for values, published in ((MEAN, means), (STD, deviations)):
+        assert values.keys() == published.keys()
+        for name, shares in values.items():
+            assert [255 * share for share in shares] == pytest.approx(published[name], abs=0.06)
+
+
 def test_training_images_are_moved_and_mirrored_and_those_to_judge_by_are_not(tmp_path):
     parts = datasets.load("cifar10", write_cifar(tmp_path), 32)
     places = list(range(40))
@@ -90,6 +100,7 @@ def test_words_of_a_text_are_foretold_from_those_before(tmp_path):
     parts = datasets.load("text", path, 7)
     assert parts.classes == 4
     assert (len(parts.train), len(parts.test)) == (179 // 7, 19 // 7)
+    assert parts.split == "27 samples of words.txt"
     words, following = parts.train.batch([0, 1], None)
     assert words.shape == following.shape == (2, 7)
     assert torch.equal(words.flatten()[1:], following.flatten()[:-1])

@@ -61,6 +61,7 @@ def test_late_wake_ups_and_overhead_do_not_add_up(clock):
         it.wait(0.01)
         clock.work(0.002)
     assert clock.now - began == pytest.approx(1.0, abs=0.006)
+    assert it.queued_s == pytest.approx(1.0)
 
 
 def test_waits_too_short_to_sleep_add_up(clock):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.models import registry
+from common.models.architectures import lstm
 from common.models.architectures.cifar import CifarResNet, Residual
 from dear.errors import UserError
 
@@ -117,6 +118,30 @@ def test_sentence_length_is_for_sentence_models():
     assert registry.sentence_len("resnet50", None) is None
     with pytest.raises(UserError, match="sentence_len: model resnet50 has no sentences"):
         registry.sentence_len("resnet50", 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "sentence_len"),
+    [
+        ("resnet50", 32, None),
+        ("bert_base", 8, 64),
+        ("bert", 8, 64),
+        ("lstm", 20, 35),
+        ("resnet20", 128, None),
+    ],
+)
+def test_each_kind_of_model_has_its_usual_batch_by_default(name, batch_size, sentence_len):
+    entry = registry.model_entry(name)
+    assert (entry.batch_size, entry.sentence_len) == (batch_size, sentence_len)
+
+
+@pytest.mark.parametrize(("name", "spread"), [("lstm_small", 0.1), ("lstm", 0.04)])
+def test_weights_of_the_language_models_begin_as_in_their_paper(monkeypatch, name, spread):
+    monkeypatch.setitem(lstm._SIZES, name, (32, 0.0))
+    torch.manual_seed(1)
+    model = registry.build(name, 1, 2, generator()).model
+    for param in model.parameters():
+        assert 0.9 * spread < param.abs().max() <= spread
 
 
 def test_a_cifar_resnet_has_the_layers_of_its_name():

@@ -15,6 +15,7 @@ from common.harness.verbs.list import listing
 from common.models import profile as profiles
 from common.models import registry
 from common.models.replay import pace
+from common.models.replay.gradients import SEEN, fingerprint
 from common.models.replay.plan import Body, Work, plan
 from common.models.workload import Workload
 from common.profiling import compared, layers, modelled, published, recorder
@@ -430,6 +431,19 @@ def test_gradients_depend_on_the_parameters_that_the_forward_pass_has_read(diary
     loss.backward()
     late = {name: p.grad for name, p in task.model.named_parameters()}
     assert all(torch.equal(late[name], after[name]) for name in after)
+
+
+def test_no_value_of_a_parameter_counts_for_much_more_than_another():
+    zero = torch.zeros(SEEN)
+    assert fingerprint(zero) == 1
+    changes = []
+    for index in range(SEEN):
+        moved = zero.clone()
+        moved[index] = 0.001
+        changes.append(fingerprint(moved) - 1)
+    assert all(1e-4 < abs(change) < 0.01 for change in changes)
+    together = fingerprint(zero + 0.001) - 1
+    assert together == pytest.approx(sum(changes), abs=1e-6) and abs(together) > 1e-3
 
 
 def test_a_replay_refuses_a_gpu():

@@ -113,9 +113,9 @@ class BinaryDistribution(Distribution):
 setup(
     packages=[
         *find_packages(include=["dear", "dear.*", "dear_bench"]),
-        "comm_core",
-        "comm_core.mpi",
+        *find_packages("common", include=["comm_core", "comm_core.*"]),
     ],
+    package_data={"comm_core": ["*.pyi"]},
     distclass=BinaryDistribution,
     cmdclass={"build_py": BuildTree},
 )

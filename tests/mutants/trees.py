@@ -29,7 +29,11 @@ SLOWER = 4.0
 """A mutant may take so many times longer than the tests took when they were looked at."""
 _HANGS = ("Failed: Timeout", "no answer from rank")
 _PR_SET_CHILD_SUBREAPER = 36
-_BUILT = ("common/comm_core/*.so", "common/comm_core/_built_for.json")
+_BUILT = (
+    "common/comm_core/*.so",
+    "common/comm_core/_built_for.json",
+    "common/emulation/links/link_switch/link_switch",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

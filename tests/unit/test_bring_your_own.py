@@ -394,7 +394,7 @@ def test_a_module_in_the_files_folder_that_another_hides_is_refused(tmp_path, mi
     digest_of(path)
     (tmp_path / f"{name}.py").write_text("")
     message = one_line(lambda: digest_of(path))
-    assert f"another module {name!r}" in message and "rename" in message
+    assert f"`import {name}` finds" in message and "rename" in message
 
 
 def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):

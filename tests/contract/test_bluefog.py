@@ -15,6 +15,7 @@ import torch
 
 import dear.bluefog as bf
 from dear.bluefog import collectives
+from dear.comm.neighbors import Round
 from dear.errors import UserError
 from dear.topology import matrix, uniform
 from tests.contract.loops import message
@@ -307,6 +308,16 @@ def _suspended():
 
 def test_everything_goes_on_while_suspended(bluefog_pool):
     assert bluefog_pool.run(_suspended) == [((1.5, 1.5), 1.5)] * 4
+
+
+def test_lists_that_contradict_each_other_are_a_user_error():
+    def refuse(sources, destinations):
+        raise ValueError(f"rank 2 expects {sources}, sends to {destinations}")
+
+    exchange = SimpleNamespace(core=SimpleNamespace(check_neighbors=refuse))
+    part = Round(self_weight=0.5, sources={1: 0.5}, destinations={2: 1.0})
+    with pytest.raises(UserError, match=r"rank 2 expects \[1\], sends to \[2\]"):
+        collectives.check_neighbors(exchange, part)
 
 
 def test_importing_it_imports_no_torch():

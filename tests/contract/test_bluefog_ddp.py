@@ -120,6 +120,27 @@ def test_ranks_at_their_own_pace_end_at_one_mean(bluefog_pool):
     assert results[0][2] == ["1", "3"], "who is how far behind is told by neighbour"
 
 
+def _averaged():
+    model, inner = wrapped(T.RingGraph(4))
+    model.global_avg()  # no training has begun
+    for step in range(2):
+        model(batch(bf.rank(), step)).square().mean().backward()
+    model.global_avg()
+    before = flat(inner)
+    model(batch(0, 2)).square().mean().backward()
+    after = flat(inner)
+    model.close()
+    return before, after
+
+
+def test_a_step_from_the_mean_uses_no_older_values(bluefog_pool):
+    (before, after), *others = bluefog_pool.run(_averaged)
+    assert not torch.equal(before, after)
+    for pair in others:
+        assert torch.equal(pair[0], before)
+        torch.testing.assert_close(pair[1], after)
+
+
 def _mistakes():
     model, inner = wrapped(None)
     lines = [

@@ -547,6 +547,13 @@ def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
         assert fabric.needed(other, busy) is None
 
 
+def test_virtual_hosts_begin_with_the_network_of_the_first_trial(tmp_path):
+    (tmp_path / "x.yaml").write_text(f"{BERT_SWEEP}networks: [100mbit, 1gbe]\n")
+    experiment = load(tmp_path / "x.yaml")
+    fabric = fabrics.EmulatedFabric(experiment, experiment.trials())
+    assert fabric._cluster.profile.name == "100mbit"
+
+
 def test_the_scale_that_is_chosen_is_not_below_the_least(tmp_path, monkeypatch):
     monkeypatch.setattr(fabrics, "_cores", lambda: 2)
 

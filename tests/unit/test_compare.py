@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -129,6 +130,15 @@ def test_how_many_repeats_would_decide():
             log_ratio=log_ratio, error=error, freedom=9, repeats=10, n=100, paired=True
         )
         assert compare.more_repeats(ten) == more
+
+
+def test_repeats_to_decide_are_a_number_or_many():
+    (row,) = compare.rows(compare.pairs([trial("ddp", repeats=1)], [trial("ddp", repeats=1)]))
+    endless = dataclasses.replace(row, more_repeats=None)
+    decided = dataclasses.replace(endless, verdict="SAME")
+    table = compare.table([row, endless, decided])
+    column = table.titles.index("repeats to decide")
+    assert [line[column] for line in table.body] == ["2 more", "many", ""]
 
 
 def test_what_is_not_believed_is_not_compared():

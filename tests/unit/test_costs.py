@@ -188,6 +188,15 @@ def test_sizes_whose_repeats_agree_say_what_a_byte_costs():
     assert made.fit().alpha_s == pytest.approx(1e-4, rel=0.2)
 
 
+def test_a_disturbed_time_of_a_size_whose_repeats_agree_counts_little():
+    sizes = list(range(1, 11))
+    seconds = [(1.0 + size) * (1.0 + 0.02 * (-1) ** size) for size in sizes]
+    spreads = [0.1] * len(sizes)
+    seconds[4], spreads[4] = 1.5 * 6.0, 0.05
+    fit = fit_alpha_beta(sizes, seconds, spreads)
+    assert [fit(size) for size in sizes] == pytest.approx([1.0 + size for size in sizes], rel=0.05)
+
+
 class _Ticking:
     """A communicator of one rank, on whose clock a call takes what it is told."""
 
@@ -541,6 +550,13 @@ def test_programs_send_what_their_algorithms_say(world, name, options):
         wanted = sum(load.sent + load.reduced for load in host) / period
         # Push-sum's weight, and the number of steps that a put carries, come on top.
         assert found == pytest.approx(wanted, rel=0.01), rank
+
+
+def test_hierarchical_averaging_hands_over_all_and_a_share_for_each_message(world):
+    options = {"hierarchical": True, "local_size": 2, "topology": "ring"}
+    counted = world(4).run(_sent, "neighbor", options, 2)
+    # All for the reduce-scatter, and a half each for the all-gather and the neighbour machine.
+    assert counted == pytest.approx([2.0] * 4, rel=0.01)
 
 
 def test_impossible_worlds_are_refused():

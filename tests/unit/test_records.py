@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.results.records import SCHEMA, Record, Result
+from common.results.records import SCHEMA, FabricFacts, Record, Result, fabric_words
 from common.results.records.trust import Check, Note
 from common.results.store import append, latest, load, mend
 from dear.errors import UserError
@@ -146,3 +146,17 @@ def test_a_committed_record_is_read_whole(path):
 )
 def test_what_was_not_compared_is_not_right(agree, matches, verdict):
     assert Check(replicas_agree=agree, matches_reference=matches).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("trial", "place"),
+    [
+        ({"world_size": 3, "ranks_per_host": 2}, "2 virtual hosts"),
+        ({"world_size": 3}, "local processes, compute replayed"),
+    ],
+)
+def test_a_title_names_the_emulated_fabric(trial, place):
+    fabrics = [FabricFacts(kind="emulated", time_scale=scale) for scale in (2.0, 4.0)]
+    records = [record("a", trial=trial, fabric=fabric) for fabric in fabrics]
+    assert fabric_words(records) == f"emulated, {place}, time scale 2 to 4"
+    assert fabric_words([record("a", trial=trial)]) == "real processes"

@@ -93,6 +93,10 @@ def test_it_falls_by_gamma_in_each_epoch():
             {"epochs": 3, "schedule": {"kind": "multistep", "milestones": [1, 3]}},
             "must lie between 0 and learn.epochs=3",
         ),
+        (
+            {"epochs": 3, "schedule": {"kind": "multistep", "milestones": [0, 2]}},
+            "must lie between 0 and learn.epochs=3",
+        ),
         ({"epochs": 3, "schedule": {"kind": "step"}}, "schedule.*kind"),
         ({"epochs": 3, "schedule": {"gamma": 0}}, "learn.schedule.gamma"),
         ({"data": "imagenet"}, "learn.data"),

@@ -10,6 +10,7 @@ from common.results.learning import summary, tables
 from common.results.records import is_learning
 from common.results.store import Comparison
 from common.results.tables import table as table_module
+from common.results.tables.cells import Cell, Column
 from common.results.timed import rows
 from dear.errors import UserError
 from tests.unit.made_record import record
@@ -104,6 +105,18 @@ def test_notes_that_have_no_room_stand_below(printed):
     assert "wfbp: it was a failed" in said
     wide = printed(rows.comparison(rows.make_rows([record("ddp"), failed], "ddp"), "ddp"), 200)
     assert any("it was a failed" in line and "│" in line for line in wide)
+
+
+def test_in_a_file_every_title_has_one_line(capsys, monkeypatch):
+    for name in ("TTY_COMPATIBLE", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    row = rows.make_rows([record("ddp")], "ddp")[0]
+    columns = [
+        Column(title="a title of words", cell=lambda row: Cell(row.algorithm), role="name"),
+        Column(title="notes", cell=lambda row: Cell("-"), role="notes"),
+    ]
+    table_module.Table([row], columns).print("heading")
+    assert "a title of words" in capsys.readouterr().out
 
 
 def test_a_table_for_a_paper_is_a_tabular_of_booktabs():

@@ -146,6 +146,7 @@ def test_regular_equivalent_and_gap():
     assert spectral_gap(topology.complete(8)) == pytest.approx(1)
     assert mixing_rate(topology.ring(4)) == pytest.approx(1 / 3)
     assert rounds_to(1e-3, topology.ring(4)) == pytest.approx(np.log(1e-3) / np.log(1 / 3))
+    assert rounds_to(0.5, topology.ring(4)) == 1.0
 
 
 def test_splitting_keeps_the_sum_of_a_directed_irregular_graph():

@@ -457,6 +457,14 @@ def test_a_parameter_is_needed_before_the_first_layer_that_reads_it():
     assert update_s_of(profile, 7) == pytest.approx(7 * 40 / profile.memory_bytes_per_s)
 
 
+@pytest.mark.parametrize("algorithm", ["allreduce", "wfbp"])
+def test_each_gradient_travels_alone_where_nothing_is_fused(algorithm):
+    gradients, cost = arrived(passes_of(PROFILE, 0.0)), AlphaBeta(alpha_s=1.0, beta_s_per_byte=0.0)
+    options = algorithm_options(algorithm, {})
+    groups = algorithm_class(algorithm).grouping(options, gradients, cost)
+    assert groups == [[place] for place in range(len(gradients.sizes))]
+
+
 @pytest.mark.parametrize("options", [{}, {"fusion": "none"}, {"first_mb": 25.0}])
 def test_groups_without_a_model_are_those_with_one(options):
     options = algorithm_options("dear", options)

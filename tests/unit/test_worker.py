@@ -15,8 +15,9 @@ from common.harness.running.record import make_record
 from common.harness.settings import MeasureConfig
 from common.harness.trial import BASELINE
 from common.harness.worker import throughput, training
-from common.harness.worker.checking import deviation, plain_training
+from common.harness.worker.checking import deviation, plain_training, recording
 from common.harness.worker.checking.deviation import Deviation
+from common.harness.worker.checking.forward_passes import ForwardPass, unlike_plain
 from common.harness.worker.checking.recompute import Recomputation
 from common.harness.worker.timing import costs, measure
 from common.harness.worker.timing.measure import measure_steps, steps_of_all, untimed_in_block
@@ -297,6 +298,7 @@ def test_a_step_on_a_gpu_does_not_wait_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     trained = training.Training(trial, workload)
     trained.run(2)
+    trained.unmarked_step()
     assert log == [], "events are recorded, and nobody waits for them"
     first, second = trained.parts()
     assert len(log) == 1
@@ -534,6 +536,25 @@ def test_a_drift_is_that_of_the_largest_message_that_both_have():
     first = made(n10=1.0, n20=4.0, n30=5.0)
     assert costs._drift(first, made(n10=7.0, n20=5.0)) == pytest.approx(0.25)
     assert costs._drift(first, made(n20=2.0)) == pytest.approx(-0.5)
+
+
+def test_other_samples_than_in_the_first_steps_are_an_error():
+    def passes(*values):
+        return [ForwardPass(training=1, first="fc", values=torch.tensor([v])) for v in values]
+
+    plain = ForwardPass(training=1)
+    finding = unlike_plain(plain, passes(1.0, 1.0, 2.0), 2)
+    assert finding == "in step 3 layer fc got other samples than in the first steps"
+    for values in ((1.0, 1.0, 1.0), (1.0, 2.0, 3.0)):
+        assert unlike_plain(plain, passes(*values), 2) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_the_ends_and_two_layers_between_are_watched(count):
+    layers = [torch.nn.Identity() for _ in range(count)]
+    chosen = recording._choice(layers, torch.Generator())
+    assert chosen[:2] == [layers[0], layers[-1]][:count]
+    assert len(set(chosen)) == len(chosen) == min(count, 4)
 
 
 def test_the_first_of_two_passes_in_a_step_is_made_afresh():

@@ -234,11 +234,12 @@ def _missing(store: stores.Store, facts: RankFacts, timeout_s: float) -> str:
 
 def _let_the_others_read(store: stores.Store, facts: RankFacts) -> None:
     # The store ends with rank 0, so rank 0 must not exit before the others have read the verdict.
-    read_count = store.add("heard", 1)
     joined_count = sum(store.add(f"rank{rank}", 0) for rank in range(facts.world_size))
-    if read_count == joined_count:
-        store.set("all heard", "")
+    read_count = store.add("heard", 1)
+    # From here on, rank 0 may exit at any time.
     try:
+        if read_count == joined_count:
+            store.set("all heard", "")
         store.wait(["all heard"], timedelta(seconds=_FAREWELL_S))
     except dist.DistError:
         return  # the other ranks are gone or late; this rank waits no longer

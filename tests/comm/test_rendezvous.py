@@ -124,6 +124,32 @@ def test_a_second_rank_0_is_told_apart_from_a_stranger(port):
         assert re.search(r"rank 0 of 2 was started more than once: on .* and .*", answer)
 
 
+class StoreOfAnEndingRank0:
+    """Store of two processes, whose server ends when this one has read the verdict."""
+
+    def __init__(self) -> None:
+        self._ended = False
+
+    def add(self, key: str, amount: int) -> int:
+        self._check()
+        self._ended = key == "heard"
+        return {"rank0": 2, "rank1": 0, "heard": amount}[key]
+
+    def set(self, key: str, value: str) -> None:
+        self._check()
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self._ended:
+            raise dist.DistNetworkError("the server has ended")
+
+
+def test_rank_0_may_end_as_soon_as_all_have_read_the_verdict():
+    rendezvous._let_the_others_read(StoreOfAnEndingRank0(), facts(0, 2))
+
+
 def test_nobody_at_the_port_is_said_in_time(port):
     with pytest.raises(UserError, match=f"rank 1 of 2 did not reach rank 0 at 127.0.0.1:{port}"):
         meet(facts(1, 2), 0.2)

@@ -8,12 +8,14 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "common" / "comm_core" / "src"
 BELOW = {
     "base": set(),
+    "io": {"base"},
+    "secret": {"base"},
     "reduce": {"base"},
-    "transport": {"base"},
-    "tcp": {"base", "transport"},
-    "shm": {"base"},
+    "transport": {"base", "io", "secret"},
+    "tcp": {"base", "io", "secret", "transport"},
+    "shm": {"base", "io", "secret"},
 }
-MOST = {"base", "reduce", "transport", "engine", "group", "collectives", "messages"}
+MOST = {"base", "io", "secret", "reduce", "transport", "engine", "group", "collectives", "messages"}
 ABOVE = {
     "engine": MOST,
     "group": MOST | {"shm"},

@@ -210,7 +210,10 @@ def test_the_trial_of_the_variables_runs_on_the_hosts_of_its_cluster_file(machin
             {},
             r"nworkers=8: the hosts of .*/cluster8 \(gpu1, gpu2\) cannot be resolved here; write ",
         ),
-        ({"nworkers": "64"}, r"gpu1, gpu2, gpu3, \.\.\.\); write your hosts into"),
+        (
+            {"nworkers": "64"},
+            r"gpu1, gpu2, gpu3, \.\.\.\) cannot be resolved here; write your hosts into",
+        ),
         ({"nworkers": "3"}, "nworkers=3: this machine has 2 cores, and there is no configs/clust"),
         ({"nworkers": "2", "rdma": "1"}, "rdma=1: all workers are on this machine"),
         ({"nworkers": "2", "rdma": "3"}, "unknown rdma '3'"),

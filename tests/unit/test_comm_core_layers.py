@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-SRC = Path(__file__).parents[2] / "common" / "comm_core" / "src"
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "common" / "comm_core" / "src"
 BELOW = {
     "base": set(),
     "io": {"base"},
@@ -49,3 +50,12 @@ def test_each_folder_includes_only_what_it_stands_on():
 def test_only_the_device_over_tcp_knows_a_socket_option():
     knowing = {path.parent.name for path in _sources() if "setsockopt" in path.read_text()}
     assert knowing == {"tcp"}
+
+
+def test_what_runs_without_the_comm_core_does_not_import_it_at_the_top():
+    folders = [ROOT / "dear", ROOT / "plots", *(ROOT / "common").glob("[!c]*/")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    assert len(files) > 200
+    for path in files:
+        imports = re.findall(r"^(?:import|from) comm_core\b", path.read_text(), re.MULTILINE)
+        assert not imports, path

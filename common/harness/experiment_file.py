@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +145,7 @@ def load(
     command_line.apply(values)
     for override in overrides:
         _override(values, override)
+    _fix_repeats(values, overrides)
     command_line.choose_gpus(values)
     values.setdefault("name", path.stem)
     if "plugins" in values:
@@ -169,24 +170,24 @@ def _read(path: Path) -> dict[str, object]:
         raise UserError(f"experiment {path}{where}: not valid YAML: {problem}") from None
     if not isinstance(values, dict):
         raise UserError(f"experiment {path}: must be a mapping of keys to values")
-    return values
+    # A key with a dot in front holds what other keys repeat.
+    return {key: value for key, value in values.items() if not str(key).startswith(".")}
 
 
 class _StrictLoader(yaml.SafeLoader):
     """YAML that refuses a key that stands twice; plain YAML silently takes the last."""
 
-    def construct_mapping(
-        self, node: yaml.MappingNode, deep: bool = False
-    ) -> dict[Hashable, object]:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        # Later, the keys of `<<: *base` stand among the others.
+        node = super().compose_mapping_node(anchor)
         seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} stands twice", key_node.start_mark
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(
+                    None, None, f"key {key.value!r} stands twice", key.start_mark
                 )
-            seen.add(str(key))
-        return super().construct_mapping(node, deep)
+            seen.add((key.tag, str(key.value)))
+        return node
 
 
 def _override(values: dict[str, object], text: str) -> None:
@@ -194,7 +195,7 @@ def _override(values: dict[str, object], text: str) -> None:
     if not equals or not key:
         raise UserError(f"--set {text!r}: must be key=value, e.g. --set measure.repeats=5")
     try:
-        value = yaml.safe_load(value_text)
+        value = yaml.load(value_text, _StrictLoader)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"--set {text!r}: the value is not valid YAML") from None
     *path, last = key.split(".")
@@ -210,6 +211,15 @@ def _override(values: dict[str, object], text: str) -> None:
         node[_index(node, last, text)] = value
     else:
         node[last] = value
+
+
+def _fix_repeats(values: dict[str, object], overrides: Sequence[str]) -> None:
+    """Drops the file's `precision`, which needs a range, if `--set` gives a number of repeats."""
+    measure = values.get("measure")
+    keys = {text.partition("=")[0] for text in overrides}
+    asked = "measure.repeats" in keys and not {"measure", "measure.precision"} & keys
+    if asked and isinstance(measure, dict) and not isinstance(measure["repeats"], list):
+        measure.pop("precision", None)
 
 
 def _index(node: list[object], part: str, text: str) -> int:

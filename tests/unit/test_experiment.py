@@ -228,6 +228,7 @@ def test_overrides_change_nested_keys_and_list_items(read):
         ("seed", "must be key=value"),
         ("=3", "must be key=value"),
         ("seed=[", "not valid YAML"),
+        ("measure={repeats: 1, repeats: 2}", "not valid YAML"),
         ("seed=2024-13-45", "not valid YAML"),
         ("models.1.batch_size=3", "'1' is no index of a list of 1"),
         ("world_sizes.x=3", "'x' is no index"),
@@ -382,6 +383,24 @@ def test_cell_joins_trials_that_differ_in_algorithm_or_world_size_only(trial):
 def test_a_key_that_stands_twice_is_refused_with_its_line(read):
     text = one_line(read, b"algorithms: [dear]\nmodels: [mnist_cnn]\nseed: 1\nseed: 2\n")
     assert "line 4" in text and "'seed' stands twice" in text
+
+
+def test_merge_keys_are_yaml_and_what_stands_beside_them_counts(read):
+    merged = (
+        b".two: &two {repeats: 2, warmup_steps: 1}\n.more: &more {<<: *two, repeats: 4}\n"
+        b"algorithms: [dear]\nmodels: [mnist_cnn]\nmeasure: {<<: *more, check_steps: 5}\n"
+    )
+    wanted = MeasureConfig(repeats=4, warmup_steps=1, check_steps=5)
+    assert read(merged).measure == wanted
+    assert "'repeats' stands twice" in one_line(read, merged + b".x: {repeats: 1, repeats: 2}")
+
+
+def test_a_fixed_number_of_repeats_needs_no_precision(read):
+    ranged = GOOD | {"measure": {"repeats": [5, 12], "precision": 0.02}}
+    assert read(ranged, "measure.repeats=12").measure == MeasureConfig(repeats=12)
+    for refused in ("measure.precision=0.1", "measure={repeats: 1, precision: 0.1}"):
+        assert "go together" in one_line(read, ranged, "measure.repeats=12", refused)
+    assert read(ranged, "measure.repeats=[6, 9]").measure.precision == 0.02
 
 
 def test_speed_ups_are_relative_to_an_algorithm_of_the_experiment(read):

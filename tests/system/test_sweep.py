@@ -16,7 +16,7 @@ from common import machine
 from common.emulation import sandbox
 from common.emulation.dilation import Choice
 from common.harness import cli
-from common.harness.running import fabric, sweep
+from common.harness.running import fabric, sweep, used
 from common.harness.running.fabric import Fabric
 from common.harness.running.sweep import cost_place
 from common.harness.trial import Briefing, Trial
@@ -258,18 +258,57 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was(line):
     assert not list(line.sweep.glob("underway*")), "nothing is left of it"
 
 
-def test_a_sweep_that_was_stopped_begins_again_if_the_code_has_changed(line, monkeypatch):
+BOTH = {"ddp", "dear"}
+SYNCHRONOUS = "dear/algorithms/synchronous"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "begun_again"),
+    [
+        ("file", "dear/optimizer.py", BOTH),
+        ("file", f"{SYNCHRONOUS}/dear.py", {"dear"}),
+        ("file", f"{SYNCHRONOUS}/mgwfbp.py", set()),
+        ("package", "torch", BOTH),
+        ("package", "horovod", set()),
+        ("variable", "OMP_NUM_THREADS", BOTH),
+        ("variable", "HOROVOD_CYCLE_TIME", set()),
+        ("variable", "NCCL_ALGO", set()),
+    ],
+)
+def test_a_stopped_trial_begins_again_if_what_it_uses_has_changed(
+    line, monkeypatch, capsys, kind, name, begun_again
+):
     line.fabric.interrupted_launch = 4
     assert line.run(*ONE_CELL) == 130
     line.fabric.interrupted_launch = None
-    monkeypatch.setattr(machine, "_commit", lambda: "another")
+    if kind == "file":
+        assert name in used.code()
+        monkeypatch.setitem(used.code(), name, "# another")
+    elif kind == "package":
+        version = machine.version
+        monkeypatch.setattr(machine, "version", lambda p: "0.1" if p == name else version(p))
+    else:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setattr(machine, "_commit", lambda: "another")  # of texts, say
+    capsys.readouterr()
     assert line.run(*ONE_CELL) == 0
-    assert len(line.fabric.started) == 4
-    words = (
-        "a run of it was stopped and could not be gone on with, as something has changed: commit"
-    )
-    for record in store.latest(line.records).values():
-        assert words in [note.text for note in record.notes] and len(record.iters) == 2
+    warning = capsys.readouterr().err
+    for label, record in zip(("ddp", "dear"), store.latest(line.records).values(), strict=True):
+        words = f"{label}: begins again, as this has changed since it stopped: "
+        assert (words in warning) == (label in begun_again), warning
+        notes = " ".join(note.text for note in record.notes)
+        assert ("begins again" in notes) == (label in begun_again), notes
+        assert record.label == label and len(record.iters) == 2
+    assert (f"{kind} {name} (" in warning) == (bool(begun_again) and kind != "file")
+
+
+def test_changed_settings_that_need_new_measurements_are_named(line, capsys):
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=1") == 0
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=1", "--set", "timeout_s=99") == 0
+    assert line.fabric.started == [] and "do not count" not in capsys.readouterr().err
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=2") == 0
+    words = "earlier results of 2 trials do not count, as this has changed: measure.repeats (1 befo"
+    assert words in capsys.readouterr().err
 
 
 def test_all_that_is_to_run_again_begins_again(line):

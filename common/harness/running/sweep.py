@@ -6,8 +6,10 @@ import dataclasses
 import fcntl
 import json
 import shutil
+import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,8 @@ from common.harness.running.launches import CellContext
 from common.harness.running.record import make_record
 from common.harness.running.turn import Turn, now, order_seed, planned
 from common.harness.running.ui import Progress
-from common.harness.running.underway import Standing, Underway, path_of
+from common.harness.running.underway import SCHEMA, Standing, Underway, path_of
+from common.harness.running.used import changes, used
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Job, Outcome
 from common.paths import RECORDS
@@ -88,6 +91,7 @@ class Sweep:
             self.comparison.save(self.folder)
             (self.folder / "machine.json").write_text(json.dumps(self.machine, indent=2))
             todo = self._todo = to_run(self.trials, self._path, rerun, self.experiment.base)
+            self._say_changed_settings()
             if rerun == "failed":
                 for trials in _cells(todo):
                     self._go_on(trials)
@@ -114,20 +118,38 @@ class Sweep:
                             if not self._run_cell(alike, choice, fail_fast):
                                 return
 
+    def _say_changed_settings(self) -> None:
+        """Names the settings in which earlier records differ from trials that have none."""
+        newest = store.latest(store.load(self._path))
+        earlier = {
+            _place(record.trial): record.trial
+            for record in newest.values()
+            if record.hash not in self.comparison.trials
+        }
+        counts: Counter[str] = Counter()
+        for trial in self.trials:
+            values = trial.to_json()
+            before = None if trial.hash in newest else earlier.get(_place(values))
+            if before is not None:
+                counts[", ".join(changes(_flat(before), _flat(values)))] += 1
+        for changed, count in counts.items():
+            _say(f"earlier results of {count} trials do not count, as this has changed: {changed}")
+
     def _go_on(self, trials: list[Trial]) -> None:
         """Takes over the results of this cell from an interrupted run."""
         begun = Underway.load(self._underway(trials))
         if begun is None:
             return
-        changed = begun.changed(self.machine)
+        if begun.schema != SCHEMA:
+            _say(f"{trials[0].model}: interrupted repeats of another version are not used")
         for trial in trials:
             if trial.hash not in begun.standing:
                 continue
+            changed = changes(begun.uses[trial.hash], used(trial, self.machine))
             if changed:
-                self._begun_again[trial.hash] = (
-                    "a run of it was stopped and could not be gone on with, as something has "
-                    f"changed: {', '.join(changed)}"
-                )
+                text = f"begins again, as this has changed since it stopped: {', '.join(changed)}"
+                _say(f"{trial.title}: {text}")
+                self._begun_again[trial.hash] = text
                 continue
             kept = self._kept[trial.hash] = begun.standing[trial.hash]
             self._runs[trial.hash] = begun.run
@@ -154,6 +176,7 @@ class Sweep:
             folder.mkdir(parents=True)
             trial.save(folder)
         path = self._underway(trials)
+        uses = {trial.hash: used(trial, self.machine) for trial in trials}
         context = CellContext(
             sweep=self.experiment.name,
             fabric=self.fabric,
@@ -169,7 +192,7 @@ class Sweep:
             context,
             settled=settled,
             kept=kept,
-            keep=lambda now: Underway(run=run, machine=self.machine, standing=now).save(path),
+            keep=lambda now: Underway(run=run, uses=uses, standing=now).save(path),
         )
         going_on = cell.run(_unavailable, fail_fast)
         if cell.whole:
@@ -246,6 +269,24 @@ class Sweep:
             notes=list(dict.fromkeys((*record.notes, *turn.notes, *again))),
         )
         store.append(self._path, record)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _place(trial: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the place of a trial's row in tables."""
+    return tuple(trial[key] for key in ("model", "batch_size", "world_size", "label", "network"))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings by keys with dots."""
+    flat = {}
+    for key, value in json.loads(json.dumps(values)).items():
+        nested = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
 
 
 _AS_THE_OTHERS = "as others of the cell, which are on record: "

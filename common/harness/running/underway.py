@@ -1,14 +1,13 @@
 """State of a cell that has begun, saved after each launch, so that an interrupted run can continue.
 
-The file lies beside the records until the cell has ended. A later run continues only if nothing has
-changed that a number depends on, because all repeats of a trial form one sample.
+The file lies beside the records until the cell has ended. A later run continues the trials for
+which nothing has changed that their numbers depend on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,7 @@ from typing import Any
 from common.results.records import FabricFacts, Result, SetAside, typed
 from common.results.records.trust import Note
 
-SCHEMA = 1
-_SAME = (
-    *("cpu", "cores", "cpus", "core_limit", "gpus", "kernel", "sysctl", "python", "packages"),
-    *("comm_core", "commit", "diff", "environment"),
-)
-"""Fields of `machine_card` that must not have changed."""
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +39,13 @@ class Underway:
 
     Attributes:
         run: run that began it; its records name this run.
-        machine: machine card of that run.
+        uses: what the numbers depend on (`used.used`), by hash.
         standing: results of the trials that have not ended, by hash.
     """
 
     schema: int = SCHEMA
     run: str
-    machine: dict[str, Any]
+    uses: dict[str, dict[str, Any]] = field(default_factory=dict)
     standing: dict[str, Standing] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
@@ -62,22 +56,15 @@ class Underway:
 
     @classmethod
     def load(cls, path: Path) -> Underway | None:
-        """Reads what `save` wrote; None if there is no file, or one of another version."""
+        """Reads what `save` wrote; None if there is no file.
+
+        A file of another version has no results for this one.
+        """
         try:
             values = json.loads(path.read_text())
         except FileNotFoundError:
             return None
-        return typed(cls, values) if values.get("schema") == SCHEMA else None
-
-    def changed(self, machine: Mapping[str, Any]) -> list[str]:
-        """Returns the changed fields of the machine card, after which the cell must begin again.
-
-        Args:
-            machine: the current machine card.
-        """
-        # The saved card was read from JSON, which has no tuples.
-        now = json.loads(json.dumps(machine))
-        return [key for key in _SAME if now.get(key) != self.machine.get(key)]
+        return typed(cls, values) if values["schema"] == SCHEMA else cls(schema=0, run="")
 
 
 def path_of(folder: Path, seed: int) -> Path:

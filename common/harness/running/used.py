@@ -1,0 +1,112 @@
+"""Facts beside its settings that a trial's numbers depend on: hardware, packages, code, variables.
+
+An interrupted trial continues only if all of them are the same, because its repeats form one
+sample. What other trials use may change meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.harness.trial import Trial
+from common.models.registry import FILE, model_entry
+from common.paths import ROOT
+
+_MACHINE = ("cpu", "cores", "cpus", "core_limit", "kernel", "sysctl", "python")
+"""Fields of the machine card that matter to every trial."""
+_ALWAYS = ("torch", "numpy")
+_UNUSED = (
+    *("common/comm_core", "common/gpu_check", "common/harness/verbs", "common/results"),
+    *("common/virtual", "dear/bluefog", "dear/dadt", "dear/decentralized"),
+)
+"""Code that no worker runs, and the comm core's, whose library the machine card has."""
+_ALGORITHMS, _BUILDERS = "dear/algorithms/", "common/models/architectures/"
+_IMPORT = re.compile(r"^from (dear\.algorithms\.\w+\.\w+) import", re.MULTILINE)
+
+
+def used(trial: Trial, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns these facts as JSON values, by a name for messages.
+
+    Args:
+        machine: the machine card.
+    """
+    texts = _texts(trial)
+    words = set(re.findall(r"\w+", "".join(texts.values())))
+    packages = machine["packages"]
+    if trial.sources.brought is None or not trial.sources.brought.source.startswith(FILE):
+        packages = {name: packages[name] for name in packages if name in {*_ALWAYS, *words}}
+    facts = {name: machine[name] for name in _MACHINE}
+    facts |= {f"package {name}": version for name, version in packages.items()}
+    if trial.device == "cuda":
+        facts["gpus"] = machine["gpus"]
+    if trial.backend == "comm_core":
+        facts["comm core"] = machine["comm_core"]
+    # A variable of a library counts if the trial uses the library.
+    idle = [
+        *([] if "horovod" in packages else ["HOROVOD_"]),
+        *([] if trial.device == "cuda" else ["NCCL_", "CUDA_"]),
+        *([] if trial.backend == "comm_core" else ["COMM_CORE_"]),
+    ]
+    facts |= {
+        f"variable {name}": value
+        for name, value in machine["environment"].items()
+        if not name.startswith(tuple(idle))
+    }
+    everywhere = {name: text for name, text in code().items() if not _is_choice(name)}
+    digest = hashlib.sha256(json.dumps(everywhere | texts, sort_keys=True).encode())
+    return json.loads(json.dumps({**facts, "code": digest.hexdigest()[:12]}))
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns what differs between two results of `used`, with short values."""
+    texts = []
+    for name in dict.fromkeys((*before, *now)):
+        values = [facts.get(name) for facts in (before, now)]
+        if values[0] != values[1]:
+            short = all(isinstance(value, str | int | float | None) for value in values)
+            texts.append(f"{name} ({values[0]} before, {values[1]} now)" if short else name)
+    return texts
+
+
+@functools.cache
+def code() -> dict[str, str]:
+    """Returns the texts of the Python and C++ files that workers may use, by path."""
+    files = [path for top in ("common", "dear") for path in (ROOT / top).rglob("*")]
+    names = {str(path.relative_to(ROOT)): path for path in files if path.suffix in (".py", ".cc")}
+    return {
+        name: names[name].read_text()
+        for name in sorted(names)
+        if not name.startswith(tuple(f"{folder}/" for folder in _UNUSED))
+    }
+
+
+def _is_choice(name: str) -> bool:
+    """Returns whether only some trials use the file: those of an algorithm or a model."""
+    return name.startswith((_ALGORITHMS, _BUILDERS)) and not name.endswith("__init__.py")
+
+
+def _texts(trial: Trial) -> dict[str, str]:
+    """Returns the code that only some trials use, this one among them, by path."""
+    known, plugin = code(), trial.sources.plugin
+    stem = trial.algorithm.replace("-", "_")
+    texts = {name: text for name, text in known.items() if Path(name).stem == stem}
+    texts |= {} if plugin is None else {plugin.path: Path(plugin.path).read_text()}
+    entry = model_entry(trial.model)
+    builder = f"{entry.module.replace('.', '/')}.py"
+    texts |= {builder: known[builder]} if builder in known else {}
+    if trial.learn is not None:
+        texts |= {name: known[name] for name in known if "/datasets/" in name}
+    unread = list(texts.values())
+    while unread:
+        for module in _IMPORT.findall(unread.pop()):
+            name = f"{module.replace('.', '/')}.py"
+            if name not in texts:
+                texts[name] = known[name]
+                unread.append(known[name])
+    return texts

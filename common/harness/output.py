@@ -59,7 +59,7 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     for record in filter(incorrect, records):
         print(f"not the right training: {record.id} ({flag_text(record)})")
     for record in records:
-        if record.error is not None and record.status != "unsupported":
+        if record.error is not None and record.status not in ("unsupported", "interrupted"):
             logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
             print(f"{record.status}: {record.id}: {record.error.message}")
             print(f"    log: {short(str(logs[-1]))}" if logs else "    no log: it never started")

@@ -61,7 +61,10 @@ def flag(record: Record) -> Flag | None:
 def passing_flag(record: Record) -> Flag | None:
     """Returns the record's flag if a new measurement may remove it."""
     if not record.ok:
-        return Flag(kind="failed", text=record.error.message if record.error else record.status)
+        text = record.error.message if record.error else record.status
+        if record.throughput is not None:
+            text = f"provisional, repeats so far: {len(record.results)} ({text})"
+        return Flag(kind="failed", text=text)
     if incorrect(record):
         return Flag(kind="incorrect", text=_what_is_wrong(record))
     for kind in _NOTES:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -235,6 +236,21 @@ def test_an_interrupted_trial_and_those_under_way_are_recorded(line, capsys):
         ("ddp", "interrupted"),  # one of them had a repeat
         ("dear", "interrupted"),
     }
+
+
+def test_a_stopped_sweep_shows_the_rounds_that_it_has(line, capsys):
+    line.fabric.interrupted_launch = 4
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=3") == 130
+    printed = capsys.readouterr().out
+    for label, repeats in (("ddp", 2), ("dear", 1)):
+        (row,) = re.findall(rf".*2 │ {label} .*", printed)
+        assert f"{repeats} x 2" in row and "(8.00 img/s)" in row, row
+        assert f"provisional, repeats so far: {repeats} (Ctrl-C" in row, row
+        assert ("(8.00-8.00)" in row) == (repeats > 1), row
+    assert not re.search("FASTER|SLOWER|SAME|UNSURE|highest throughput|log:", printed)
+    line.fabric.interrupted_launch = None
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=3") == 0
+    assert "provisional" not in capsys.readouterr().out
 
 
 def test_a_sweep_that_was_stopped_goes_on_where_it_was(line):

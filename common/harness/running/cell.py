@@ -114,9 +114,9 @@ class Cell:
         """Records the finished repeats of the trials that are running."""
         for turn in self._running:
             if turn.facts is not None:  # only repeats at twice the scale are missing
-                self._end(turn, _OK)
+                self._context.record(turn, _OK)
             elif turn.results or turn.set_aside or turn is self._launches.current:
-                self._end(turn, Outcome.of("interrupted", reason))
+                self._context.record(turn, Outcome.of("interrupted", reason))
 
     def _prepare(self, change: Callable[[], None]) -> None:
         """Changes the fabric."""

@@ -92,7 +92,8 @@ def make_record(
     The other arguments are fields of `Record`.
     """
     ok = outcome.status == "ok"
-    throughput = _throughput(trial, results) if ok else None
+    measured = ok or (outcome.status == "interrupted" and bool(results))
+    throughput = _throughput(trial, results) if measured else None
     emulated = fabric.kind == "emulated"
     strain = [result.strain for result in results]
     unfaithful = notes.unfaithful(strain) if emulated else None
@@ -108,10 +109,10 @@ def make_record(
         machine=machine,
         run=run,
         results=_finite(list(results)),
-        check=_check(results) if ok else None,
+        check=_check(results) if measured else None,
         throughput=throughput,
         breakdown=_breakdown(results),
-        bound=_bound(trial, results[0], fabric.network) if throughput else None,
+        bound=_bound(trial, results[0], fabric.network) if ok else None,
         unfaithful=unfaithful,
         notes=_notes(trial, results, machine, emulated, unfaithful),
     )

@@ -205,7 +205,11 @@ def _measure(
     folder: Path,
     options: argparse.Namespace,
 ) -> list[Record]:
-    """Runs the trials; returns the newest records of all trials of the experiment."""
+    """Runs the trials; returns the newest records of all trials of the experiment.
+
+    Ctrl-C prints what has been measured so far.
+    """
+    from common.harness import output
     from common.harness.running import ui
     from common.harness.running.fabric import make_fabric
     from common.harness.running.sweep import Sweep
@@ -222,6 +226,12 @@ def _measure(
     sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress, asked)
     try:
         sweep.run(options.rerun, options.fail_fast)
+    except KeyboardInterrupt:
+        progress.clear()
+        records = comparison.results(folder)
+        if any(record.results for record in records) and not options.json:
+            output.show(folder, records, experiment.base)
+        raise
     finally:
         progress.clear()
     return comparison.results(folder)

@@ -98,7 +98,8 @@ class Record:
     status: str
     """ok, failed, timeout, oom, unsupported or interrupted."""
     error: Failure | None = None
-    """None for a trial that is ok. Such a trial has `check` and `throughput`."""
+    """None for a trial that is ok. Such a trial has `check` and `throughput`, and so has an
+    interrupted trial with results."""
     started: str
     """ISO 8601, UTC."""
     duration_s: float

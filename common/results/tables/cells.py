@@ -9,6 +9,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 UNKNOWN = "-"
 """Text of a cell whose value is unknown."""
+PROVISIONAL = "provisional"
+"""Status of a row with the repeats of an interrupted trial."""
 Form = Callable[[float], str]
 """Format of a number."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
 from common.results.records import Record
-from common.results.tables.cells import Cell, Column, Shown
+from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class Identity:
     algorithm: str
     """Label of the algorithm."""
     status: str
+    """Status of the record; `provisional` for an interrupted trial with results."""
     network: str | None = None
     """Network of an emulated cluster."""
     fault: str | None = None
@@ -47,7 +48,7 @@ def identity(record: Record) -> IdentityFields:
         "model": record.trial["model"],
         "world_size": record.trial["world_size"],
         "algorithm": record.label,
-        "status": record.status,
+        "status": record.status if record.ok or record.throughput is None else PROVISIONAL,
         "network": record.trial.get("network"),
         "fault": record.fault,
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 from common.results.tables import terminal
-from common.results.tables.cells import Cell, Column, R, word
+from common.results.tables.cells import PROVISIONAL, Cell, Column, R, word
 from dear.errors import one_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Table(Generic[R]):
         return [[cell.text for cell in cells] for cells in self.cells]
 
     def _cells(self, row: R) -> list[Cell]:
-        if row.status == "ok":
+        if row.status in ("ok", PROVISIONAL):
             cells = [column.cell(row) for column in self.columns]
         else:
             known = [c.cell(row) for c in self.columns if c.role in ("place", "name")]

@@ -302,7 +302,7 @@ def comparison(rows: Sequence[Row], compare_to: str) -> Table[Row]:
 
 def breakdown(rows: Iterable[Row]) -> Table[Row]:
     """Returns the table of times per phase and of bounds, in ms, for trials with a result."""
-    return Table([row for row in rows if row.status == "ok"], (*PLACE, *_TIMES))
+    return Table([row for row in rows if row.step_s is not None], (*PLACE, *_TIMES))
 
 
 def _speedup(row: Row) -> Cell:

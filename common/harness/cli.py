@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +16,7 @@ import dear
 from common.harness import verbs
 from common.harness.verbs import Status
 from common.paths import COMMAND, LOGS
+from common.results import store
 from dear.errors import UserError, unknown
 
 _EXTRA = ("jinja2", "matplotlib", "pandas")
@@ -47,12 +50,26 @@ def main(arguments: Sequence[str]) -> int:
             return Status.OK
         if error.errno not in _FULL_OR_CLOSED:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"error: {place}{error.strerror}", file=sys.stderr)
+        # An error of `write` has no file's name.
+        place = error.filename or _full(options.logs, Path(tempfile.gettempdir()))
+        advice = "; make room and run it again: what has ended is kept"
+        advice = advice if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        print(f"error: {place}: {error.strerror}{advice}", file=sys.stderr)
         return Status.USER_ERROR
     except KeyboardInterrupt:
         print("interrupted; finished trials are recorded, run again to go on", file=sys.stderr)
         return Status.INTERRUPTED
+
+
+def _full(*folders: Path) -> Path | str:
+    """Returns the folder whose disk is full."""
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                store.check_room(folder, 1 << 16)
+            except OSError:
+                return folder
+    return "output"
 
 
 class _Parser(argparse.ArgumentParser):

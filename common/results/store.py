@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import gc
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,16 @@ def append(path: Path, record: Record) -> None:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raises `OSError` with the folder's name if its disk or quota has no room for `size` bytes."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # others: nothing can be reserved there
+                raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def load(path: Path) -> list[Record]:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -336,15 +337,22 @@ def test_all_that_is_to_run_again_begins_again(line):
 
 
 def test_a_full_disk_is_one_line_and_costs_no_finished_repeat(line, monkeypatch, capsys):
-    def full(path: Path, record: Record) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    """`write` names no file; before the first launch the disk is asked for room."""
 
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    words = "No space left on device; make room and run it again: what has ended is kept\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        assert line.run(*ONE_CELL) == 2
+        assert line.fabric.started == []
+        assert capsys.readouterr().err == f"error: {line.sweep}: {words}"
     with monkeypatch.context() as patched:
         patched.setattr(store, "append", full)
+        patched.setattr(os, "posix_fallocate", lambda *_: line.fabric.started and full())
         assert line.run(*ONE_CELL) == 2
-    error = capsys.readouterr().err
-    assert error.endswith(f"error: {line.sweep}/records.jsonl: No space left on device\n")
-    assert "Traceback" not in error
+    assert capsys.readouterr().err.endswith(f"error: {line.logs}: {words}")
     assert line.run(*ONE_CELL) == 0
     assert line.fabric.started == [], "all 4 launches had ended; what they gave was kept"
     assert [record.status for record in line.records] == ["ok", "ok"]

@@ -37,6 +37,8 @@ from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
 
+_LAUNCH_BYTES = 1 << 18
+"""Disk space for the files of a launch: logs, evidence and its part of a record."""
 Rerun = Literal["failed", "all"]
 
 
@@ -99,6 +101,7 @@ class Sweep:
             self._progress = Progress(total=len(launches), left=launches)
             if not todo:
                 return
+            store.check_room(self.folder, len(launches) * _LAUNCH_BYTES)
             if self.fabric.preparation:
                 self._progress.title = self.fabric.preparation
                 self.report(self._progress)

@@ -45,10 +45,10 @@ class BuildTree(build_py):
         try:
             identity = build(Path(self.get_finalized_command("build").build_temp), core, tree)
         except NotBuiltError as reason:
-            facts.write_text(json.dumps({"missing": str(reason)}) + "\n")
+            facts.write_text(json.dumps({"missing": str(reason)}) + "\n", encoding="utf-8")
             print(f"dear-bench: no comm core ({reason}); training uses Gloo", file=sys.stderr)
         else:
-            facts.write_text(identity)
+            facts.write_text(identity, encoding="utf-8")
 
 
 def build(work, core, tree):

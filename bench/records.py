@@ -147,7 +147,7 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER
         **(_kept_evidence(work, out) if recipe.sweep is not None else {}),
         "files": catalogue.digests(out),
     }
-    (out / catalogue.MANIFEST).write_text(json.dumps(facts, indent=1) + "\n")
+    (out / catalogue.MANIFEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     _place(out, folder / name)
     catalogue.restore(name, folder)
     shutil.rmtree(work)

@@ -263,7 +263,7 @@ def _peak(args: argparse.Namespace, name: str, options: Options) -> dict[str, in
     importlib.import_module(entry.module)
     communicator.barrier()
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
     batch = torch.Generator().manual_seed(communicator.rank)
     length = args.sentence_len if entry.sentence_len is not None else None
     workload = build(args.model, args.batch_size, length, batch)
@@ -287,7 +287,7 @@ def _peak(args: argparse.Namespace, name: str, options: Options) -> dict[str, in
 
 def _status(key: str) -> int:
     """Returns a size in /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}")

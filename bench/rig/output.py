@@ -30,7 +30,7 @@ class Output:
     def __enter__(self) -> Output:
         if self._path is not None:
             try:
-                self._path.open("x").close()
+                self._path.open("x", encoding="utf-8").close()
             except FileExistsError:
                 raise UserError(
                     f"--json {self._path} exists; results are never overwritten"
@@ -52,7 +52,7 @@ class Output:
         about = {"schema": 1, "tool": tool, "started": self._started.isoformat(timespec="seconds")}
         about |= {"argv": sys.argv[1:], "machine": self.card}
         part = self._path.with_name(self._path.name + ".part")
-        part.write_text(json.dumps(about | results) + "\n")
+        part.write_text(json.dumps(about | results) + "\n", encoding="utf-8")
         part.replace(self._path)
         self._saved = True
 

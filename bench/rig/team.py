@@ -284,7 +284,7 @@ class Team:
 
     def _last_line(self) -> str:
         """Returns the last line of the logs that names an error, or else the last line."""
-        texts = [log.read_text(errors="replace") for log in self._logs]
+        texts = [log.read_text(errors="replace", encoding="utf-8") for log in self._logs]
         lines = [line.strip() for text in texts for line in text.split("\n") if line.strip(" -*")]
         lines = [line for line in lines if "***" not in line and "help_aggregate" not in line]
         errors = [line for line in lines if re.search("error|signal:|fail", line, re.IGNORECASE)]

@@ -43,7 +43,7 @@ def _check_build() -> None:
     built_for = _FOLDER / "_built_for.json"
     if not built_for.exists():
         raise ImportError(f"the comm core is not built: {_REBUILD}")
-    facts = json.loads(built_for.read_text())
+    facts = json.loads(built_for.read_bytes())
     if "missing" in facts:
         raise ImportError(f"the comm core is not built: {facts['missing']}; then {_REBUILD}")
     built_torch = facts["torch"]

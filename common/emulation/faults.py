@@ -90,7 +90,7 @@ def phase_of(folder: Path, repeat: int, rank: int) -> tuple[int, str]:
         folder: the trial's folder, where the ranks write their phases.
     """
     try:
-        text = (folder / f"phase-{repeat}-rank{rank}").read_text()
+        text = (folder / f"phase-{repeat}-rank{rank}").read_text(encoding="utf-8")
     except FileNotFoundError:
         return 0, ""
     pid, _, name = text.partition(" ")

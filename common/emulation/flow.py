@@ -213,7 +213,7 @@ def _ticks() -> dict[int, tuple[int, int, int]]:
     """Busy (with interrupts), interrupt and stolen clock ticks of each core of this process."""
     ours = os.sched_getaffinity(0)
     ticks = {}
-    for line in Path("/proc/stat").read_text().splitlines():
+    for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
         name, *values = line.split()
         if name.startswith("cpu") and name != "cpu" and int(name[3:]) in ours:
             user, nice, system, _, _, irq, softirq, steal = map(int, values[:8])

@@ -126,7 +126,7 @@ def _environment(base: Mapping[str, str]) -> dict[str, str]:
 def _remedy() -> str:
     for setting, (bad, good) in _SETTINGS.items():
         path = Path("/proc/sys", setting)
-        if path.exists() and path.read_text().strip() == bad:
+        if path.exists() and path.read_text(encoding="utf-8").strip() == bad:
             return f"allow them: sudo sysctl {setting.replace('/', '.')}={good}, or run as root"
     return (
         "run as root, or start the container with --cap-add=SYS_ADMIN --cap-add=NET_ADMIN "
@@ -203,7 +203,7 @@ def _set_up() -> None:
     if Path("/etc/hosts").exists():
         # A private file mounted over /etc/hosts; the mount keeps it alive without a name.
         hosts = Path("/dev/shm/hosts")
-        hosts.write_text(f"{ns.LOCALHOST}127.0.0.1 {ns.SWITCH}\n")
+        hosts.write_text(f"{ns.LOCALHOST}127.0.0.1 {ns.SWITCH}\n", encoding="utf-8")
         ns.bind(str(hosts), "/etc/hosts")
         hosts.unlink()
     _quiet("ip link set dev lo up")

@@ -35,7 +35,11 @@ def by_exit_status(ended: Ended) -> Verdict:
     """`ok` if the command exited with 0; else the last line that it printed is the reason."""
     if ended.code == 0:
         return "ok", ""
-    lines = ended.log.read_text(errors="replace").split("\n") if ended.log.exists() else []
+    lines = (
+        ended.log.read_text(errors="replace", encoding="utf-8").split("\n")
+        if ended.log.exists()
+        else []
+    )
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
     return "failed", f"exit status {ended.code}: {last[:300]}"
 

@@ -187,7 +187,7 @@ def refuse_without_gpu(facts: Mapping[str, Any]) -> None:
 def probe() -> dict[str, Any]:
     """Returns this Python's torch and GPUs, and missing packages, as JSON values."""
     facts: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "gpus": []}
-    facts["missing"] = missing((ROOT / "requirements.txt").read_text())
+    facts["missing"] = missing((ROOT / "requirements.txt").read_text(encoding="utf-8"))
     try:
         import torch
     except ImportError:
@@ -367,8 +367,10 @@ def write_summary(
         "spent_s": round(budget.spent_s, 1),
         "steps": [dataclasses.asdict(result) for result in results],
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (out / "summary.md").write_text(_markdown(summary, sorted(out.glob("sweeps/*/table.md"))))
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (out / "summary.md").write_text(
+        _markdown(summary, sorted(out.glob("sweeps/*/table.md"))), encoding="utf-8"
+    )
 
 
 def _markdown(summary: Mapping[str, Any], tables: Sequence[Path]) -> str:
@@ -391,7 +393,7 @@ def _markdown(summary: Mapping[str, Any], tables: Sequence[Path]) -> str:
         how = "; ".join(f"{name} ({how})" for name, how in summary["missing"].items())
         lines += ["", f"Not installed here: {how}."]
     for table in tables:
-        lines += ["", f"## {table.parent.name}", "", table.read_text().strip()]
+        lines += ["", f"## {table.parent.name}", "", table.read_text(encoding="utf-8").strip()]
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import signal
 import sys
 import tempfile
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     # signals must end a sweep as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names that the locale cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parse(list(arguments))
         options.arguments = arguments

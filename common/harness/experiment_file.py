@@ -158,7 +158,7 @@ def load(
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        values = yaml.load(path.read_text(), _StrictLoader)
+        values = yaml.load(path.read_bytes(), _StrictLoader)
     except OSError as error:
         raise UserError(f"experiment {path}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, or a date that does not exist

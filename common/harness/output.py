@@ -43,11 +43,13 @@ def find_sweep(name: str | None, logs: Path, *, begun: bool = False) -> Path:
 def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     """Writes table.md, table.tex, table.csv and, for timed trials, reports.json into the folder."""
     summary = overview(records, compare_to)
-    (folder / "table.md").write_text(summary.table.markdown())
-    (folder / "table.tex").write_text(summary.table.latex())
-    (folder / "table.csv").write_text(csv_text(summary.kind, summary.rows))
+    (folder / "table.md").write_text(summary.table.markdown(), encoding="utf-8")
+    (folder / "table.tex").write_text(summary.table.latex(), encoding="utf-8")
+    (folder / "table.csv").write_text(csv_text(summary.kind, summary.rows), encoding="utf-8")
     if summary.kind is rows.Row:
-        (folder / "reports.json").write_text(json.dumps(reports(records), indent=2))
+        (folder / "reports.json").write_text(
+            json.dumps(reports(records), indent=2), encoding="utf-8"
+        )
 
 
 def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:

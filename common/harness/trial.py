@@ -228,12 +228,12 @@ class Trial:
 
     def save(self, folder: Path) -> None:
         """Writes the trial into the folder that its workers read."""
-        (folder / _TRIAL).write_text(json.dumps(self.to_json(), indent=2))
+        (folder / _TRIAL).write_text(json.dumps(self.to_json(), indent=2), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Trial:
         """Reads the trial that `save` wrote."""
-        return cls.from_json(json.loads((folder / _TRIAL).read_text()))
+        return cls.from_json(json.loads((folder / _TRIAL).read_bytes()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,13 +262,13 @@ class Briefing:
     @classmethod
     def load(cls, folder: Path) -> Briefing:
         """Reads the facts from the trial's folder."""
-        return typed(cls, {**json.loads((folder / _BRIEFING).read_text()), "folder": folder})
+        return typed(cls, {**json.loads((folder / _BRIEFING).read_bytes()), "folder": folder})
 
     def save(self) -> None:
         """Writes the facts into the trial's folder."""
         values = dataclasses.asdict(self)
         del values["folder"]
-        (self.folder / _BRIEFING).write_text(json.dumps(values, indent=2))
+        (self.folder / _BRIEFING).write_text(json.dumps(values, indent=2), encoding="utf-8")
 
     def pace(self, rank: int) -> Pace:
         """Returns the speed of replayed compute on the host of a rank."""

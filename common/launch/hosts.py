@@ -98,9 +98,11 @@ def read_hostfile(path: Path, world_size: int) -> list[Host]:
             slots.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"hostfile {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"hostfile {path}: not UTF-8: {error.reason}") from None
     hosts: list[Host] = []
     for number, line in _lines(text):
         words = line.partition("#")[0].split()
@@ -190,7 +192,7 @@ def read_envs(path: Path = ENVS) -> Envs:
     values: dict[str, str] = {}
     if not path.exists():
         return Envs()
-    for number, line in _lines(path.read_text()):
+    for number, line in _lines(path.read_text(encoding="utf-8")):
         text = line.partition("#")[0].strip()
         match = re.fullmatch(r"""(\w+)=(["']?)([^"'\s]*)\2""", text)
         if match is None:

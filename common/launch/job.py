@@ -143,7 +143,7 @@ class Launcher(ABC):
 def ranks_phase(job: Job, rank: int) -> str:
     """Returns the last phase that the rank has reported."""
     path = job.folder / f"phase-{job.repeat}-rank{rank}"
-    return path.read_text().partition(" ")[2] if path.exists() else "starting"
+    return path.read_text(encoding="utf-8").partition(" ")[2] if path.exists() else "starting"
 
 
 def outcome_of(
@@ -158,12 +158,12 @@ def outcome_of(
     """
     # Written by failing ranks before they ended.
     paths = sorted(job.folder.glob(f"error-{job.repeat}-rank*.json"))
-    errors = [json.loads(path.read_text()) for path in paths]
+    errors = [json.loads(path.read_bytes()) for path in paths]
     killed = [rank for rank, code in exit_codes.items() if code is not None and code < 0]
     others = [code for rank, code in exit_codes.items() if rank not in killed]
     succeeded = others != [] and not any(code != 0 for code in others) and job.result_path.exists()
     if killed and job.may_lose_ranks and succeeded:
-        result = json.loads(job.result_path.read_text())
+        result = json.loads(job.result_path.read_bytes())
         return Outcome(status="ok", result={**result, "lost_ranks": killed})
     if killed:
         # The killed rank is the cause, even if failures of the others were noticed first.
@@ -182,7 +182,7 @@ def outcome_of(
         otherwise = "the workers ended without a result"
     if otherwise is not None:
         return Outcome.of("failed", otherwise)
-    return Outcome(status="ok", result=json.loads(job.result_path.read_text()))
+    return Outcome(status="ok", result=json.loads(job.result_path.read_bytes()))
 
 
 def timed_out(job: Job) -> Outcome:

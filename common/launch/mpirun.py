@@ -51,7 +51,7 @@ class MpirunLauncher(RemoteLauncher):
         command = self._command(job, self._options.port)
         if self._hosts is not None:
             lines = [f"{host.reached_at} slots={host.slots}\n" for host in self._hosts]
-            (job.folder / "hostfile").write_text("".join(lines))
+            (job.folder / "hostfile").write_text("".join(lines), encoding="utf-8")
             if self._hosts[0].virtual is not None:  # mpirun itself runs on the first host
                 command = self._hosts[0].virtual.command(command)
         # A folder for Open MPI's files, which is removed even if mpirun must be killed.
@@ -70,7 +70,7 @@ class MpirunLauncher(RemoteLauncher):
         if not in_time:
             return timed_out(job)
         code = mpirun.codes[0]
-        log = job.log_path(0).read_text(errors="replace")
+        log = job.log_path(0).read_text(errors="replace", encoding="utf-8")
         lines = [line.strip() for line in log.splitlines() if line.strip(" -*")]
         last_line = lines[-1] if lines else "no output"
         otherwise = f"mpirun ended with status {code}: {last_line}" if code else None

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         ended = ranks.wait(grace_s=GRACE_S if job else 0.0, watch=watch)
         if job is not None:
             for index, code in ranks.codes.items():
-                job.exit_path(first + index).write_text(str(code))
+                job.exit_path(first + index).write_text(str(code), encoding="utf-8")
         if not ended and options.undo:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(options.undo, stdin=subprocess.DEVNULL, timeout=UNDO_S)
@@ -98,7 +98,7 @@ def _read_pipe() -> bool:
     if b"stacks" in text:
         for process in _below():
             with contextlib.suppress(OSError):
-                status = Path(f"/proc/{process.pid}/status").read_text()
+                status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
                 caught = int(status.partition("\nSigCgt:")[2].split()[0], 16)
                 if caught >> (signal.SIGUSR1 - 1) & 1:  # the signal would end other processes
                     _send(process.pid, signal.SIGUSR1)

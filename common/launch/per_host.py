@@ -172,7 +172,9 @@ class Fleet(Ranks):
         for index, command in enumerate(self.commands):
             code = self.codes.get(index)
             if code:
-                lines = command.log.read_text(errors="replace").strip().splitlines()
+                lines = (
+                    command.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
+                )
                 last_line = f": {lines[-1].strip()}" if lines else ""
                 return f"host {command.host.name} ended with status {code}{last_line}"
         return None

@@ -290,14 +290,14 @@ def _be_rank(
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if log is not None:
-        with log.open("w") as file:
+        with log.open("w", encoding="utf-8") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
     if before is not None:
         before()
     threading.Thread(target=_die_with_caller, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     os.environ.update(env)
     code: int | None = 1
     try:

@@ -170,9 +170,9 @@ class SlurmLauncher(Launcher):
 
     def _outcome(self, job: Job, fleet: Fleet) -> Outcome:
         log = job.folder / f"log-{job.repeat}-srun.txt"
-        output = log.read_text(errors="replace") if log.exists() else ""
+        output = log.read_text(errors="replace", encoding="utf-8") if log.exists() else ""
         _, ended = _marks(job)
-        code = int(ended.read_text()) if ended.exists() else next(iter(fleet.codes.values()), 0)
+        code = int(ended.read_bytes()) if ended.exists() else next(iter(fleet.codes.values()), 0)
         otherwise = fleet.failure()
         if code:
             lines = output.strip().splitlines()

@@ -42,5 +42,5 @@ class SshLauncher(PerHostLauncher):
 
     def _outcome(self, job: Job, fleet: Fleet) -> Outcome:
         paths = {rank: job.exit_path(rank) for rank in range(job.world_size)}
-        codes = {rank: int(path.read_text()) for rank, path in paths.items() if path.exists()}
+        codes = {rank: int(path.read_bytes()) for rank, path in paths.items() if path.exists()}
         return outcome_of(job, codes, otherwise=fleet.failure())

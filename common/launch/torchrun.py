@@ -35,7 +35,7 @@ class TorchrunLauncher(PerHostLauncher):
     def _outcome(self, job: Job, fleet: Fleet) -> Outcome:
         killed: dict[int, int] = {}
         for command in fleet.commands:
-            killed |= _killed(command.log.read_text(errors="replace"))
+            killed |= _killed(command.log.read_text(errors="replace", encoding="utf-8"))
         return outcome_of(job, killed, otherwise=fleet.failure())
 
 

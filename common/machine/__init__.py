@@ -92,7 +92,7 @@ def machine_card() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
@@ -100,14 +100,14 @@ def _cpu_name() -> str:
 
 def _first_line(path: Path) -> str | None:
     try:
-        return path.read_text().split("\n")[0]
+        return path.read_text(encoding="utf-8").split("\n")[0]
     except OSError:  # virtual machines lack some of these files
         return None
 
 
 def _mhz() -> list[float] | None:
     """Returns the present clock rate of each core in MHz; None if the system does not show it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
     return clocks or None
 
@@ -146,7 +146,7 @@ def _comm_core() -> dict[str, Any] | None:
         return None
     facts = built[0].with_name("_built_for.json")
     digest = hashlib.sha256(built[0].read_bytes()).hexdigest()[:12]
-    return {**json.loads(facts.read_text()), "library": built[0].name, "digest": digest}
+    return {**json.loads(facts.read_bytes()), "library": built[0].name, "digest": digest}
 
 
 def _commit() -> str | None:

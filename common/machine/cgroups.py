@@ -104,6 +104,6 @@ def _values(path: Path) -> dict[str, int]:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:  # the root group lacks the file, or this container cannot see it
         return None

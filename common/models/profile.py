@@ -143,7 +143,9 @@ class Profile:
         lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows.values())
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{\n" + "\n".join(lines) + '\n"modules": [\n' + body + "\n]\n}\n")
+        path.write_text(
+            "{\n" + "\n".join(lines) + '\n"modules": [\n' + body + "\n]\n}\n", encoding="utf-8"
+        )
 
 
 _HEAD = [
@@ -161,7 +163,7 @@ def _ms(seconds: float) -> float:
 def load(path: Path) -> Profile:
     """Reads a profile; raises `UserError` if the file does not contain one."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
         if values["schema"] != SCHEMA:
             raise UserError(f"profile {path}: schema {values['schema']}; allowed: {SCHEMA}")
         rows = values["modules"]

@@ -100,10 +100,10 @@ def _step_ms(row: Published) -> float:
 
 
 def main() -> int:
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     for name, block in (("times", times()), ("elsewhere", elsewhere())):
         text = with_block(text, f"profiles: {name}", block)
-    PAGE.write_text(text)
+    PAGE.write_text(text, encoding="utf-8")
     return 0
 
 

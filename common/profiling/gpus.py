@@ -80,7 +80,7 @@ class Choice:
 @functools.cache
 def table(path: Path = TABLE) -> dict[str, Gpu]:
     """Returns all entries by name, in the order of the file."""
-    entries = yaml.safe_load(path.read_text())
+    entries = yaml.safe_load(path.read_bytes())
     return {key: build_options(Gpu, given, f"key of GPU {key}") for key, given in entries.items()}
 
 

@@ -94,7 +94,8 @@ def _measure(args: argparse.Namespace) -> None:
         print("\n".join(table(results)), flush=True)
         if args.json is not None:
             args.json.write_text(
-                json.dumps(record(results, communicator.size, communicator.backend)) + "\n"
+                json.dumps(record(results, communicator.size, communicator.backend)) + "\n",
+                encoding="utf-8",
             )
     dear.shutdown()
 

@@ -32,7 +32,7 @@ class Published:
 @functools.cache
 def rows() -> tuple[Published, ...]:
     """Returns the whole table, in the order of the file."""
-    with TABLE.open(newline="") as file:
+    with TABLE.open(newline="", encoding="utf-8") as file:
         return tuple(
             Published(
                 model=row["model"],

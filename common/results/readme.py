@@ -252,7 +252,7 @@ def _output(folder: Path, what: str | None, _: Path) -> str:
     path = folder / (what or "")
     if not path.is_file():
         raise PlaceError(f"there is no file {what} in {folder.name}")
-    return f"```\n{path.read_text().rstrip()}\n```\n"
+    return f"```\n{path.read_text(encoding='utf-8').rstrip()}\n```\n"
 
 
 def _figure(folder: Path, what: str | None, place: Path) -> str:
@@ -281,11 +281,11 @@ def fill() -> list[Path]:
     Raises:
         PlaceError: like `filled`; then nothing is written.
     """
-    texts = {path: path.read_text() for path in documents()}
+    texts = {path: path.read_text(encoding="utf-8") for path in documents()}
     new = {path: _filled_file(path, text) for path, text in texts.items()}
     changed = [path for path in texts if new[path] != texts[path]]
     for path in changed:
-        path.write_text(new[path])
+        path.write_text(new[path], encoding="utf-8")
     return changed
 
 

@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 def append(path: Path, record: Record) -> None:
     """Appends one line and forces it to disk, so that no later failure can lose it."""
     line = json.dumps(record.to_json(), separators=(",", ":"), allow_nan=False) + "\n"
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
@@ -174,7 +174,7 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """Appends the run to the file beside the records."""
-        with (folder / _RUNS).open("a") as file:
+        with (folder / _RUNS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(self)) + "\n")
 
 
@@ -198,7 +198,7 @@ class Comparison:
 
     def save(self, folder: Path) -> None:
         """Writes the comparison beside the records."""
-        (folder / _EXPERIMENT).write_text(json.dumps(dataclasses.asdict(self)))
+        (folder / _EXPERIMENT).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Comparison:
@@ -208,7 +208,7 @@ class Comparison:
             raise UserError(
                 f"{folder} has no {_EXPERIMENT}: run the sweep again; it continues where it stopped"
             )
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
         return cls(compare_to=values["compare_to"], trials=tuple(values["trials"]))
 
     def results(self, folder: Path) -> list[Record]:

@@ -79,7 +79,7 @@ def missing_comm_core() -> str | None:
     if folder is None:
         return "the comm core is not installed"
     path = folder / "_built_for.json"
-    built = json.loads(path.read_text()) if path.exists() else {"missing": "no build has run"}
+    built = json.loads(path.read_bytes()) if path.exists() else {"missing": "no build has run"}
     if "missing" in built:
         return f"the comm core is not built: {built['missing']}"
     here = importlib.metadata.version("torch")

@@ -66,4 +66,6 @@ class Timeline:
         path = path or self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         events = [span for _, span in sorted(self._events, key=itemgetter(0))]
-        path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
+        path.write_text(
+            json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}), encoding="utf-8"
+        )

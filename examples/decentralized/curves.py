@@ -112,7 +112,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / title.lower().replace(" ", "_")
     columns = curves | {f"{name} (predicted)": curve for name, curve in predicted.items()}
-    with stem.with_suffix(".csv").open("w", newline="") as file:
+    with stem.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["iteration", *columns])
         for number, values in enumerate(zip(*columns.values(), strict=True)):

@@ -151,6 +151,16 @@ def test_what_cannot_run_here_is_listed_with_the_reason(monkeypatch):
     assert "unsupported" not in listed["wfbp"]
 
 
+def test_names_survive_a_locale_that_cannot_write_them(tmp_path):
+    path = tmp_path / "größer.yaml"
+    text = "algorithms: [{name: ddp, label: größer}]\nmodels: [mnist_cnn]\nworld_sizes: [2]\n"
+    path.write_text(text, encoding="utf-8")
+    plain = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = python("benchmarks.py", "run", path, "-n", env=os.environ | plain)
+    assert done.returncode == 0, done.stderr
+    assert r"n=2 gr\xf6\xdfer" in done.stdout
+
+
 def test_output_into_a_closed_pipe_is_no_traceback():
     listing = subprocess.Popen(
         [sys.executable, "benchmarks.py", "list"],

@@ -537,6 +537,16 @@ def test_one_command_from_a_file_to_the_trials_of_a_sweep(capsys, mine, tmp_path
     assert not logs.exists()
 
 
+def test_what_users_files_print_does_not_stand_beside_json(capsys, mine, tmp_path):
+    loud = TINY.replace("():\n", "():\n    print('aloud')\n") + "print('aloud')\n"
+    plugin = tmp_path / "loud.py"
+    plugin.write_text(f"{ALGORITHM.read_text()}\nprint('aloud')\n")
+    assert planned(capsys, "--model-file", mine(loud), "--plugin", plugin)
+    assert cli.main(["list", "--json", "--plugin", str(plugin)]) == 0
+    output = capsys.readouterr()
+    assert "loud" in json.loads(output.out)["algorithms"]
+
+
 def test_without_a_gpu_it_is_replayed_on_virtual_hosts_and_computes_elsewhere(capsys, mine):
     path = mine()
     assert cli.main(["run", "--model-file", str(path), "-n"]) == 0

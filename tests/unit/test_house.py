@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from tests import house
@@ -44,3 +47,28 @@ def test_the_rules_find_what_they_count(tmp_path):
     expected = {"openings": 2, "long functions": 1, "names": 1}
     expected |= {"large classes": 1, "wide dataclasses": 1}
     assert {rule: counted.count(rule) for rule in counted} == expected
+
+
+def in_the_locale(path: Path) -> list[int]:
+    """Returns the lines that read or write text in the encoding of the user's locale."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = getattr(getattr(node, "func", None), "attr", "")
+        name = name or getattr(getattr(node, "func", None), "id", "")
+        if name not in ("read_text", "write_text", "open") or ast.unparse(node.func) == "os.open":
+            continue
+        texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        writes = name == "open" and node.args and not texts and isinstance(node.func, ast.Attribute)
+        binary = name == "open" and any("b" in str(text) for text in texts)
+        if not (binary or writes or "encoding" in [word.arg for word in node.keywords]):
+            lines.append(node.lineno)
+    return lines
+
+
+def test_text_is_utf_8_in_every_locale(tmp_path):
+    (tmp_path / "wrong.py").write_text("p.read_text()\np.open('rb')\nopen(p)\nopen(p, 'w')\n")
+    assert in_the_locale(tmp_path / "wrong.py") == [1, 3, 4]
+    code = [
+        path for path in house.code_files() if path.suffix == ".py" and "tests" not in path.parts
+    ]
+    assert {path: lines for path in code if (lines := in_the_locale(house.ROOT / path))} == {}

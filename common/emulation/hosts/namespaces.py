@@ -54,7 +54,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def map_user(uid: int, gid: int) -> None:
     """Maps the outside user `uid` and group `gid` to root of the user namespace just entered."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
-        Path("/proc/self", name).write_text(text)
+        Path("/proc/self", name).write_text(text, encoding="utf-8")
 
 
 def own_mounts() -> None:
@@ -152,7 +152,7 @@ def inhabitants(holders: list[int]) -> list[int]:
     Args:
         holders: PIDs of the holders, as /proc shows them.
     """
-    own_status = Path("/proc/self/status").read_text()
+    own_status = Path("/proc/self/status").read_text(encoding="utf-8")
     level = len(_numbers(own_status)) - 1  # under an outer /proc a process has several PIDs
     host_networks, pids = set(), []
     for pid in holders:
@@ -163,7 +163,7 @@ def inhabitants(holders: list[int]) -> list[int]:
             continue
         try:
             network = str((folder / "ns/net").readlink())
-            numbers = _numbers((folder / "status").read_text())
+            numbers = _numbers((folder / "status").read_text(encoding="utf-8"))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # the process has ended, or belongs to another user
         if network in host_networks and int(folder.name) not in holders and len(numbers) > level:
@@ -206,7 +206,7 @@ def _make_holders(parent: int, count: int) -> int:
         os.close(outlet)
         children.append((child, inlet))
     for child, inlet in children:
-        with open(inlet) as report:
+        with open(inlet, encoding="utf-8") as report:
             numbers = report.read()
         if not numbers:
             return 1

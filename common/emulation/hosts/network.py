@@ -86,14 +86,14 @@ def host_commands(host: int, hosts: int) -> list[str]:
 
 def remove(devices: Iterable[str]) -> None:
     """Removes those of the devices that exist; the kernel removes the other end of a link too."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    lines = Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines()[2:]
     existing = {line.partition(":")[0].strip() for line in lines}
     batch("ip", [f"link del dev {name}" for name in sorted(existing.intersection(devices))])
 
 
 def check_congestion(name: str) -> str:
     """Returns `name` if the kernel has this TCP congestion control, else raises `UserError`."""
-    available = (_TCP / "tcp_available_congestion_control").read_text().split()
+    available = (_TCP / "tcp_available_congestion_control").read_text(encoding="utf-8").split()
     if name not in available:
         raise unknown("congestion control", name, available)
     return name
@@ -101,7 +101,7 @@ def check_congestion(name: str) -> str:
 
 def default_congestion() -> str:
     """Default TCP congestion control of this machine."""
-    return (_TCP / "tcp_congestion_control").read_text().strip()
+    return (_TCP / "tcp_congestion_control").read_text(encoding="utf-8").strip()
 
 
 def loopback_commands(congestion: str) -> list[str]:
@@ -141,7 +141,7 @@ def raise_buffers(nbytes: int, hosts: Sequence[int]) -> str | None:
     """
     lines = []
     for name in ("tcp_rmem", "tcp_wmem"):
-        least, first, most = map(int, (_TCP / name).read_text().split())
+        least, first, most = map(int, (_TCP / name).read_text(encoding="utf-8").split())
         if most < nbytes:
             lines.append(f"echo {least} {first} {nbytes} > {_TCP / name}")
     if not lines:
@@ -171,7 +171,7 @@ def publish(hosts: Mapping[str, tuple[str, int]]) -> None:
     lines += [f"{address} {name}" for name, (address, _) in hosts.items()]
     _write_hosts(lines)
     rows = {name: {"address": address, "pid": pid} for name, (address, pid) in hosts.items()}
-    _table().write_text(json.dumps(rows))
+    _table().write_text(json.dumps(rows), encoding="utf-8")
     # Each host has its own /dev/shm; this path leads to the one of the sandbox.
     os.environ[TABLE] = f"/proc/{proc_pid()}/root{_table()}"
 
@@ -189,7 +189,7 @@ def published() -> dict[str, int]:
     Raises:
         KeyError: there is no table, because no parent process has built a cluster.
     """
-    rows = json.loads(Path(os.environ[TABLE]).read_text())
+    rows = json.loads(Path(os.environ[TABLE]).read_bytes())
     by_address = {row["address"]: row["pid"] for row in rows.values()}
     return {name: row["pid"] for name, row in rows.items()} | by_address
 
@@ -245,4 +245,4 @@ def _table() -> Path:
 
 def _write_hosts(lines: list[str]) -> None:
     if resolvable():
-        _HOSTS.write_text(LOCALHOST + "".join(f"{line}\n" for line in lines))
+        _HOSTS.write_text(LOCALHOST + "".join(f"{line}\n" for line in lines), encoding="utf-8")

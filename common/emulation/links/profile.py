@@ -274,7 +274,7 @@ def network_profile(name: str) -> NetworkProfile:
         raise unknown("network", name, [*names, "a bandwidth such as 2.5gbit"])
     path = _FOLDER / f"{name}.yaml"
     try:
-        values: Any = yaml.safe_load(path.read_text())
+        values: Any = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):

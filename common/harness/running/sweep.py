@@ -91,7 +91,9 @@ class Sweep:
         with _exclusive(self.folder):
             store.mend(self._path)
             self.comparison.save(self.folder)
-            (self.folder / "machine.json").write_text(json.dumps(self.machine, indent=2))
+            (self.folder / "machine.json").write_text(
+                json.dumps(self.machine, indent=2), encoding="utf-8"
+            )
             todo = self._todo = to_run(self.trials, self._path, rerun, self.experiment.base)
             self._say_changed_settings()
             if rerun == "failed":
@@ -380,7 +382,7 @@ def cost_place(trial: Trial, time_scale: float) -> tuple[Any, ...]:
 def _exclusive(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = (folder / ".lock").open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
     with lock:

@@ -51,7 +51,7 @@ class Underway:
     def save(self, path: Path) -> None:
         """Writes the file completely or not at all."""
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(dataclasses.asdict(self)))
+        partial.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
         partial.replace(path)
 
     @classmethod
@@ -61,7 +61,7 @@ class Underway:
         A file of another version has no results for this one.
         """
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
         return typed(cls, values) if values["schema"] == SCHEMA else cls(schema=0, run="")

@@ -80,7 +80,7 @@ def code() -> dict[str, str]:
     files = [path for top in ("common", "dear") for path in (ROOT / top).rglob("*")]
     names = {str(path.relative_to(ROOT)): path for path in files if path.suffix in (".py", ".cc")}
     return {
-        name: names[name].read_text()
+        name: names[name].read_text(encoding="utf-8")
         for name in sorted(names)
         if not name.startswith(tuple(f"{folder}/" for folder in _UNUSED))
     }
@@ -96,7 +96,7 @@ def _texts(trial: Trial) -> dict[str, str]:
     known, plugin = code(), trial.sources.plugin
     stem = trial.algorithm.replace("-", "_")
     texts = {name: text for name, text in known.items() if Path(name).stem == stem}
-    texts |= {} if plugin is None else {plugin.path: Path(plugin.path).read_text()}
+    texts |= {} if plugin is None else {plugin.path: Path(plugin.path).read_text(encoding="utf-8")}
     entry = model_entry(trial.model)
     builder = f"{entry.module.replace('.', '/')}.py"
     texts |= {builder: known[builder]} if builder in known else {}

@@ -181,7 +181,7 @@ def _cores(card: dict) -> Iterator[Finding]:
         fix = "cpupower frequency-set -g performance"
         yield Finding(level="note", what="governor", state=governor, fix=fix)
     clock = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    source = clock.read_text().strip() if clock.exists() else "unknown"
+    source = clock.read_text(encoding="utf-8").strip() if clock.exists() else "unknown"
     if source in ("hpet", "acpi_pm", "jiffies"):
         fix = "a slow clock: boot with clocksource=tsc if the machine allows"
         yield Finding(level="note", what="clock", state=source, fix=fix)
@@ -205,7 +205,9 @@ def _network() -> Iterator[Finding]:
     else:
         state = f"{chosen} ({address_of(chosen)}) towards other hosts, lo on this one"
         yield Finding(level="ok", what="interface", state=state)
-    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    low, high = map(
+        int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
+    )
     free = 0
     for _ in range(_LEAST_PORTS):
         with socket.socket() as probe:

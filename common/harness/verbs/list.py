@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import inspect
 import json
+import sys
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -42,7 +44,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints all names with a line on each; the exit status is 0."""
-    load_plugins(options.plugin, Path())
+    with contextlib.redirect_stdout(sys.stderr):  # for what the files print
+        load_plugins(options.plugin, Path())
     names = {"keys": list(map(dataclasses.asdict, keys()))} if options.keys else listing()
     if options.json:
         print(json.dumps(names, indent=2))
@@ -150,7 +153,7 @@ def listing() -> dict[str, Any]:
             for name, gpu in gpus.table().items()
         },
         "experiments": {
-            str(path.relative_to(ROOT)): yaml.safe_load(path.read_text()).get("description", "")
+            str(path.relative_to(ROOT)): yaml.safe_load(path.read_bytes()).get("description", "")
             for path in sorted(EXPERIMENTS.glob("*.yaml"))
         },
     }
@@ -170,4 +173,6 @@ def _alias(algorithm: str, options: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     page = ROOT / "docs" / "experiments.md"
-    page.write_text(with_block(page.read_text(), KEYS, keys_table()))
+    page.write_text(
+        with_block(page.read_text(encoding="utf-8"), KEYS, keys_table()), encoding="utf-8"
+    )

@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         # Renamed into place: a reader of an older page never sees half of this one.
         half = out.with_name(f".{out.name}.{os.getpid()}")
-        half.write_text(text)
+        half.write_text(text, encoding="utf-8")
         half.replace(out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None

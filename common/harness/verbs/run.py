@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import shlex
@@ -154,8 +155,9 @@ def main(options: argparse.Namespace) -> int:
     if options.experiment is None:
         options.experiment = CUSTOM_MODELS if command_line.models else default_experiment()
     path = find_experiment(options.experiment)
-    experiment = load(path, [*cluster_overrides(options), *options.set], command_line)
-    everything = experiment.trials()
+    with contextlib.redirect_stdout(sys.stderr):  # for what the user's files print
+        experiment = load(path, [*cluster_overrides(options), *options.set], command_line)
+        everything = experiment.trials()
     assumption = command_line.assumption([model.name for model in experiment.models])
     for line in filter(None, (assumption, experiment.fallback)):
         if not sandbox.inside():  # the process outside has printed it
@@ -222,10 +224,11 @@ def _measure(
     )
     fabric = make_fabric(experiment, trials)
     command = f"{COMMAND} {shlex.join(options.arguments)}"
-    asked = (command, path.read_text())
+    asked = (command, path.read_text(encoding="utf-8"))
     sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress, asked)
     try:
-        sweep.run(options.rerun, options.fail_fast)
+        with contextlib.redirect_stdout(sys.stderr):
+            sweep.run(options.rerun, options.fail_fast)
     except KeyboardInterrupt:
         progress.clear()
         records = comparison.results(folder)
@@ -249,7 +252,7 @@ def _print(
 
     if options.stream:
         logs = [log for t in trials for log in (folder / t.id).glob("log-*-rank0.txt")]
-        text = "".join(log.read_text() for log in sorted(logs))
+        text = "".join(log.read_text(encoding="utf-8", errors="replace") for log in sorted(logs))
         print(text, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps([record.to_json() for record in records]))

@@ -46,7 +46,9 @@ def main(folder: Path, repeat: int) -> int:
         """Reports in a file what the rank does, for the launcher."""
         nonlocal current
         current = name
-        (folder / f"phase-{repeat}-rank{rank}").write_text(f"{os.getpid()} {name}")
+        (folder / f"phase-{repeat}-rank{rank}").write_text(
+            f"{os.getpid()} {name}", encoding="utf-8"
+        )
 
     try:
         rank = rank_facts().rank
@@ -153,5 +155,5 @@ def _kind(error: BaseException) -> str:
 def _write(path: Path, value: Mapping[str, object]) -> None:
     """Writes JSON so that readers see all of it or nothing."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value))
+    partial.write_text(json.dumps(value), encoding="utf-8")
     partial.replace(path)

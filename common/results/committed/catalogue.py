@@ -52,14 +52,14 @@ class Recipe:
 
 def recipes(folder: Path = FOLDER) -> dict[str, Recipe]:
     """Returns all recipes by name, in the order of `make records`."""
-    listed = yaml.safe_load((folder / LIST).read_text())
+    listed = yaml.safe_load((folder / LIST).read_bytes())
     return {name: build_options(Recipe, values, "key") for name, values in listed.items()}
 
 
 def withdrawn(folder: Path = FOLDER) -> dict[str, str]:
     """Returns the withdrawn records with their reasons."""
     path = folder / WITHDRAWN
-    return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+    return (yaml.safe_load(path.read_bytes()) or {}) if path.exists() else {}
 
 
 def restore(name: str, folder: Path = FOLDER) -> None:
@@ -67,11 +67,11 @@ def restore(name: str, folder: Path = FOLDER) -> None:
     path, reasons = folder / WITHDRAWN, withdrawn(folder)
     if reasons.pop(name, None) is None:
         return
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     header = "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
     # Written anew, not cut: another entry may share the reason by a YAML alias.
     entries = yaml.safe_dump(reasons, sort_keys=False, width=100) if reasons else ""
-    path.write_text(header + entries)
+    path.write_text(header + entries, encoding="utf-8")
 
 
 class Machine(TypedDict):
@@ -98,7 +98,7 @@ class Manifest(TypedDict, total=False):
 def manifest(name: str, folder: Path = FOLDER) -> Manifest | None:
     """Returns the manifest of a record; None if `make records` did not make it."""
     path = folder / name / MANIFEST
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def digests(folder: Path) -> dict[str, str]:

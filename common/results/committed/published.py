@@ -114,7 +114,7 @@ def rates(records: Sequence[Record]) -> list[Rate]:
     Args:
         records: records of emulated trials. Valid ones with the same settings are used.
     """
-    with (_PUBLISHED / "ddl_benchmarks.csv").open(newline="") as file:
+    with (_PUBLISHED / "ddl_benchmarks.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return [_rate(row, records) for row in rows]
 
@@ -259,7 +259,7 @@ def page(text: str) -> str:
 
 def main() -> int:
     """Renews the page; the exit status is 0."""
-    PAGE.write_text(page(PAGE.read_text()))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

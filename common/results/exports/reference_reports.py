@@ -84,7 +84,7 @@ def load_reports(path: Path) -> Reports:
         UserError: the file cannot be read, or has another form.
     """
     try:
-        content: Reports = json.loads(path.read_text())
+        content: Reports = json.loads(path.read_bytes())
         for tasks in content.values():
             for methods in tasks.values():
                 for values in methods.values():
@@ -209,7 +209,7 @@ def link_logs(folder: Path, records: Iterable[Record]) -> list[Path]:
         lines.append(f"{link.name}: {command(record)}")
     if links:
         into.mkdir(exist_ok=True)
-        (into / "commands.txt").write_text("\n".join(lines) + "\n")
+        (into / "commands.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for link, log in links.items():
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.relpath(log, into))

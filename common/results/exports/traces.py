@@ -57,7 +57,7 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
     try:
         for name, raw in traced.items():
             (into / name).mkdir(parents=True, exist_ok=True)
-            (into / name / MERGED).write_text(json.dumps(timeline(raw)))
+            (into / name / MERGED).write_text(json.dumps(timeline(raw)), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write to {into}: {error.strerror}") from None
     return [into / name for name in traced]
@@ -68,7 +68,7 @@ def evidence(folder: Path, record: Record) -> Evidence | None:
     path = folder / (record.evidence or "")
     if record.evidence is None or not path.is_file():
         return None
-    with gzip.open(path, "rt") as file:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
         raw: Evidence = json.load(file)
     return raw if raw.get("traces") else None
 

@@ -124,7 +124,9 @@ class _Looks(TypedDict):
 
 
 def _looks() -> _Looks:
-    script, style, dark = ((_HERE / n).read_text() for n in ("page.js", "style.css", "dark.css"))
+    script, style, dark = (
+        (_HERE / n).read_text(encoding="utf-8") for n in ("page.js", "style.css", "dark.css")
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _Looks(
         script=Markup(script), script_digest=digest, style=Markup(style), dark=Markup(dark)
@@ -265,7 +267,7 @@ def _runs(folder: Path, records: Sequence[Record]) -> list[_Made]:
 def _made_by(folder: Path) -> list[str]:
     """Returns the commands that made a record of this repository."""
     path = folder / catalogue.MANIFEST
-    return json.loads(path.read_text())["made_by"] if path.exists() else []
+    return json.loads(path.read_bytes())["made_by"] if path.exists() else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,7 +158,7 @@ class Horovod(Algorithm["Horovod.Options"]):
         if importlib.util.find_spec("horovod") is not None:
             return None
         note = Path(sys.prefix, "horovod-build-failed.txt")
-        reason = note.read_text().strip() if note.exists() else "not installed"
+        reason = note.read_text(encoding="utf-8").strip() if note.exists() else "not installed"
         return f"Horovod is missing ({reason}); build it with `make horovod`"
 
     def refuse(self, replica: Replica[Options]) -> None:

@@ -83,7 +83,7 @@ def learning(saved: Sequence[Mapping[str, Any] | None]) -> Json:
 def write(path: Path, facts: Json) -> None:
     """Writes the file, whole or not at all."""
     partial = path.with_suffix(".partial")
-    with gzip.open(partial, "wt") as file:
+    with gzip.open(partial, "wt", encoding="utf-8") as file:
         json.dump({"schema": SCHEMA, **facts}, file)
     partial.replace(path)
 
@@ -213,7 +213,7 @@ def network_counters() -> Counters:
 
 def _lines(name: str) -> list[str]:
     path = _NETWORK / name
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def _queues() -> dict[str, dict[str, int]]:

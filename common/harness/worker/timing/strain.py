@@ -123,7 +123,7 @@ def _threads() -> dict[str, tuple[float, float]] | None:
     threads = {}
     for folder in _TASKS.iterdir():
         try:
-            ran_ns, waited_ns, _ = (folder / "schedstat").read_text().split()
+            ran_ns, waited_ns, _ = (folder / "schedstat").read_text(encoding="utf-8").split()
         except FileNotFoundError:
             if folder.is_dir():  # the thread lives, but this kernel does not count
                 return None
@@ -137,7 +137,7 @@ def _threads() -> dict[str, tuple[float, float]] | None:
 def _ran_s(pid: int) -> float:
     """Returns the CPU time of a process with one thread; 0 if it has ended or is not counted."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / _NS_PER_S
+        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[0]) / _NS_PER_S
     except OSError:
         return 0.0
 
@@ -146,7 +146,7 @@ def _name(thread: str) -> str:
     if thread == str(os.getpid()):
         return _MAIN
     try:
-        return (_TASKS / thread / "comm").read_text().strip()
+        return (_TASKS / thread / "comm").read_text(encoding="utf-8").strip()
     except OSError:
         return "ended"
 
@@ -158,7 +158,7 @@ def _add(sums: dict[str, float], key: str, value: float) -> None:
 def machine_id() -> str:
     """Returns the id of the running kernel, which virtual hosts share, as they share its clock."""
     try:
-        return _BOOT_ID.read_text().strip()
+        return _BOOT_ID.read_text(encoding="utf-8").strip()
     except OSError:
         return os.uname().nodename
 

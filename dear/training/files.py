@@ -58,8 +58,21 @@ def module_of(path: Path, package: str) -> ModuleType:
         exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise UserError(f"{path}: cannot be imported: {described(error, path)}") from None
+        reason = f"{described(error, path)}{_advice(error, path)}"
+        raise UserError(f"{path}: cannot be imported: {reason}") from None
     return module
+
+
+def _advice(error: BaseException, path: Path) -> str:
+    """Returns what helps after a failed import; empty if that is not known."""
+    if not isinstance(error, ImportError):
+        return ""
+    if any(node.level for node in _import_nodes(path) if isinstance(node, ast.ImportFrom)):
+        return "; the file belongs to no package: write `from x import y`, without a dot before x"
+    top = (error.name or "").partition(".")[0]
+    if top != error.name and (_PACKAGES / top / "__init__.py").exists():
+        return f"; {_PACKAGES / top} comes before other packages called {top}: rename yours"
+    return ""
 
 
 def described(error: BaseException, path: Path) -> str:
@@ -106,17 +119,21 @@ def _check_visible(path: Path, name: str, files: list[Path]) -> None:
 
 def _imports(path: Path) -> set[str]:
     """Returns the top-level names of all modules that the file imports."""
+    names: set[str] = set()
+    for node in _import_nodes(path):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif node.module and not node.level:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
+
+
+def _import_nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
     try:
         tree = ast.parse(_read(path))
     except (SyntaxError, ValueError):
-        return set()  # the import reports the error
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module)
-    return {name.partition(".")[0] for name in names}
+        return []  # the import reports the error
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _beside(folder: Path, name: str) -> list[Path]:

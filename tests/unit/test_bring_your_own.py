@@ -397,6 +397,19 @@ def test_a_module_in_the_files_folder_that_another_hides_is_refused(tmp_path, mi
     assert f"`import {name}` finds" in message and "rename" in message
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("from .sizes import WIDTH", "write `from x import y`, without a dot"),
+        ("from common.sizes import WIDTH", "/common comes before other packages called common"),
+        ("from plots.sizes import WIDTH", "/plots comes before other packages called plots"),
+    ],
+)
+def test_an_import_that_cannot_be_had_says_what_helps(mine, line, words):
+    message = one_line(lambda: bring(mine(f"{line}\n" + TINY)))
+    assert "cannot be imported: " in message and words in message
+
+
 def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):
     first = trial()
     assert first.model == "mine.py@v100-modelled" and first.sources.brought.source.startswith(

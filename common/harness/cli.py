@@ -22,7 +22,10 @@ from dear.errors import UserError, unknown
 
 _EXTRA = ("jinja2", "matplotlib", "pandas")
 """Packages of the extra `plots`, which is not always installed."""
-_FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_OF_THE_USER = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,12 +49,12 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error.name} is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
         return Status.USER_ERROR
     except OSError as error:
-        # The user can correct a full disk or a folder without permission. All other errors are
+        # The user can correct a full disk, a closed folder or a wrong path. All other errors are
         # bugs, so the traceback matters.
         if isinstance(error, BrokenPipeError):  # `| head`
             sys.stderr.close()
             return Status.OK
-        if error.errno not in _FULL_OR_CLOSED:
+        if error.errno not in _OF_THE_USER:
             raise
         # An error of `write` has no file's name.
         place = error.filename or _full(options.logs, Path(tempfile.gettempdir()))

@@ -161,6 +161,8 @@ def _read(path: Path) -> dict[str, object]:
         values = yaml.load(path.read_bytes(), _StrictLoader)
     except OSError as error:
         raise UserError(f"experiment {path}: {error.strerror}") from None
+    except RecursionError:
+        raise UserError(f"experiment {path}: has too many brackets inside each other") from None
     except ValueError as error:  # not UTF-8, or a date that does not exist
         raise UserError(f"experiment {path}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
@@ -196,7 +198,7 @@ def _override(values: dict[str, object], text: str) -> None:
         raise UserError(f"--set {text!r}: must be key=value, e.g. --set measure.repeats=5")
     try:
         value = yaml.load(value_text, _StrictLoader)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"--set {text!r}: the value is not valid YAML") from None
     *path, last = key.split(".")
     node: dict[str, object] | list[object] = values

@@ -146,7 +146,7 @@ def test_a_bad_value_is_one_line_that_names_it(read, change, words):
         *((content, "must be a mapping") for content in (b"", b"- 1\n", b"text")),
         *(
             (content, "demo.yaml")
-            for content in (b"\xff\xfe\x00", b"name: 2024-13-45\n", b"a: \x07")
+            for content in (b"\xff\xfe\x00", b"name: 2024-13-45\n", b"a: \x07", b"[" * 3000)
         ),
     ],
 )

@@ -226,7 +226,7 @@ def _network() -> Iterator[Finding]:
 def _disk(logs: Path) -> Finding:
     place = next(path for path in (logs, *logs.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    if not os.access(place, os.W_OK):
+    if not place.is_dir() or not os.access(place, os.W_OK):
         fix = "use --logs FOLDER"
         return Finding(level="FAIL", what="results", state=f"cannot write to {place}", fix=fix)
     if free < _LEAST_DISK:

@@ -155,12 +155,13 @@ class DecentralizedDataParallel(Module):
         self._exchange.wait()
         distance = self._average.apply(keep=will_revert, measure=return_d2c)
         if not will_revert:
-            self._exchange.drop()  # pending averages use the old values
+            self._engine.drop()  # pending averages use the old values
         return distance
 
     def revert_global_avg(self) -> None:
         """Restores this rank's own values; raises `UserError` if there is no copy."""
         self._average.revert()
+        self._engine.note_sent(self._exchange.pending)  # the same values again
 
     def checkpoint(self) -> dict[str, Any]:
         """Returns the state from which this rank continues exactly; each rank saves its own.

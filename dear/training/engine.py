@@ -209,7 +209,7 @@ class Distributed(OptimizerBase):
         """Waits for all communication: parameters are then current, and gradients averaged.
 
         Call it between `backward()` and `step()` to read or change gradients (clipping, GradScaler)
-        and before you read parameters in another way than by a forward or a state dict.
+        and before you read parameters through other tensors of their memory (`p.data` from before).
         """
         self._engine.synchronize()
 

@@ -239,7 +239,7 @@ _METADATA = frozenset(
     """dim element_size empty_like full_like get_device has_names is_complex is_contiguous
     is_floating_point is_inference is_pinned is_shared is_signed ndimension nelement new_empty
     new_empty_strided new_full new_ones new_tensor new_zeros numel ones_like rand_like randint_like
-    randn_like register_hook size storage_offset stride zeros_like""".split()  # noqa: SIM905
+    randn_like register_hook requires_grad_ size storage_offset stride zeros_like""".split()  # noqa: SIM905
 )
 # Properties that are tensors of the same memory.
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -248,7 +248,7 @@ _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 def reads_values(func: Callable[..., object]) -> bool:
     """Returns False if the torch function `func` returns only a tensor's shape, type and such."""
     name = getattr(func, "__name__", "")
-    if name == "__get__":
+    if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
     return name not in _METADATA
 

@@ -400,7 +400,10 @@ class DearEngine(DeferredEngine[Dear.Options]):
 
     def _reclaimed(self) -> bool:
         """Takes back parameters that got other memory; False if buckets need a new layout."""
-        return all(bucket.reclaim() for bucket in self.buckets)
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # addresses do not depend on updates under way
+            return all(bucket.reclaim() for bucket in self.buckets)
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
 from dear.options import positive
 from dear.topology.schedules import Topology, TopologyReg
-from dear.training.engine import Replica
+from dear.training.engine import Replica, refuse_copy
 from dear.training.parameters.bucketwise import BucketOptimizers, OptimFn, SchedulerFn
 from dear.training.parameters.options import LocalOptions
 from dear.training.parameters.overlapped import OverlappedInBackward
@@ -202,6 +202,8 @@ class DecentralizedDataParallel(Module):
             self._updater.load_state_dict(checkpoint["training"])
         self._exchange.set_factor(checkpoint["factor"])
         self._engine.restore(checkpoint)
+
+    __reduce_ex__ = refuse_copy
 
     def state_dict(  # type: ignore[override]  # passes torch's overloads on
         self, *args: Any, **kwargs: Any

@@ -15,7 +15,6 @@ from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavaila
 from tests.contract.loops import make_model, make_sgd, mine, steps, wrap
 from tests.ranks import on_ranks
 
-
 Touch = Callable[..., object]
 
 

@@ -297,7 +297,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
         self.pending: set[int] = set()
         """Units for which `finish` is still to be called."""
         self.in_flight = InFlight(self.settle)
-        self.readers = ReaderMap(replica.model, replica.params)
+        self.readers = ReaderMap(replica.model, replica.params, self.settle)
         super().__init__(replica, units)
         self.scaling = GradScaling(self.optimizer)
         self.hooks.before_state_dict(self.model, self.settle)

@@ -28,22 +28,6 @@ class _InFlight:
     def settle() -> None:
         """Completes all updates under way; the engine's class has its own."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if reads_values(func):
-            for kind in types:
-                if issubclass(kind, _InFlight):
-                    kind.settle()
-            return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         self.settle()
         return self.__deepcopy__(memo)  # of the plain class
@@ -64,6 +48,23 @@ class _InFlight:
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+def _touched(
+    cls: type,
+    func: Callable[..., object],
+    types: Sequence[type],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+) -> object:
+    """Runs `func`, a function of torch; `types` are the classes of its arguments."""
+    if reads_values(func):
+        for kind in types:
+            if issubclass(kind, _InFlight):
+                kind.settle()
+        return func(*args, **(kwargs or {}))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
 
 
 def _as_plain(param: _InFlight, call: Callable[[_InFlight], T]) -> T:
@@ -87,20 +88,25 @@ class InFlight:
         self._kinds: dict[type, type] = {}
         """Class in flight of each class."""
 
-    def launch(self, params: Iterable[torch.nn.Parameter]) -> None:
+    def launch(self, params: Iterable[torch.Tensor]) -> None:
         """Lets `settle` run before anything reads or writes one of `params`."""
         for param in params:
             kind = type(param)
             setattr(param, "__class__", self._kinds.get(kind) or self._kind(kind))  # noqa: B010
 
-    def land(self, params: Iterable[torch.nn.Parameter]) -> None:
+    def land(self, params: Iterable[torch.Tensor]) -> None:
         """Gives `params` their own class again, just before their update is completed."""
         for param in params:
             if isinstance(param, _InFlight):
                 setattr(param, "__class__", param.plain)  # noqa: B010
 
     def _kind(self, plain: type[torch.nn.Parameter]) -> type:
-        members = {"plain": plain, "settle": staticmethod(self._settle), "__slots__": ()}
+        members = {
+            "plain": plain,
+            "settle": staticmethod(self._settle),
+            "__torch_function__": classmethod(torch.compiler.disable(_touched)),
+            "__slots__": (),
+        }
         metaclass: type[type] = type(plain)
         kind = self._kinds[plain] = metaclass(plain.__name__, (_InFlight, plain), members)
         return kind

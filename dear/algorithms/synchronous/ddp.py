@@ -275,7 +275,7 @@ class ZeroUpdate:
         self._communicator = communicator
         self._usual: set[str] | None = None
         """Attributes of every optimizer, for an optimizer that is not of torch."""
-        if not type(optimizer).__module__.startswith("torch.optim."):
+        if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
             self._usual = {"step", *vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))}
             for name, value in vars(optimizer).items():
                 if name not in self._usual and not isinstance(value, _PLAIN):

@@ -382,7 +382,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
         modules = [self.model] if at_once else self.readers.modules()
         new = [module for module in modules if module not in self._hooked]
         self._hooked.update(new)
-        self.hooks.before_forward(new, self.before_forward)
+        self.hooks.before_forward(new, self.before_forward, self.readers)
         if not before:
             self.hooks.before_forward([self.model], self.before_model)
 

@@ -116,9 +116,9 @@ class AdaptThenCombine(AdaptAndCombine):
 
     def prepare(self) -> None:
         super().prepare()
-        self._readers = ReaderMap(self.model, self.params)
+        self._readers = ReaderMap(self.model, self.params, self.settle)
         self._readers.set_groups(self.members)
-        self.hooks.before_forward(self.model.modules(), self._before_module)
+        self.hooks.before_forward(self.model.modules(), self._before_module, self._readers)
         self.hooks.before_state_dict(self.model, self.settle)
 
     def advance(self, update: Update) -> object:

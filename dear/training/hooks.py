@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
 from dear.lazy import torch
 
@@ -41,20 +41,20 @@ class _ModuleHook(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R | None:
         if not self._traced():
             return self._call(*args, **kwargs)
-        return None if self._omits() else self._outside(self._call, *args, **kwargs)
+        return None if self._omits() else cast(R, self._outside(self._call, *args, **kwargs))
 
     def __reduce__(self) -> tuple[type[object], tuple[Callable[..., None]]]:  # for deepcopy, too
         return _ModuleHook, (_nothing,)
 
 
 @cache
-def _outside_graphs() -> Callable[..., Any]:
+def _outside_graphs() -> Callable[..., object]:
     """Returns a function that calls its first argument with the others, and is never traced."""
 
     def run(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return call(*args, **kwargs)
 
-    untraced: Callable[..., Any] = torch.compiler.disable(run)
+    untraced: Callable[..., object] = torch.compiler.disable(run)
     return untraced
 
 

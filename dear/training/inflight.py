@@ -21,7 +21,7 @@ class _InFlight:
     """Part of the class of a parameter in flight."""
 
     __slots__ = ()
-    plain: ClassVar[type[torch.nn.Parameter]]
+    plain: ClassVar[type]
     """Class of the parameter at other times."""
 
     @staticmethod
@@ -100,7 +100,7 @@ class InFlight:
             if isinstance(param, _InFlight):
                 setattr(param, "__class__", param.plain)  # noqa: B010
 
-    def _kind(self, plain: type[torch.nn.Parameter]) -> type:
+    def _kind(self, plain: type) -> type:
         members = {
             "plain": plain,
             "settle": staticmethod(self._settle),

@@ -155,7 +155,7 @@ class Counting(torch.optim.SGD):
 
     count = 0
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> object:
         self.count += 1
         for group in self.param_groups:
             group["lr"] = 0.1 / self.count
@@ -169,7 +169,7 @@ class Holding(torch.optim.Optimizer):
         super().__init__(base.param_groups, {})
         self.base = base
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> object:
         return self.base.step(closure)
 
 

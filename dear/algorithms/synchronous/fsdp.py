@@ -242,6 +242,10 @@ class ShardedModel:
     """Sharded parameter of each of the script's own."""
     whole = False
     """True while the model has whole parameters."""
+    _memory: Mapping[Place, torch.Tensor] = {}
+    """Memory of the whole parameters."""
+    _versions: Sequence[int] = ()
+    """Version counters of whole parameters before the last passes."""
 
     def __init__(self, replica: Replica[Fsdp.Options]) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -282,13 +286,8 @@ class ShardedModel:
         self._places = [place for place in places if place[2] in able]
         self._units, self.freed = _units(blocks, self._places)
         self.of = {param: _registered(module, name) for module, name, param in self._places}
-        for plain, sharded in self.of.items():
-            if plain.grad is not None:
-                sharded.grad = shard(plain.grad, sharded)
-                plain.grad = None
-            plain.data = plain.data.new_empty(0)
         self._empty = InFlight(_refuse_empty)
-        self._empty.launch(self.of)
+        self._give_up_own()
         # They must run before torch's hooks, which read whole parameters as if they were parts.
         self._handles = [
             handle
@@ -299,15 +298,20 @@ class ShardedModel:
                 module.register_load_state_dict_pre_hook(self._take),
             )
         ]
-        for module in self._modules:
-            vars(module).update(__deepcopy__=_refuse_copy, __reduce_ex__=_refuse_copy)
-        self._memory: dict[Place, torch.Tensor] = {}
-        """Memory of whole parameters."""
-        self._versions: list[int] = []
-        """Version counters of whole parameters when torch gathered them."""
         self.gather()  # torch registers the rest of its hooks, which `release` must know
         self.reshard()
         self._after = [_Traces(module) for module in self._modules]
+
+    def _give_up_own(self) -> None:
+        """Empties the script's own parameters, and refuses what needs them or the whole model."""
+        for plain, sharded in self.of.items():
+            if plain.grad is not None:
+                sharded.grad = shard(plain.grad, sharded)
+                plain.grad = None
+            plain.data = plain.data.new_empty(0)
+        self._empty.launch(self.of)
+        for module in self._modules:
+            vars(module).update(__deepcopy__=_refuse_copy, __reduce_ex__=_refuse_copy)
 
     def units(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """Returns the bytes and the current parameters of each unit that torch sends together."""

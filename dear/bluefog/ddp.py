@@ -26,7 +26,7 @@ from dear.errors import UserError
 from dear.lazy import nx
 from dear.optimizer import broadcast_parameters
 from dear.options import positive
-from dear.training.engine import Replica
+from dear.training.engine import Replica, refuse_copy
 from dear.training.pace import LocalStepRandomBatchSampler
 from dear.training.parameters.bucketwise import BucketOptimizers, OptimFn, SchedulerFn
 from dear.training.parameters.exchange import BucketExchange, GraphExchange, always
@@ -140,7 +140,7 @@ class DecentralizedDataParallel(Module):
             self._engine.exchange.wait()
         self._average.apply(keep=False, measure=False)
         if self._engine is not None:
-            self._engine.exchange.drop()  # pending averages use the old values
+            self._engine.drop()  # pending averages use the old values
 
     def get_lr(self) -> float:
         """Returns the learning rate of the first bucket; 0.0 before the first step."""
@@ -149,6 +149,8 @@ class DecentralizedDataParallel(Module):
     def statistics(self) -> dict[str, Any]:
         """Returns the staleness of the averaged values by neighbour, for `sync=False`."""
         return {} if self._engine is None else self._engine.statistics()
+
+    __reduce_ex__ = refuse_copy
 
     def state_dict(  # type: ignore[override]  # passes torch's overloads on
         self, *args: Any, **kwargs: Any

@@ -246,6 +246,10 @@ class Bucket(Watch):
                 param.data = piece
         self.push()
 
+    def versions(self) -> list[int]:
+        """Returns the version counters of the parameters, which in-place changes raise."""
+        return [param._version for param in self.params]
+
     def touched(self) -> None:
         """Tells autograd that the values have changed, as an optimizer's update would."""
         # increment_version raises if no tensor requires a gradient; no graph has saved values then.

@@ -18,7 +18,7 @@ from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
 from dear.options import positive
 from dear.topology.schedules import Topology, TopologyReg
-from dear.training.engine import Replica
+from dear.training.engine import Replica, refuse_copy
 from dear.training.parameters.bucketwise import BucketOptimizers, OptimFn, SchedulerFn
 from dear.training.parameters.options import LocalOptions
 from dear.training.parameters.overlapped import OverlappedInBackward
@@ -155,12 +155,13 @@ class DecentralizedDataParallel(Module):
         self._exchange.wait()
         distance = self._average.apply(keep=will_revert, measure=return_d2c)
         if not will_revert:
-            self._exchange.drop()  # pending averages use the old values
+            self._engine.drop()  # pending averages use the old values
         return distance
 
     def revert_global_avg(self) -> None:
         """Restores this rank's own values; raises `UserError` if there is no copy."""
         self._average.revert()
+        self._engine.note_sent(self._exchange.pending)  # the same values again
 
     def checkpoint(self) -> dict[str, Any]:
         """Returns the state from which this rank continues exactly; each rank saves its own.
@@ -201,6 +202,8 @@ class DecentralizedDataParallel(Module):
             self._updater.load_state_dict(checkpoint["training"])
         self._exchange.set_factor(checkpoint["factor"])
         self._engine.restore(checkpoint)
+
+    __reduce_ex__ = refuse_copy
 
     def state_dict(  # type: ignore[override]  # passes torch's overloads on
         self, *args: Any, **kwargs: Any

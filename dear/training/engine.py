@@ -17,7 +17,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 from dear.comm.communicator import Communicator
 from dear.cost.foreign import Sender
@@ -187,6 +187,14 @@ def step_after_closure(engine: AnyEngine, update: ClosureUpdate, closure: Closur
     return loss
 
 
+def refuse_copy(whole: object, protocol: SupportsIndex) -> NoReturn:
+    """Raises `UserError`; a class whose objects hold an engine has it as `__reduce_ex__`."""
+    raise UserError(
+        f"{type(whole).__name__} communicates, so it cannot be copied or saved whole, and neither "
+        "can what holds it (a scheduler): copy or save its state_dict()"
+    )
+
+
 class Distributed(OptimizerBase):
     """Base class that `distribute` adds to the class of the user's optimizer."""
 
@@ -209,7 +217,7 @@ class Distributed(OptimizerBase):
         """Waits for all communication: parameters are then current, and gradients averaged.
 
         Call it between `backward()` and `step()` to read or change gradients (clipping, GradScaler)
-        and before you read parameters in another way than by a forward or a state dict.
+        and before you read parameters through other tensors of their memory (`p.data` from before).
         """
         self._engine.synchronize()
 
@@ -280,8 +288,7 @@ class Distributed(OptimizerBase):
         self._engine.forget()
         super().zero_grad(set_to_none)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
-        raise UserError("a distributed optimizer cannot be copied; copy its state_dict()")
+    __reduce_ex__ = refuse_copy
 
     def close(self) -> None:
         """Flushes, and removes the algorithm: the optimizer is then a plain one again."""

@@ -33,6 +33,7 @@ from dear.training.engine import (
     step_after_closure,
 )
 from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
+from dear.training.inflight import InFlight
 
 
 class BackwardSchedule:
@@ -295,7 +296,8 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
         """True while each `p.grad` is the mean."""
         self.pending: set[int] = set()
         """Units for which `finish` is still to be called."""
-        self.readers = ReaderMap(replica.model, replica.params)
+        self.in_flight = InFlight(self.settle)
+        self.readers = ReaderMap(replica.model, replica.params, self.settle)
         super().__init__(replica, units)
         self.scaling = GradScaling(self.optimizer)
         self.hooks.before_state_dict(self.model, self.settle)
@@ -334,6 +336,8 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
             bucket.forget()
         self.readers.freeze()
         self.stepped()
+        for index in self.pending:
+            self.in_flight.launch(self.buckets[index].params)
         return result
 
     step_closure = step_after_closure
@@ -391,4 +395,5 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
 
     def _finish(self, index: int) -> None:
         self.pending.discard(index)
+        self.in_flight.land(self.buckets[index].params)
         self.finish(index)

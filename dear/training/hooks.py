@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
 from dear.lazy import torch
 
@@ -21,16 +22,44 @@ R = TypeVar("R")
 
 
 class _ModuleHook(Generic[P, R]):
-    """Hook of one process: copies and pickles of the model carry one that does nothing."""
+    """Hook of one process: copies and pickles of the model carry one that does nothing.
 
-    def __init__(self, call: Callable[P, R]) -> None:
+    `torch.compile` traces the hooks of the modules that it compiles. It leaves its graph for a hook
+    at the border of a compiled region, and does not see the others.
+
+    Args:
+        inside: called at most once, while `torch.compile` traces the hook: returns True if the
+            module is inside the region, so that `call` is omitted from now on. None: it never is.
+    """
+
+    def __init__(self, call: Callable[P, R], inside: Callable[[], bool] | None = None) -> None:
         self._call = call
+        self._traced = torch.compiler.is_compiling
+        self._outside = _outside_graphs()
+        self._omits = torch.compiler.assume_constant_result(inside or _never)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._call(*args, **kwargs)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        if not self._traced():
+            return self._call(*args, **kwargs)
+        return None if self._omits() else cast(R, self._outside(self._call, *args, **kwargs))
 
     def __reduce__(self) -> tuple[type[object], tuple[Callable[..., None]]]:  # for deepcopy, too
         return _ModuleHook, (_nothing,)
+
+
+@cache
+def _outside_graphs() -> Callable[..., object]:
+    """Returns a function that calls its first argument with the others, and is never traced."""
+
+    def run(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return call(*args, **kwargs)
+
+    untraced: Callable[..., object] = torch.compiler.disable(run)
+    return untraced
+
+
+def _never() -> bool:
+    return False
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -57,18 +86,30 @@ class Hooks:
             self._handles.append(param.register_post_accumulate_grad_hook(call))
 
     def before_forward(
-        self, modules: Iterable[torch.nn.Module], call: Callable[[torch.nn.Module], None]
+        self,
+        modules: Iterable[torch.nn.Module],
+        call: Callable[[torch.nn.Module], None],
+        readers: ReaderMap | None = None,
     ) -> None:
-        """Calls `call(module)` whenever one of `modules` is about to run, in any gradient mode."""
+        """Calls `call(module)` whenever one of `modules` is about to run, in any gradient mode.
+
+        Args:
+            readers: omit the call for modules that run inside a compiled region; the map knows.
+        """
         for module in modules:
-            hook = _ModuleHook(lambda module, args: call(module))
+            inside = None if readers is None else readers.inside(module)
+            hook = _ModuleHook(lambda module, args: call(module), inside)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def after_forward(
-        self, module: torch.nn.Module, call: Callable[[torch.nn.Module], None]
+        self,
+        module: torch.nn.Module,
+        call: Callable[[torch.nn.Module], None],
+        readers: ReaderMap | None = None,
     ) -> None:
         """Calls `call(module)` whenever `module` has run, also if it raised."""
-        hook = _ModuleHook(lambda module, args, output: call(module))
+        inside = None if readers is None else readers.inside(module)
+        hook = _ModuleHook(lambda module, args, output: call(module), inside)
         self._handles.append(module.register_forward_hook(hook, always_call=True))
 
     def around_forward(
@@ -118,10 +159,25 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 class ReaderMap:
-    """Map from modules to the parameters that they read; it learns until `freeze`."""
+    """Map from modules to the parameters that they read; it learns until `freeze`.
 
-    def __init__(self, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]) -> None:
-        self._model = model
+    Hooks of modules inside a compiled region do not run. The module at its border (the model, or a
+    module that is compiled by itself) answers for what they read.
+
+    Args:
+        settle: makes all parameters current.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        params: Sequence[torch.nn.Parameter],
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = model
+        self._settle = settle
+        self._compiled = any(map(_is_compiled, model.modules()))
+        """True once some hooks do not run."""
         self._group_of: dict[torch.nn.Parameter, int] = dict.fromkeys(params, 0)
         self._called: set[torch.nn.Module] = set()
         self._reads: dict[torch.nn.Module, set[torch.nn.Parameter]] = {}
@@ -131,9 +187,20 @@ class ReaderMap:
         self._learning = Hooks()
         for module in model.modules():
             handles = self._learning
-            handles.before_forward([module], self._enter)
-            handles.after_forward(module, self._leave)
+            handles.before_forward([module], self._enter, self)
+            handles.after_forward(module, self._leave, self)
         self._map: dict[torch.nn.Module, set[int]] | None = None
+
+    def inside(self, module: torch.nn.Module) -> Callable[[], bool]:
+        """Returns a function that notes a compilation; it returns True if `module` is inside."""
+
+        def inside() -> bool:
+            if not self._compiled:
+                self._compiled, self._map = True, None
+                self._settle()
+            return not self._at_border(module)
+
+        return inside
 
     def order(self) -> list[torch.nn.Parameter]:
         """Returns the parameters in the order in which they were first read, or in which the
@@ -149,7 +216,7 @@ class ReaderMap:
         """Returns the modules that may read parameters, or hold some that do."""
         return [
             module
-            for module in self._model.modules()
+            for module in self.model.modules()
             if module in self._reads or any(p in self._group_of for p in module.parameters())
         ]
 
@@ -167,7 +234,7 @@ class ReaderMap:
         if module not in self._called:  # modules around it then answer for fewer parameters
             self._called.add(module)
             self._map = None
-        training = self._model.training and torch.is_grad_enabled()
+        training = self.model.training and torch.is_grad_enabled()
         return sorted(self.groups_of(module) & pending if training else pending)
 
     def groups_of(self, module: torch.nn.Module) -> set[int]:
@@ -187,32 +254,44 @@ class ReaderMap:
             }
             standing: set[torch.nn.Parameter] = set()
 
-            def stand_in(module: torch.nn.Module, nearest: torch.nn.Module | None) -> None:
+            def stand_in(
+                module: torch.nn.Module,
+                nearest: torch.nn.Module | None,
+                border: torch.nn.Module | None,
+            ) -> None:
                 # A module that is never called is read by the nearest one around it that is.
                 if module in self._called:
                     nearest = module
-                if nearest is not None:
-                    for param in module.parameters(recurse=False):
-                        if param in self._group_of:
-                            readers.setdefault(nearest, set()).add(self._group_of[param])
-                            standing.add(param)
+                    if not self._compiled or self._at_border(module):
+                        border = module
+                read = {p for p in module.parameters(recurse=False) if p in self._group_of}
+                if border is not nearest:
+                    read |= self._reads.get(module, set())
+                for reader in (nearest, border):
+                    if reader is not None:
+                        readers.setdefault(reader, set()).update(self._group_of[p] for p in read)
+                if border is not None:
+                    standing.update(read)
                 for child in module.children():
-                    stand_in(child, nearest)
+                    stand_in(child, nearest, border)
 
-            stand_in(self._model, None)
+            stand_in(self.model, None, None)
             self._unread = {
                 group for param, group in self._group_of.items() if param not in standing
             }
             self._map = readers
         return self._map
 
+    def _at_border(self, module: torch.nn.Module) -> bool:
+        return module is self.model or _is_compiled(module)
+
     def _enter(self, module: torch.nn.Module) -> None:
         self._running.append(module)
         self._called.add(module)
-        for param in module.parameters(recurse=False):
+        for param in module.parameters(recurse=self._compiled):
             if param in self._group_of:
                 self._order.setdefault(param)
-        if self._watch is None:
+        if self._watch is None and not self._compiled:  # it would be traced
             self._watch = _watcher(self._read)
             self._watch.__enter__()
 
@@ -234,12 +313,16 @@ class ReaderMap:
             self._map = None
 
 
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 # Functions that read no value of a parameter.
 _METADATA = frozenset(
     """dim element_size empty_like full_like get_device has_names is_complex is_contiguous
     is_floating_point is_inference is_pinned is_shared is_signed ndimension nelement new_empty
     new_empty_strided new_full new_ones new_tensor new_zeros numel ones_like rand_like randint_like
-    randn_like register_hook size storage_offset stride zeros_like""".split()  # noqa: SIM905
+    randn_like register_hook requires_grad_ size storage_offset stride zeros_like""".split()  # noqa: SIM905
 )
 # Properties that are tensors of the same memory.
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -248,7 +331,7 @@ _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 def reads_values(func: Callable[..., object]) -> bool:
     """Returns False if the torch function `func` returns only a tensor's shape, type and such."""
     name = getattr(func, "__name__", "")
-    if name == "__get__":
+    if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
     return name not in _METADATA
 
@@ -265,7 +348,7 @@ def _watcher(seen: Callable[[torch.nn.Parameter], None]) -> AbstractContextManag
             kwargs: Mapping[str, object] | None = None,
         ) -> object:
             kwargs = kwargs or {}
-            if reads_values(func):
+            if not torch.compiler.is_compiling() and reads_values(func):
                 for value in (*args, *kwargs.values()):
                     for item in value if isinstance(value, (list, tuple)) else (value,):
                         if isinstance(item, torch.nn.Parameter):

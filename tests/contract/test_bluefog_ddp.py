@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import networkx as nx
@@ -156,17 +157,19 @@ def _mistakes():
     model.train()
     model(batch(0, 0)).sum().backward()
     lines.append(message(partial(model.set_topology, T.RingGraph(4))))
+    lines.append(message(partial(copy.deepcopy, model)))
     model.close()
     assert not leftovers(inner)
     return lines
 
 
 def test_what_cannot_be_is_said(bluefog_pool):
-    kind, size, views, nothing, late = bluefog_pool.run(_mistakes)[0]
+    kind, size, views, nothing, late, whole = bluefog_pool.run(_mistakes)[0]
     assert "topology must be a networkx.DiGraph, got str" in kind
     assert "its nodes must be the ranks 0 to 3, got 3 nodes" in size
     assert "param_as_bucket_view=False" in views and "nothing to train" in nothing
     assert "the topology cannot change after training has begun" in late
+    assert "copy or save its state_dict()" in whole
 
 
 def test_its_sampler_is_there_too():

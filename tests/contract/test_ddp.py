@@ -26,6 +26,7 @@ from tests.contract.loops import (
     steps,
     wrap,
 )
+from tests.ranks import on_ranks
 
 
 def test_defaults_are_those_of_the_installed_torch():
@@ -147,6 +148,46 @@ def _refused() -> list[str]:
         (torch.optim.SGD(mixed.parameters(), lr=0.1), mixed),
     ]
     return [message(partial(wrap, *pair, "ddp", zero=True)) for pair in given]
+
+
+class Counting(torch.optim.SGD):
+    """Slows down with the number of its own steps."""
+
+    count = 0
+
+    def step(self, closure: object = None) -> object:
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
+class Holding(torch.optim.Optimizer):
+    """An optimizer around another one."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: object = None) -> object:
+        return self.base.step(closure)
+
+
+@on_ranks(2)
+def test_zero_returns_what_an_optimizer_counts_and_refuses_one_that_holds_another():
+    model, wanted = make_model(), make_model()
+    optimizer, plain = (Counting(m.parameters(), lr=0.1) for m in (model, wanted))
+    wrap(optimizer, model, "ddp", zero=True)
+    steps(model, optimizer, mine())
+    optimizer.count = 7  # by the script
+    steps(model, optimizer, mine(), range(3, 5))
+    steps(wanted, plain, everybody())
+    plain.count = 7
+    steps(wanted, plain, everybody(), range(3, 5))
+    assert optimizer.count == plain.count == 9 and difference(model, wanted) < 1e-5
+    model = make_model()
+    refused = message(lambda: wrap(Holding(make_sgd(model)), model, "ddp", zero=True))
+    assert "keeps a SGD in its attribute 'base'" in refused and "zero=False" in refused
 
 
 def test_zero_refuses_what_it_cannot_split(world):

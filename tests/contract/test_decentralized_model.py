@@ -348,8 +348,10 @@ def test_mistakes_are_told_in_one_line() -> None:
         lambda: DecentralizedDataParallel(Scalar(), _sgd, bucket_size_in_mb=0),
         lambda: DecentralizedDataParallel(Scalar(), _sgd, grad_clip_norm=-1.0),
         lambda: DecentralizedDataParallel(Scalar(), lambda params: None)(1.0).backward(),
+        lambda: copy.deepcopy(DecentralizedDataParallel(Scalar(), _sgd)),
     ]
     lines = [message(case) for case in cases]
     words = ["nothing to train", "'one-peer-exp'", "bucket_size_in_mb", "grad_clip_norm", "return"]
+    words.append("state_dict()")
     assert all(word in line for word, line in zip(words, lines, strict=True))
     assert not any("\n" in line for line in lines)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 import dear
 from common.harness.worker.checking.deviation import replica_spread
@@ -256,3 +260,56 @@ def test_what_cannot_be_sharded_is_refused_and_left_as_it_was(world):
         assert "option of fsdp 'min_mb'" in size
         assert "option of fsdp 'stage': unknown value 1" in stage
         assert "FSDP" not in left and "hooks" not in left
+
+
+def _embedded(max_norm: float | None = None) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(8, 6, max_norm=max_norm), nn.Linear(6, 8), nn.Linear(8, 4))
+
+
+def _trained(
+    touch: Callable[[nn.Module, list[nn.Parameter]], object],
+    model: nn.Module,
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+) -> torch.Tensor:
+    """Returns the parameters after four steps, with `touch(model, held)` after the second."""
+    held, algorithm = list(model.parameters()), "fsdp"
+    optimizer = dear.DistributedOptimizer(kind(held, lr=0.1), model, algorithm=algorithm)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+        if step == 1:
+            optimizer.synchronize()
+            with torch.no_grad():
+                touch(model, held)
+    return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+
+def _move(model: nn.Module, held: object = None) -> None:
+    model[2].weight.data = torch.full((4, 8), 0.1)
+
+
+@on_ranks(2)
+def test_writes_to_whole_parameters_are_kept_or_refused():
+    plain, sgd = _embedded(), torch.optim.SGD
+    optimizer = sgd(plain.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        plain(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+        if step == 1:
+            _move(plain)
+    wanted = torch.cat([value.flatten() for value in plain.state_dict().values()])
+    assert torch.allclose(_trained(_move, _embedded()), wanted, atol=1e-6)
+    touches: dict[str, Callable[[nn.Module, list[nn.Parameter]], object]] = {
+        "from model.parameters()": lambda model, held: held[0].clamp_(0, 1),
+        "copy or save its state_dict()": lambda model, held: copy.deepcopy(model),
+        "saved whole": lambda model, held: torch.save(model, io.BytesIO()),
+        "was taken away": lambda model, held: prune.l1_unstructured(model[1], "weight", 0.3),
+    }
+    refused = {words: partial(_trained, touch, _embedded()) for words, touch in touches.items()}
+    refused["max_norm"] = partial(_trained, lambda *_: None, _embedded(max_norm=0.5))
+    refused["Adafactor"] = partial(_trained, lambda *_: None, _embedded(), torch.optim.Adafactor)
+    for words, call in refused.items():
+        assert words in message(call), words

@@ -73,6 +73,9 @@ def test_the_returned_optimizer_is_the_old_one(name: str) -> None:
         "repr": "SGD" in repr(optimizer) and "momentum: 0.9" in repr(optimizer),
         "state": {"state", "param_groups"} <= optimizer.state_dict().keys(),
         "no copy": "state_dict()" in message(lambda: copy.deepcopy(optimizer)),
+        "not saved whole": "state_dict()" in message(lambda: torch.save(optimizer, io.BytesIO())),
+        "not in a scheduler": "state_dict()"
+        in message(lambda: torch.save(StepLR(optimizer, 1), io.BytesIO())),
         "counts": isinstance(optimizer.statistics(), dict),
     }
     optimizer.close()

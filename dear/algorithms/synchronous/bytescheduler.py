@@ -141,7 +141,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self._in_pass = False
         self._update = PartialUpdate(self.optimizer, type(self.optimizer))
         self.readers.set_groups(groups)
-        self.hooks.before_forward(self.model.modules(), self.before_forward)
+        self.hooks.before_forward(self.model.modules(), self.before_forward, self.readers)
         one_queue = options.credit_mb is not None or not communicator.native
         self._levels = 1 if one_queue else options.levels or LEVELS
         self._credit = (options.credit_mb or CREDIT_MB) * MIB if one_queue else math.inf

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
 """Torch's sizes at which a bucket and the first bucket are closed, in MB of 2^20 bytes."""
 
+_PLAIN = (int, float, complex, str, bytes, type(None))
+"""Types of attributes that ZeRO copies between the script's optimizer and its own."""
+
 
 class Ddp(Algorithm["Ddp.Options"]):
     """PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704): bucketed all-reduce in the backward.
@@ -270,6 +273,17 @@ class ZeroUpdate:
             )
         self._optimizer = optimizer
         self._communicator = communicator
+        self._usual: set[str] | None = None
+        """Attributes of every optimizer, for an optimizer that is not of torch."""
+        if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+            self._usual = {"step", *vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))}
+            for name, value in vars(optimizer).items():
+                if name not in self._usual and not isinstance(value, _PLAIN):
+                    raise UserError(
+                        f"option of ddp 'zero': {type(optimizer).__name__} keeps a "
+                        f"{type(value).__name__} in its attribute {name!r}, which cannot be split "
+                        "among the ranks; keep it in `state` or `param_groups`, or use zero=False"
+                    )
         try:
             self._zero = ZeroRedundancyOptimizer(
                 [dict(group) for group in optimizer.param_groups],
@@ -301,9 +315,17 @@ class ZeroUpdate:
     def _step(self) -> object:
         ours, given = self._zero.param_groups, self._optimizer.param_groups
         _copy_settings(given, ours)
+        self._copy_attributes(self._optimizer, self._zero.optim)
         result = self._zero.step()
         _copy_settings(ours, given)  # some optimizers count there
+        self._copy_attributes(self._zero.optim, self._optimizer)  # and here
         return result
+
+    def _copy_attributes(self, source: torch.optim.Optimizer, to: torch.optim.Optimizer) -> None:
+        if self._usual is not None:
+            for name in vars(source).keys() - self._usual:
+                if isinstance(value := vars(source)[name], _PLAIN):
+                    vars(to)[name] = value
 
     def take_state(self) -> None:
         """Takes this rank's part of the optimizer's whole state, and drops the rest."""

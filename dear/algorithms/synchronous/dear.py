@@ -382,7 +382,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
         modules = [self.model] if at_once else self.readers.modules()
         new = [module for module in modules if module not in self._hooked]
         self._hooked.update(new)
-        self.hooks.before_forward(new, self.before_forward)
+        self.hooks.before_forward(new, self.before_forward, self.readers)
         if not before:
             self.hooks.before_forward([self.model], self.before_model)
 
@@ -400,7 +400,10 @@ class DearEngine(DeferredEngine[Dear.Options]):
 
     def _reclaimed(self) -> bool:
         """Takes back parameters that got other memory; False if buckets need a new layout."""
-        return all(bucket.reclaim() for bucket in self.buckets)
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # addresses do not depend on updates under way
+            return all(bucket.reclaim() for bucket in self.buckets)
 
     # --- state ------------------------------------------------------------------------------------
 

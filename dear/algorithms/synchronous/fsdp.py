@@ -7,17 +7,19 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeGuard, TypeVar
 
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.grouping import MIB
+from dear.buckets.updates import element_wise
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, Update, held, step_after_closure
+from dear.training.inflight import InFlight
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -84,6 +86,12 @@ class Fsdp(Algorithm["Fsdp.Options"]):
                 "fsdp cannot train with LBFGS, which joins all parameters; use "
                 "algorithm='allreduce'"
             )
+        kind = type(optimizer)
+        if f"{kind.__module__}.".startswith("torch.optim.") and not element_wise(optimizer):
+            raise UserError(
+                f"fsdp cannot train with {kind.__name__}, which needs whole tensors, and each rank "
+                "has parts of them; use another optimizer, or algorithm='dear'"
+            )
         if any(group.get("fused") for group in optimizer.param_groups) and not isinstance(
             optimizer, torch.optim.Adam
         ):
@@ -112,6 +120,7 @@ class _FsdpEngine(AveragingEngine):
 
     def step(self, update: Update) -> object:
         self._send_unsent()
+        self._sharded.refuse_written()
         self._sharded.reshard()  # an evaluation may have left whole parameters behind
         return super().step(update)
 
@@ -233,6 +242,10 @@ class ShardedModel:
     """Sharded parameter of each of the script's own."""
     whole = False
     """True while the model has whole parameters."""
+    _memory: Mapping[Place, torch.Tensor] = {}
+    """Memory of the whole parameters."""
+    _versions: Sequence[int] = ()
+    """Version counters of whole parameters before the last passes."""
 
     def __init__(self, replica: Replica[Fsdp.Options]) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -273,11 +286,8 @@ class ShardedModel:
         self._places = [place for place in places if place[2] in able]
         self._units, self.freed = _units(blocks, self._places)
         self.of = {param: _registered(module, name) for module, name, param in self._places}
-        for plain, sharded in self.of.items():
-            if plain.grad is not None:
-                sharded.grad = shard(plain.grad, sharded)
-                plain.grad = None
-            plain.data = plain.data.new_empty(0)
+        self._empty = InFlight(_refuse_empty)
+        self._give_up_own()
         # They must run before torch's hooks, which read whole parameters as if they were parts.
         self._handles = [
             handle
@@ -291,6 +301,17 @@ class ShardedModel:
         self.gather()  # torch registers the rest of its hooks, which `release` must know
         self.reshard()
         self._after = [_Traces(module) for module in self._modules]
+
+    def _give_up_own(self) -> None:
+        """Empties the script's own parameters, and refuses what needs them or the whole model."""
+        for plain, sharded in self.of.items():
+            if plain.grad is not None:
+                sharded.grad = shard(plain.grad, sharded)
+                plain.grad = None
+            plain.data = plain.data.new_empty(0)
+        self._empty.launch(self.of)
+        for module in self._modules:
+            vars(module).update(__deepcopy__=_refuse_copy, __reduce_ex__=_refuse_copy)
 
     def units(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """Returns the bytes and the current parameters of each unit that torch sends together."""
@@ -307,18 +328,44 @@ class ShardedModel:
         for module in self._sharding:
             module.unshard()
         self.whole = True
+        self._memory = {(m, name, p): _registered(m, name).data for m, name, p in self._places}
 
     def reshard(self) -> None:
         """Gives the model its parts again, with the present values of whole parameters."""
         if self.whole:
             self.whole = False
             with torch.no_grad():
-                for module, name, param in self._places:
-                    now = _registered(module, name)
+                for (module, name, param), memory in self._memory.items():
+                    now = module._parameters.get(name)
+                    if now is None or now.shape != memory.shape:
+                        raise UserError(
+                            f"fsdp: parameter {name!r} was taken away or got another shape; "
+                            "close() the optimizer first, and wrap again"
+                        )
                     if not _in_parts(now):
                         self.of[param].copy_(shard(now.detach(), self.of[param]))
+                        now.data = memory  # the script may have given it other memory
+            self._memory = {}
         for module in self._sharding:
             module.reshard()
+        self._versions = self._now()
+
+    def refuse_written(self) -> None:
+        """Raises `UserError` if a pass has written to whole parameters, which torch discards."""
+        if not self.whole and self._now() != self._versions:
+            raise UserError(
+                "fsdp: parameters were written to during a forward or backward pass (an embedding "
+                "with max_norm?), when they are whole; they are kept in parts, so that would be "
+                "lost: use another algorithm, e.g. 'dear'"
+            )
+
+    def _now(self) -> list[int]:
+        return [
+            param._unsharded_param._version
+            for group in self._groups()
+            for param in group.fsdp_params
+            if hasattr(param, "_unsharded_param")
+        ]
 
     def drop_unsent(self) -> None:
         """Forgets gradients that were accumulated without being sent."""
@@ -337,6 +384,7 @@ class ShardedModel:
         self.reshard()
         for handle in self._handles:
             handle.remove()
+        self._empty.land(self.of)
         with torch.no_grad():
             for param, sharded in self.of.items():
                 gradient = None if sharded.grad is None else full(sharded.grad)
@@ -378,6 +426,21 @@ class ShardedModel:
                 continue
             if value.shape == param.shape:  # torch raises an error for other shapes
                 state[prefix + name] = shard(value.to(param.device, param.dtype), param)
+
+
+def _refuse_empty() -> NoReturn:
+    raise UserError(
+        "fsdp: a parameter that was taken from the model before it was wrapped is empty until "
+        "close(); take parameters from model.parameters(), after synchronize() if they must be "
+        "whole"
+    )
+
+
+def _refuse_copy(*_: object) -> NoReturn:
+    raise UserError(
+        "fsdp: a sharded model cannot be copied or saved whole: copy or save its state_dict(), "
+        "which is whole"
+    )
 
 
 class _Traces:

@@ -17,7 +17,7 @@ moments, not the engine's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dear.buckets.flat import Bucket
@@ -64,6 +64,8 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         self.every = every
         self.steps = 0
         """Number of steps so far, by which schedules go."""
+        self._sent: dict[Bucket, list[int]] = {}
+        """Versions of the parameters that neighbours read in place, by bucket."""
         exchange.open(self.communicator)
         self.prepare()
         if replica.has_optimizer:
@@ -90,6 +92,25 @@ class ParameterEngine(Engine[LocalOptions], ABC):
                 "first, and wrap it again afterwards"
             )
         self.exchange.begin(self.steps)
+
+    def note_sent(self, buckets: Iterable[Bucket]) -> None:
+        """Records that `buckets` are being sent as they are now."""
+        if self.exchange.sends_in_place:
+            self._sent.update({bucket: bucket.versions() for bucket in buckets})
+
+    def refuse_written(self, buckets: Iterable[Bucket], advice: str) -> None:
+        """Raises `UserError` if parameters have changed while they were being sent."""
+        for bucket in buckets:
+            if bucket in self._sent and self._sent.pop(bucket) != bucket.versions():
+                raise UserError(
+                    "parameters were changed while they were being sent to other ranks, which get "
+                    f"the values from before; {advice}"
+                )
+
+    def drop(self) -> None:
+        """Forgets the values that were sent: the parameters are being replaced."""
+        self.exchange.drop()
+        self._sent.clear()
 
     def step(self, update: Update) -> object:
         if not self.exchange.takes_scaler and scaled(self.optimizer):

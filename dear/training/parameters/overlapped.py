@@ -85,7 +85,7 @@ class Overlapped(ParameterEngine):
         super().__init__(replica, exchange)
 
     def prepare(self) -> None:
-        self.hooks.before_load(self.model, self.exchange.drop)
+        self.hooks.before_load(self.model, self.drop)
 
     def begin(self) -> None:
         super().begin()
@@ -113,12 +113,18 @@ class Overlapped(ParameterEngine):
                 self.share(batch)
 
     def mix(self, buckets: Sequence[Bucket]) -> None:
+        self.refuse_written(
+            buckets,
+            "their averages take a whole step: use an algorithm that ends them before parameters "
+            "are read ('neighbor', 'exact-diffusion'), or load_state_dict(), which drops them",
+        )
         for bucket in buckets:
             self.exchange.mix(bucket, self.steps)
 
     def share(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             self.exchange.share(bucket, self.steps)
+        self.note_sent(buckets)
 
 
 class OverlappedInStep(Overlapped):

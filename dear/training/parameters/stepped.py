@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dear.buckets.grouping import MIB, fuse, layers
-from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.engine import Update
 from dear.training.hooks import ReaderMap
+from dear.training.inflight import InFlight
 from dear.training.parameters.engine import ParameterEngine
 
 
@@ -18,6 +18,7 @@ class SteppedEngine(ParameterEngine):
         self.exchange.lay_out(self.members, self.steps)
         self.unmixed: set[int] = set()
         """Buckets that are shared and not mixed yet."""
+        self.in_flight = InFlight(self.settle)
 
     def due(self) -> bool:
         """Returns True if this step averages."""
@@ -39,6 +40,7 @@ class SteppedEngine(ParameterEngine):
 
     def mix(self, index: int) -> None:
         self.unmixed.discard(index)
+        self.in_flight.land(self.buckets[index].params)
         # The state must outlive an evaluation in inference mode that settles.
         with torch.inference_mode(False), torch.no_grad():
             self.exchange.mix(self.buckets[index], self.steps)
@@ -62,16 +64,14 @@ class CombineThenAdapt(SteppedEngine):
 
     def prepare(self) -> None:
         super().prepare()
-        self._versions_shared: list[int] = []
         self.hooks.before_forward([self.model], self._before_model)
 
     def advance(self, update: Update) -> object:
         self._share_if_due()
         averages = bool(self.unmixed)
-        if averages and self.exchange.sends_in_place and self._versions() != self._versions_shared:
-            raise UserError(
-                "parameters were changed between a training forward and step(), while they were "
-                "being sent to the neighbours; load or change them after step()"
+        if averages:
+            self.refuse_written(
+                self.buckets, "load or change them between step() and the next training forward"
             )
         self.mix_all()
         self.steps += 1
@@ -85,12 +85,8 @@ class CombineThenAdapt(SteppedEngine):
         if self.unmixed or not self.due():
             return
         self.begin()
-        self._versions_shared = self._versions()
+        self.note_sent(self.buckets)
         self.share_all()
-
-    def _versions(self) -> list[int]:
-        """Returns the version counters of all parameters, which in-place changes raise."""
-        return [param._version for bucket in self.buckets for param in bucket.params]
 
 
 class AdaptAndCombine(SteppedEngine):
@@ -120,9 +116,9 @@ class AdaptThenCombine(AdaptAndCombine):
 
     def prepare(self) -> None:
         super().prepare()
-        self._readers = ReaderMap(self.model, self.params)
+        self._readers = ReaderMap(self.model, self.params, self.settle)
         self._readers.set_groups(self.members)
-        self.hooks.before_forward(self.model.modules(), self._before_module)
+        self.hooks.before_forward(self.model.modules(), self._before_module, self._readers)
         self.hooks.before_state_dict(self.model, self.settle)
 
     def advance(self, update: Update) -> object:
@@ -133,6 +129,8 @@ class AdaptThenCombine(AdaptAndCombine):
     def combine(self) -> None:
         for index in self._readers.unread() & self.unmixed:
             self.mix(index)
+        for index in self.unmixed:
+            self.in_flight.launch(self.buckets[index].params)
 
     def settle(self) -> None:
         self.mix_all()

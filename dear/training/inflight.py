@@ -1,0 +1,112 @@
+"""Parameters in flight: whatever touches one before its update is complete gets the settled value.
+
+Between `step()` and the next forward pass a script may clamp, average, copy or save parameters.
+Meanwhile their updates may be under way. So such parameters belong to a subclass of their class for
+that time. Torch then asks the subclass before each function that takes one of them, and the
+subclass lets the engine settle first. A parameter that is not in flight costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, SupportsIndex, TypeVar
+
+from dear.lazy import torch
+from dear.training.hooks import reads_values
+
+T = TypeVar("T")
+
+
+class _InFlight:
+    """Part of the class of a parameter in flight."""
+
+    __slots__ = ()
+    plain: ClassVar[type]
+    """Class of the parameter at other times."""
+
+    @staticmethod
+    def settle() -> None:
+        """Completes all updates under way; the engine's class has its own."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        self.settle()
+        return self.__deepcopy__(memo)  # of the plain class
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        self.settle()
+        return self.__reduce_ex__(protocol)
+
+    # Torch would call `__torch_function__`, which takes ten times as long in each `zero_grad()`.
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return _as_plain(self, lambda param: param.grad)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _as_plain(self, lambda param: setattr(param, "grad", value))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def _touched(
+    cls: type,
+    func: Callable[..., object],
+    types: Sequence[type],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+) -> object:
+    """Runs `func`, a function of torch; `types` are the classes of its arguments."""
+    if reads_values(func):
+        for kind in types:
+            if issubclass(kind, _InFlight):
+                kind.settle()
+        return func(*args, **(kwargs or {}))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _as_plain(param: _InFlight, call: Callable[[_InFlight], T]) -> T:
+    kind = type(param)
+    setattr(param, "__class__", kind.plain)  # noqa: B010  (mypy has no other way)
+    try:
+        return call(param)
+    finally:
+        setattr(param, "__class__", kind)  # noqa: B010
+
+
+class InFlight:
+    """Parameters of one engine that are in flight.
+
+    Args:
+        settle: completes all updates under way, and calls `land` for each parameter.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self._kinds: dict[type, type] = {}
+        """Class in flight of each class."""
+
+    def launch(self, params: Iterable[torch.Tensor]) -> None:
+        """Lets `settle` run before anything reads or writes one of `params`."""
+        for param in params:
+            kind = type(param)
+            setattr(param, "__class__", self._kinds.get(kind) or self._kind(kind))  # noqa: B010
+
+    def land(self, params: Iterable[torch.Tensor]) -> None:
+        """Gives `params` their own class again, just before their update is completed."""
+        for param in params:
+            if isinstance(param, _InFlight):
+                setattr(param, "__class__", param.plain)  # noqa: B010
+
+    def _kind(self, plain: type) -> type:
+        members = {
+            "plain": plain,
+            "settle": staticmethod(self._settle),
+            "__torch_function__": classmethod(torch.compiler.disable(_touched)),
+            "__slots__": (),
+        }
+        metaclass: type[type] = type(plain)
+        kind = self._kinds[plain] = metaclass(plain.__name__, (_InFlight, plain), members)
+        return kind

@@ -1,0 +1,124 @@
+"""Models that `torch.compile` compiles, before or after they are wrapped, whole or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
+from tests.contract.loops import (
+    batch,
+    error,
+    everybody,
+    functional,
+    make_model,
+    make_sgd,
+    mine,
+    steps,
+    wrap,
+)
+
+
+class Net(nn.Module):
+    """Model of blocks whose class is not torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = make_model(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+graphs: list[int] = []
+"""Number of operations of each graph."""
+
+
+def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+    graphs.append(sum(node.op.startswith("call_") for node in graph.graph.nodes))
+    return graph.forward
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend=backend)
+
+
+def handed_over(model: nn.Module, use: Callable[[nn.Module], None]) -> nn.Module:
+    use(whole := compiled(model))
+    return whole
+
+
+def afterwards(model: nn.Module, use: Callable[[nn.Module], None]) -> nn.Module:
+    use(model)
+    return compiled(model)
+
+
+def method(model: nn.Module, use: Callable[[nn.Module], None]) -> nn.Module:
+    use(model)
+    model.compile(backend=backend)
+    return model
+
+
+def run_before(model: nn.Module, use: Callable[[nn.Module], None]) -> nn.Module:
+    model.compile(backend=backend)
+    model(torch.ones(3, 6)).sum().backward()
+    model.zero_grad()
+    use(model)
+    return model
+
+
+def by_layers(model: nn.Module, use: Callable[[nn.Module], None]) -> nn.Module:
+    use(model)
+    for child in model.children():
+        child.compile(backend=backend)
+    return model
+
+
+WAYS = {way.__name__: way for way in (handed_over, afterwards, method, run_before, by_layers)}
+
+
+def far(name: str, make: Callable[[], nn.Module], way: str, eager: int) -> tuple[float, list[int]]:
+    """Returns the distance from serial training, and the sizes of the graphs.
+
+    Args:
+        eager: number of steps before the model is compiled.
+    """
+    torch._dynamo.reset()
+    graphs.clear()
+    torch.manual_seed(7)
+    model, options = make(), Meaning.of(name).options[0]
+    torch.manual_seed(7)
+    wanted = make()
+    optimizers = []
+
+    def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        x, y = batch(rank, step)
+        return functional.cross_entropy(model(x), y)
+
+    def use(model: nn.Module) -> None:
+        optimizers.append(wrap(make_sgd(model), model, name, **options))
+        steps(model, optimizers[0], mine(), range(eager), loss_of)
+
+    model = WAYS[way](model, use)
+    steps(model, optimizers[0], mine(), range(eager, 5), loss_of)
+    steps(wanted, make_sgd(wanted), everybody(), range(5), loss_of)
+    state = {key.removeprefix("_orig_mod."): v for key, v in model.state_dict().items()}
+    optimizers[0].close()
+    return error(state, wanted.state_dict()), graphs
+
+
+SYNCHRONOUS = [n for n in algorithm_names() if Meaning.of(n).family == "synchronous"]
+
+
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, "exact-diffusion", "decentralized", "win-put"])
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_models_train_as_others_do(world, name, way):
+    skip_if_unavailable(name)
+    for make, eager in ((make_model, 0), (Net, 2)):
+        for off, sizes in world(2, name).run(far, name, make, way, eager):
+            assert off < 1e-5 or name not in SYNCHRONOUS, (make, eager)
+            parts = {"by_layers": 4, "run_before": 2}.get(way, 2)
+            assert len(sizes) <= parts * (1 + (eager == 0)), sizes

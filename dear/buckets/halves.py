@@ -370,8 +370,9 @@ class Usage:
         self._communicator = communicator
         self._marks = torch.zeros(len(params), dtype=torch.uint8, device=params[0].device)
         # A separate queue, ahead of the large transfers; other backends have only one.
-        self._queue = {"channel": 1, "priority": 1} if communicator.native else {}
-        communicator.ensure_channels(2 if communicator.native else 1)
+        native = self._marks.device.type in communicator.native
+        self._queue = {"channel": 1, "priority": 1} if native else {}
+        communicator.ensure_channels(2 if native else 1)
         self._work: Work | None = None
         self._carrier: Decoupled | None = None
         self._missing: set[torch.nn.Parameter] = set()

@@ -64,7 +64,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         self.every = every
         self.steps = 0
         """Number of steps so far, by which schedules go."""
-        exchange.open(self.communicator)
+        exchange.open(self.communicator, self.params[0].device)
         self.prepare()
         if replica.has_optimizer:
             self.scaling = GradScaling(self.optimizer)

@@ -256,6 +256,14 @@ def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.
     return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
 
+def mark(marks: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
+    """Sets `marks` `[len(present)]` to 1 or 0 and returns it; does not wait for a GPU."""
+    if all(present):
+        return marks.fill_(1)
+    host = torch.tensor(present, dtype=marks.dtype, pin_memory=marks.is_cuda)
+    return marks.copy_(host, non_blocking=True)
+
+
 def _reduce_op(op: Op) -> Any:
     kinds = dist.ReduceOp
     ops = {"mean": kinds.SUM, "sum": kinds.SUM, "min": kinds.MIN, "max": kinds.MAX}

@@ -51,11 +51,11 @@ class DeviceClock:
         returns its time in seconds."""
         event = self._event()
 
-        def at_s() -> float:
+        def passed_s() -> float:
             event.synchronize()
-            return self._at_s(event)
+            return self.at_s(event)
 
-        return at_s
+        return passed_s
 
     def follow(
         self, handle: Any, queue: object, enqueued_s: float, tensors: Sequence[torch.Tensor]
@@ -80,10 +80,10 @@ class DeviceClock:
 
         def times() -> WorkTimes:
             ended.synchronize()
-            starts_s = [self._at_s(event) for event in (ready, before) if event is not None]
+            starts_s = [self.at_s(event) for event in (ready, before) if event is not None]
             started_s = max(enqueued_s, *starts_s)
             return WorkTimes(
-                enqueued_s=enqueued_s, started_s=started_s, finished_s=self._at_s(ended)
+                enqueued_s=enqueued_s, started_s=started_s, finished_s=self.at_s(ended)
             )
 
         return times
@@ -94,7 +94,8 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _at_s(self, event: torch.cuda.Event) -> float:
+    def at_s(self, event: torch.cuda.Event) -> float:
+        """Returns the time of an event that has passed, in seconds."""
         return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
 
 

@@ -158,3 +158,56 @@ def test_only_backends_that_take_a_gpus_address_for_their_own_are_staged(
     monkeypatch, backend, device, staged
 ):
     assert _who_is_staged(monkeypatch, backend, device) is staged
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "chosen"), [("comm_core", 2, [1]), ("comm_core", 1, []), ("nccl", 1, [0])]
+)
+def test_ranks_that_share_several_gpus_compute_on_their_own(monkeypatch, backend, gpus, chosen):
+    """Events of another GPU than that of the tensors would tell nothing."""
+    seen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(runtime, "meet", lambda facts, timeout_s: None)
+    monkeypatch.setattr(runtime, "_choose_interface", lambda facts: None)
+    monkeypatch.setattr(runtime, "_gpu_clash", lambda facts, store: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **more: None)
+    facts = SimpleNamespace(local_rank=gpus - 1, rank=3, world_size=4)
+    runtime._join(facts, backend, 1.0)
+    assert seen == chosen
+
+
+def test_nccl_connects_all_ranks_of_a_channel_before_exchanges_of_some(monkeypatch):
+    """A barrier without the GPU's number would go to the CPU's backend."""
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.distributed, "barrier", lambda group, device_ids: seen.append((group, device_ids))
+    )
+    c: Any = object.__new__(communicators.Communicator)
+    c.groups, c.streamed = ["first", "second"], frozenset({"cuda"})
+    c.connect(torch.device("cuda"), 1)
+    c.connect(torch.device("cpu"), 1)
+    assert seen == [("second", [3])]
+
+
+def _broadcast_state() -> list[Any]:
+    """State of rank 0 as it travels: where the tensors are, and what arrives."""
+    c = runtime.communicator()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter], lr=0.1 * (c.rank + 1))
+    parameter.grad = torch.ones(2) * (c.rank + 1)
+    optimizer.step()
+    moved: list[int] = []
+    plain = torch.Tensor.cpu
+    torch.Tensor.cpu = lambda tensor: moved.append(tensor.numel()) or plain(tensor)
+    try:
+        dear.broadcast_optimizer_state(optimizer)
+    finally:
+        torch.Tensor.cpu = plain
+    mean = optimizer.state[parameter]["exp_avg"]
+    return [sorted(moved)[:3], optimizer.param_groups[0]["lr"], *mean.tolist()]
+
+
+def test_an_optimizers_state_travels_through_host_memory(pair):
+    assert pair.run(_broadcast_state) == [[[1, 2, 2], 0.1, *[pytest.approx(0.1)] * 2]] * 2

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import dear
+from dear import dadt
 from dear.comm import communicator as communicators
 from dear.comm import runtime
 from dear.comm.communicator import buffer
 from dear.comm.handles import Exchange
+from dear.dadt.session import current
 from dear.errors import UserError
 from tests.ranks import RankPool
 
@@ -211,3 +213,21 @@ def _broadcast_state() -> list[Any]:
 
 def test_an_optimizers_state_travels_through_host_memory(pair):
     assert pair.run(_broadcast_state) == [[[1, 2, 2], 0.1, *[pytest.approx(0.1)] * 2]] * 2
+
+
+def _dadt_beside_nccl() -> list[Any]:
+    c = runtime.communicator()
+    before, c.backend = c.backend, "cpu:comm_core,cuda:nccl"
+    try:
+        dadt.init()
+        backend = current().cycles._execution._communicator.backend
+        total = dadt.all_reduce(0, torch.ones(2))
+        dadt.shutdown()
+        return [backend, total.tolist()]
+    finally:
+        c.backend = before
+
+
+def test_the_thread_of_dadt_leaves_nccl_to_the_script(pair):
+    """NCCL may hang if two threads use two of its groups in different orders on the ranks."""
+    assert pair.run(_dadt_beside_nccl) == [["comm_core", [2.0, 2.0]]] * 2

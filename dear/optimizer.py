@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from dear.algorithms.aliases import arguments
 from dear.comm import runtime
@@ -122,8 +123,13 @@ def broadcast_parameters(
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
     """Copies the optimizer state and hyper-parameters of rank `root_rank` to all ranks."""
     communicator = runtime.communicator()
-    state = optimizer.state_dict()
+    # A tensor of a GPU would arrive on the root's GPU, with a context of every rank there.
+    state = tree_map(_on_host, optimizer.state_dict())
     optimizer.load_state_dict(communicator.broadcast_object(state, root=root_rank))
+
+
+def _on_host(value: object) -> object:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def allreduce(tensor: torch.Tensor, average: bool = True) -> torch.Tensor:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from common.launch.ranks import Ranks
 
-# What is told to stop may write down what it has; then it is killed.
-GRACE_S = 5.0
+# Time after SIGINT in which a program may write what it has (pytest its report); then it is killed.
+GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ Verdict = tuple[str, str]
 
 
 def by_exit_status(ended: Ended) -> Verdict:
-    """`ok` if the command exited with 0; else the last line that it printed is the reason."""
+    """Returns `ok` if the command exited with 0; else its last printed line is the reason."""
     if ended.code == 0:
         return "ok", ""
     lines = (
@@ -41,7 +41,8 @@ def by_exit_status(ended: Ended) -> Verdict:
         else []
     )
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-    return "failed", f"exit status {ended.code}: {last[:300]}"
+    code = "" if ended.code is None else f"exit status {ended.code}: "
+    return "failed", f"{code}{last[:300]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Step:
     after: tuple[str, ...] = ()
     """Steps that must have ended well."""
     judge: Callable[[Ended], Verdict] = by_exit_status
-    """Says what an end within the time limit means."""
+    """Returns the meaning of an end; of a stopped command only the reason counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,8 @@ def run_steps(
                 status, reason = "failed", f"not finished after {step.limit_s:.0f} s"
             else:
                 reason = f"no time: stopped after {ended.seconds:.0f} s, at the end of the budget"
+            if ended.code is None:
+                reason += f"; until then: {step.judge(ended)[1]}"
         if status != "ok":
             not_ok.add(step.name)
         yield Result(name=step.name, status=status, reason=reason, **spent)
@@ -151,7 +154,7 @@ def run_command(step: Step, limit_s: float, log: Path) -> Ended:
             if ranks.wait(limit_s):
                 code = ranks.codes[0]
             else:
-                os.killpg(group, signal.SIGTERM)
+                os.killpg(group, signal.SIGINT)
                 ranks.wait(GRACE_S)
         finally:
             # Also after Ctrl-C, and also what outlived the command itself.

@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,16 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.gpu_check.budget import (
-    Budget,
-    Ended,
-    Result,
-    Step,
-    Verdict,
-    by_exit_status,
-    run_command,
-    run_steps,
-)
+from common.gpu_check.budget import Budget, Ended, Result, Step, run_command, run_steps
+from common.gpu_check.verdicts import judge_horovod, judge_sweep, judge_tests
 from common.machine import machine_card, version
 from common.paths import CONFIGS, LOGS, ROOT
 from dear.errors import UserError
@@ -239,6 +230,16 @@ def plan(place: Place) -> list[Step]:
         needs=("c++", "cmake", "ninja"),
         env=place.env,
     )
+    # Without a network, and without a wheel from before, it says so within seconds.
+    horovod = Step(
+        name="build Horovod",
+        command=[str(ROOT / "scripts" / "horovod.sh"), str(place.venv)],
+        expected_s=60,
+        limit_s=240,
+        needs=("c++",),
+        env={**place.env, **_PIP},
+        judge=partial(judge_horovod, place.venv / "horovod-build-failed.txt"),
+    )
     few = {"repeats": 1, "warmup_steps": 2, "check_steps": 3, "min_iter_s": 0.2}
     steps = [build, _tests(place)]
     for backend, after in (("comm_core", (build.name,)), ("gloo", ())):
@@ -247,6 +248,7 @@ def plan(place: Place) -> list[Step]:
         changes |= {"models": [{"name": "resnet18", "batch_size": 8}], "baseline": False}
         limits = {"expected_s": 25, "limit_s": 120, "after": after}
         steps.append(_sweep(place, title, "resnet18", changes | {"measure": few}, **limits))
+    steps.append(horovod)
     for model in ("resnet50", "bert_base"):
         title = f"{model}, {place.gpus} rank{'' if alone else 's'} over NCCL"
         worlds = {"world_sizes": [place.gpus]}
@@ -260,8 +262,8 @@ def _tests(place: Place) -> Step:
     return Step(
         name="CUDA tests",
         command=[place.python, "-m", "pytest", "-q", "-rs", "-k", "not on_cpu", report, *files],
-        expected_s=40,
-        limit_s=180,
+        expected_s=60,
+        limit_s=240,
         needs=("pytest",),
         env=place.env,
         judge=partial(judge_tests, place.out / TESTS_REPORT),
@@ -301,52 +303,6 @@ def _profile(place: Place, model: str, batch_size: int) -> Step:
 def algorithms(device: str) -> list[str]:
     """Every algorithm that can run on `device`."""
     return [n for n in algorithm_names() if device in algorithm_class(n).capabilities.devices]
-
-
-def judge_tests(report: Path, ended: Ended) -> Verdict:
-    """Returns the verdict of pytest's report; it is `failed` also if no test ran."""
-    if not report.exists():
-        return by_exit_status(ended)
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    bad = [case for case in cases if {"failure", "error"} & {child.tag for child in case}]
-    skips = [case.find("skipped") for case in cases if case.find("skipped") is not None]
-    passed = len(cases) - len(bad) - len(skips)
-    text = f"{passed} passed"
-    if skips:
-        reasons = {(skip.get("message") or "").strip() for skip in skips}
-        text += f", {len(skips)} skipped ({'; '.join(sorted(reasons))})"
-    if bad:
-        names = ", ".join(str(case.get("name")) for case in bad[:5])
-        return "failed", f"{len(bad)} failed ({names}), {text}"
-    if not passed:
-        return "failed", f"no test ran: {text}"
-    return ("ok", text) if ended.code == 0 else by_exit_status(ended)
-
-
-def judge_sweep(folder: Path, models: set[str], ended: Ended) -> Verdict:
-    """Returns the verdict of a sweep's records of `models`: every trial must be correct, too."""
-    from common.results import store
-
-    good, bad, without = [], [], []
-    newest = store.latest(store.load(folder / "records.jsonl")).values()
-    for record in (record for record in newest if record.trial["model"] in models):
-        label, check = record.label, record.check
-        if record.status == "unsupported":
-            without.append(f"{label}: {record.error.message}")
-        elif not record.ok:
-            bad.append(f"{label}: {record.status}: {record.error.message}")
-        elif not check.replicas_agree:
-            bad.append(f"{label}: the replicas differ by {check.replica_spread}")
-        elif not check.matches_reference:
-            bad.append(f"{label}: off plain training by {check.reference_error}")
-        else:
-            good.append(label)
-    text = f"{len(good)} right" + (f"; unsupported: {'; '.join(without)}" if without else "")
-    if bad:
-        return "failed", f"{'; '.join(bad)[:600]} ({text})"
-    if ended.code != 0 or not good:
-        return by_exit_status(ended) if ended.code else ("failed", text)
-    return "ok", text
 
 
 # The summary --------------------------------------------------------------------------------------

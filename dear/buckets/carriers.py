@@ -16,7 +16,7 @@ from dear.buckets.compressors import (
     make_compressor,
     split,
 )
-from dear.comm.communicator import Communicator, flat_view
+from dear.comm.communicator import Communicator, flat_view, mark
 from dear.comm.work import Work
 from dear.errors import UserError
 from dear.lazy import torch
@@ -108,7 +108,7 @@ class Payloads(Carrier):
         """Returns this rank's payload and marks as 1-D uint8."""
         self._all_present = all(present)
         payload = self.compressor.compress(flat_view(tensor))
-        marks = torch.tensor(present, dtype=torch.uint8).to(payload.device)
+        marks = mark(payload.new_empty(len(present)), present)
         # Each row of the all-gather must start at a multiple of 8 bytes.
         marks = torch.nn.functional.pad(marks, (0, -marks.numel() % 8))
         self._start = payload.numel()

@@ -235,11 +235,11 @@ class TopK(Compressor):
 
     def payload(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Returns a payload with the `count` largest entries; `places` must not repeat."""
-        count, device = self.count, values.device
+        count = self.count
         if values.numel() > count:
             chosen = values.abs().topk(count, sorted=False).indices
             values, places = values[chosen], places[chosen]
-        kept, at = values.new_zeros(count), torch.zeros(count, dtype=self._index_dtype).to(device)
+        kept, at = values.new_zeros(count), places.new_zeros(count, dtype=self._index_dtype)
         kept[: values.numel()], at[: places.numel()] = values, places.to(self._index_dtype)
         return joined(kept, at)
 
@@ -423,8 +423,8 @@ def pack_signs(values: torch.Tensor) -> torch.Tensor:
     """
     bits = (values >= 0).to(torch.uint8)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % (8 * ALIGNMENT)))
-    weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=values.device)
-    return (bits.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
+    places = torch.arange(8, dtype=torch.uint8, device=values.device)
+    return (bits.view(-1, 8) << places).sum(dim=1, dtype=torch.uint8)
 
 
 def unpack_signs(packed: torch.Tensor, numel: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeAlias, TypeVar
 
-from dear.comm.communicator import Communicator, buffer, padded
+from dear.comm.communicator import Communicator, buffer, mark, padded
 from dear.errors import UserError
 from dear.lazy import torch
 
@@ -178,10 +178,7 @@ class Bucket(Watch):
         self.copy_gradients(self.gradient_views, divisor)
         has = [param.grad is not None for param in self.params]
         self._all_present = all(has)
-        if self._all_present:
-            self.marks.fill_(1)
-        else:
-            self.marks.copy_(torch.tensor(has, dtype=torch.float32))
+        mark(self.marks, has)
 
     def copy_gradients(self, to: Sequence[torch.Tensor], divisor: int = 1) -> None:
         """Copies the gradients, divided, to tensors like `views`; a missing one becomes 0."""

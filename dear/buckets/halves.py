@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dear.buckets.carriers import payload_carrier
 from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.flat import Bucket
-from dear.comm.communicator import Communicator, buffer
+from dear.comm.communicator import Communicator, buffer, mark
 from dear.comm.work import Work
 from dear.lazy import torch
 
@@ -370,8 +370,9 @@ class Usage:
         self._communicator = communicator
         self._marks = torch.zeros(len(params), dtype=torch.uint8, device=params[0].device)
         # A separate queue, ahead of the large transfers; other backends have only one.
-        self._queue = {"channel": 1, "priority": 1} if communicator.native else {}
-        communicator.ensure_channels(2 if communicator.native else 1)
+        native = self._marks.device.type in communicator.native
+        self._queue = {"channel": 1, "priority": 1} if native else {}
+        communicator.ensure_channels(2 if native else 1)
         self._work: Work | None = None
         self._carrier: Decoupled | None = None
         self._missing: set[torch.nn.Parameter] = set()
@@ -396,10 +397,7 @@ class Usage:
         if carrier is not None and carrier.marks is not None:
             carrier.await_message()
             marks, self._carrier = carrier.marks.values, carrier
-        if self._missing:
-            marks.copy_(torch.tensor(has, dtype=torch.uint8))
-        else:
-            marks.fill_(1)
+        mark(marks, has)
         if self._carrier is None:
             self._work = self._communicator.all_reduce(marks, op="max", **self._queue)
 

@@ -43,6 +43,12 @@ def backend_of(group: dist.ProcessGroup) -> str:
     return "mpi" if name == _MPI else name
 
 
+def backend_for(backend: str, device: str) -> str:
+    """Returns the backend of tensors on devices of a type; `backend` is as `backend_of` returns."""
+    pairs = dict(pair.split(":") for pair in backend.split(",") if ":" in pair)
+    return pairs.get(device, "") if pairs else backend
+
+
 def prepare(backend: str) -> str:
     """Registers a backend with torch.distributed and returns its name there.
 

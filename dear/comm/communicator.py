@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-from dear.comm.backends import backend_of
+from dear.comm.backends import backend_for, backend_of
 from dear.comm.handles import Exchange
 from dear.comm.work import Account, Work
 from dear.errors import UserError, one_of
@@ -49,7 +49,12 @@ class Communicator(Account):
         self.size = dist.get_world_size(group)
         self.backend = backend_of(group)
         """Name as users choose it."""
-        super().__init__(native=self.backend == "comm_core", record_times=record_times)
+        names = {device: backend_for(self.backend, device) for device in ("cpu", "cuda")}
+        super().__init__(
+            native=frozenset(device for device, name in names.items() if name == "comm_core"),
+            streamed=frozenset(device for device, name in names.items() if "nccl" in name),
+            record_times=record_times,
+        )
         self.burst_bytes = 0
         """Payload bytes that each host's link passes at once after a rest, since an emulated link
         is a token bucket; fits of collective costs subtract them."""
@@ -68,7 +73,7 @@ class Communicator(Account):
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
     ) -> Work:
         """Reduces `tensor` (any shape) over all ranks, in place; every rank gets the result."""
-        queue, kind = self._queue(channel, priority), _reduce_op(op)
+        queue, kind = self._queue(channel, priority, tensor), _reduce_op(op)
         return self._start(queue, dist.all_reduce, self._summand(flat_view(tensor), op), op=kind)
 
     def reduce_scatter(
@@ -84,7 +89,7 @@ class Communicator(Account):
 
         Both must be contiguous. The call may overwrite `input` (`mean` scales it in place).
         """
-        queue, kind = self._queue(channel, priority), _reduce_op(op)
+        queue, kind = self._queue(channel, priority, input), _reduce_op(op)
         if input.numel() != output.numel() * self.size:
             raise UserError(
                 f"reduce_scatter: input has {input.numel()} elements, must be {self.size} x "
@@ -97,7 +102,7 @@ class Communicator(Account):
         self, output: torch.Tensor, input: torch.Tensor, *, channel: int = 0, priority: int = 0
     ) -> Work:
         """Concatenates every rank's `input` `[n]` into `output` `[size * n]`, in rank order."""
-        queue = self._queue(channel, priority)
+        queue = self._queue(channel, priority, input)
         if output.numel() != input.numel() * self.size:
             raise UserError(
                 f"all_gather: output has {output.numel()} elements, must be {self.size} x "
@@ -110,7 +115,7 @@ class Communicator(Account):
         self, tensor: torch.Tensor, *, root: int, op: Op, channel: int = 0, priority: int = 0
     ) -> Work:
         """Reduces `tensor` over all ranks, in place on rank `root`; scratch on other ranks."""
-        queue, kind = self._queue(channel, priority), _reduce_op(op)
+        queue, kind = self._queue(channel, priority, tensor), _reduce_op(op)
         flat, target = flat_view(tensor), self._global_rank(root)
         return self._start(queue, dist.reduce, self._summand(flat, op), dst=target, op=kind)
 
@@ -118,7 +123,7 @@ class Communicator(Account):
         self, tensor: torch.Tensor, *, root: int, channel: int = 0, priority: int = 0
     ) -> Work:
         """Copies rank `root`'s `tensor` to all ranks, in place."""
-        queue, source = self._queue(channel, priority), self._global_rank(root)
+        queue, source = self._queue(channel, priority, tensor), self._global_rank(root)
         return self._start(queue, dist.broadcast, flat_view(tensor), src=source)
 
     def exchange(
@@ -129,20 +134,29 @@ class Communicator(Account):
         Both must be contiguous, with the same size and dtype on both ranks. Other ranks take no
         part. Exchanges of two ranks on one channel run in the order of the calls.
         """
-        self._queue(channel, 0)
-        handle = Exchange(send, recv, self._global_rank(peer), self.groups[channel])
-        return self._work(
-            "exchange", handle, channel, recv.nbytes, send.nbytes, on_gpu=send.is_cuda
-        )
+        self._queue(channel, 0, send)
+        group, kind = self.groups[channel], send.device.type
+        staged = send.is_cuda and kind not in self.native and kind not in self.streamed
+        handle = Exchange(send, recv, self._global_rank(peer), group, staged)
+        return self._work("exchange", handle, channel, group, recv, send)
 
-    def regimes(self, operation: str) -> tuple[tuple[str, int], ...] | None:
+    def connect(self, device: torch.device, channel: int = 0) -> None:
+        """Lets the exchanges of a channel begin with some of the ranks only; a collective call.
+
+        NCCL's first call on a group must involve all its ranks. A barrier is one only with the
+        GPU's number; else torch sends it to the CPU's backend.
+        """
+        if device.type in self.streamed:
+            dist.barrier(self.groups[channel], device_ids=[torch.cuda.current_device()])
+
+    def regimes(self, operation: str, device: torch.device) -> tuple[tuple[str, int], ...] | None:
         """Returns the engine's algorithms for an operation: names, and first message size in bytes.
 
         None: the engine does not report them, or it has only one.
         """
-        if not self.native or self.size == 1:
+        if device.type not in self.native or self.size == 1:
             return None
-        backend: Any = self.groups[0]._get_backend(torch.device("cpu"))
+        backend: Any = self.groups[0]._get_backend(device)
         return tuple((name, first) for name, first, _ in backend.regimes(operation))
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
@@ -165,14 +179,14 @@ class Communicator(Account):
         """Releases the process groups; no call is possible afterwards."""
         self.groups.clear()
 
-    def _queue(self, channel: int, priority: int) -> tuple[int, int]:
+    def _queue(self, channel: int, priority: int, tensor: torch.Tensor) -> tuple[int, int]:
         if not self.groups:
             raise UserError("this communicator is closed: the job has been left by shutdown()")
         if not 0 <= channel < len(self.groups):
             raise UserError(
                 f"channel {channel} does not exist: this communicator has {len(self.groups)}"
             )
-        if priority and not self.native:
+        if priority and tensor.device.type not in self.native:
             raise UserError(f"backend {self.backend} has no priorities; use priority=0")
         return channel, priority
 
@@ -199,9 +213,7 @@ class Communicator(Account):
         channel, priority = queue
         with _at(priority):
             handle = call(*tensors, group=self.groups[channel], async_op=True, **extra)
-        nbytes = max(tensor.nbytes for tensor in tensors)
-        sent, on_gpu = tensors[-1].nbytes, tensors[-1].is_cuda
-        return self._work(call.__name__, handle, channel, nbytes, sent, on_gpu=on_gpu)
+        return self._work(call.__name__, handle, channel, self.groups[channel], *tensors)
 
 
 @functools.cache
@@ -239,9 +251,17 @@ def padded(numel: int, step: int) -> int:
 
 def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
     """Allocates a zeroed 1-D tensor like `like`, in memory that the backend reads in place."""
-    if communicator.native and like.device.type == "cpu":
+    if like.device.type == "cpu" and "cpu" in communicator.native:
         return comm_core.empty(numel, dtype=like.dtype)
     return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+
+def mark(marks: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
+    """Sets `marks` `[len(present)]` to 1 or 0 and returns it; does not wait for a GPU."""
+    if all(present):
+        return marks.fill_(1)
+    host = torch.tensor(present, dtype=marks.dtype, pin_memory=marks.is_cuda)
+    return marks.copy_(host, non_blocking=True)
 
 
 def _reduce_op(op: Op) -> Any:
@@ -258,9 +278,9 @@ class SubCommunicator(Communicator):
         self._parent = parent
 
     def _work(
-        self, name: str, handle: Any, channel: int, nbytes: int, sent: int, *, on_gpu: bool
+        self, name: str, handle: Any, channel: int, queue: object, *tensors: torch.Tensor
     ) -> Work:
-        return self._parent._work(name, handle, channel, nbytes, sent, on_gpu=on_gpu)
+        return self._parent._work(name, handle, channel, queue, *tensors)
 
     def close(self) -> None:
         """Destroys the process group, which belongs to this communicator."""

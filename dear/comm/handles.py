@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,49 +25,77 @@ class WorkTimes:
 
 
 class DeviceClock:
-    """Times of GPU transfers on the host's clock.
+    """Times of a GPU's streams on the host's clock.
 
-    NCCL's futures complete when a transfer is queued, so they cannot tell its end. A separate
-    stream waits for each transfer and then records an event, which gives the end. An event on the
-    stream that made the input gives the earliest start.
+    NCCL's futures complete when a transfer is queued, so they cannot tell its end. For each queue
+    of transfers, a separate stream waits for each of them and then records an event, which gives
+    the end. An event on the stream that made the input gives the earliest start.
 
     Args:
         clock: clock of the host, in seconds.
+        device: the GPU.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._aside = torch.cuda.Stream()
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record()
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self._device = device
+        self._origin = self._event()
         self._origin.synchronize()
         self._origin_s = clock()
-        self._last: dict[int, torch.cuda.Event] = {}
-        """Event after the last transfer of each channel."""
+        self._aside: dict[object, torch.cuda.Stream] = {}
+        """Stream that waits for the transfers of each queue."""
+        self._last: dict[object, torch.cuda.Event] = {}
+        """Event after the last transfer of each queue."""
 
-    def follow(self, handle: Any, channel: int, enqueued_s: float) -> Callable[[], WorkTimes]:
-        """Starts to time a transfer that was just queued; returns a function for its times.
+    def mark(self) -> Callable[[], float]:
+        """Marks the present end of the current stream; returns a function that waits for it and
+        returns its time in seconds."""
+        event = self._event()
 
-        That function waits for the end of the transfer.
+        def passed_s() -> float:
+            event.synchronize()
+            return self.at_s(event)
+
+        return passed_s
+
+    def follow(
+        self, handle: Any, queue: object, enqueued_s: float, tensors: Sequence[torch.Tensor]
+    ) -> Callable[[], WorkTimes]:
+        """Starts to time a transfer of `tensors` that was just queued; returns a function for its
+        times, which waits for the end of the transfer.
+
+        Args:
+            queue: transfers of one queue run one after another.
         """
-        ready = torch.cuda.Event(enable_timing=True)
-        ready.record()
-        with torch.cuda.stream(self._aside):
+        ready = self._event()
+        aside = self._aside.get(queue)
+        if aside is None:
+            aside = self._aside[queue] = torch.cuda.Stream(self._device)
+        for tensor in tensors:
+            # torch holds them until the first wait for the transfer, which is the next one.
+            tensor.record_stream(aside)
+        with torch.cuda.stream(aside):
             handle.wait()
-            ended = torch.cuda.Event(enable_timing=True)
-            ended.record()
-        before, self._last[channel] = self._last.get(channel), ended
+            ended = self._event()
+        before, self._last[queue] = self._last.get(queue), ended
 
         def times() -> WorkTimes:
             ended.synchronize()
-            starts_s = [self._at_s(event) for event in (ready, before) if event is not None]
+            starts_s = [self.at_s(event) for event in (ready, before) if event is not None]
             started_s = max(enqueued_s, *starts_s)
             return WorkTimes(
-                enqueued_s=enqueued_s, started_s=started_s, finished_s=self._at_s(ended)
+                enqueued_s=enqueued_s, started_s=started_s, finished_s=self.at_s(ended)
             )
 
         return times
 
-    def _at_s(self, event: torch.cuda.Event) -> float:
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        # The device of a thread may be another one than that of the tensors.
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def at_s(self, event: torch.cuda.Event) -> float:
+        """Returns the time of an event that has passed, in seconds."""
         return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
 
 
@@ -75,15 +103,26 @@ class Exchange:
     """A send of `send` to rank `peer` of the job and a receive of `recv` from it.
 
     It has the methods of torch's works, but no times.
+
+    Args:
+        staged: True sends through host memory: Gloo and MPI take the addresses of a GPU for theirs.
     """
 
     def __init__(
-        self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        peer: int,
+        group: dist.ProcessGroup,
+        staged: bool = False,
     ) -> None:
-        self._tensors = send, recv
         self._works: list[Any] = []
         self._ended: set[Any] = set()
-        """Works that were waited for; empty on CUDA, where each waiting stream must wait."""
+        """Works that were waited for; empty where each waiting stream must wait."""
+        self._target = recv if staged else None
+        if staged:
+            send, recv = send.cpu(), torch.empty_like(recv, device="cpu")
+        self._tensors = send, recv
         if recv.is_cuda:
             # NCCL makes progress on a send only with a matching receive in the same group call.
             ops = [dist.P2POp(dist.irecv, recv, peer, group)]
@@ -99,6 +138,9 @@ class Exchange:
                 work.wait()
                 if not self._tensors[0].is_cuda:
                     self._ended.add(work)  # Gloo allows only one wait per message
+        if self._target is not None:
+            self._target.copy_(self._tensors[1])  # from pageable memory: it has ended on return
+            self._target = None
 
     def is_completed(self) -> bool:
         """Returns True once send and receive have ended."""

@@ -82,7 +82,7 @@ class Hierarchy(SubCommunicator):
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
     ) -> ThreeLegs:
         """Reduces `tensor` in place; its number of elements must be a multiple of `local_size`."""
-        self._queue(channel, priority)
+        self._queue(channel, priority, tensor)
         if tensor.numel() % self.local_size:
             raise UserError(
                 f"hierarchical averaging: {tensor.numel()} elements cannot be shared by the "

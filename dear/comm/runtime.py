@@ -89,7 +89,9 @@ def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> None:
             backend = default_backend(facts, own_gpus=clash is None)
         elif clash is not None:
             raise UserError(f"backend nccl needs a GPU per rank: {clash}")
-    if "nccl" in backend:
+    # Events and streams are made on the present device. The first GPU is that without a call, which
+    # would take some of its memory also where the script uses no GPU.
+    if "nccl" in backend or torch.cuda.device_count() > 1:
         torch.cuda.set_device(gpu(facts))
     dist.init_process_group(
         backend, store=store, timeout=timeout, rank=facts.rank, world_size=facts.world_size

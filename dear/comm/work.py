@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,27 +24,31 @@ class Work:
         self,
         communicator: Account,
         handle: Any,
-        channel: int,
-        nbytes: int,
-        on_gpu: bool = False,
+        queue: object,
+        tensors: Sequence[torch.Tensor],
     ) -> None:
         self._communicator = communicator
         self._handle = handle
-        self._channel = channel
+        self._queue = queue
         self._callbacks: list[Callable[[], None]] = []
         self._times: WorkTimes | None = None
-        self.nbytes = nbytes
+        self.nbytes = max(tensor.nbytes for tensor in tensors)
         """Payload in bytes: the larger of input and output on this rank."""
+        device = tensors[0].device
+        self._native = device.type in communicator.native
+        self._streamed = device.type in communicator.streamed
         self._recorded: threading.Event | None = None
         self._device_times: Callable[[], WorkTimes] | None = None
-        if communicator.record_times and not communicator.native and on_gpu:
-            device_clock = communicator.device_clock()
-            self._device_times = device_clock.follow(handle, channel, communicator.clock())
-        elif communicator.record_times and not communicator.native:
-            with contextlib.suppress(RuntimeError):  # Gloo's reduce-scatter has no future
-                future, recorded = handle.get_future(), threading.Event()
-                self._recorded, enqueued = recorded, communicator.clock()
-                future.add_done_callback(lambda _: self._finished(enqueued, recorded))
+        if not communicator.record_times or self._native:
+            return
+        if self._streamed:
+            clock = communicator.device_clock(device)
+            self._device_times = clock.follow(handle, queue, communicator.clock(), tensors)
+            return
+        with contextlib.suppress(RuntimeError):  # Gloo's reduce-scatter has no future
+            future, recorded = handle.get_future(), threading.Event()
+            self._recorded, enqueued = recorded, communicator.clock()
+            future.add_done_callback(lambda _: self._finished(enqueued, recorded))
 
     def wait(self) -> None:
         """Blocks until the result may be used (on CUDA: by the current stream).
@@ -53,7 +57,7 @@ class Work:
         """
         began_s = self._communicator.clock()
         self.join()
-        self._communicator.held_up(began_s)
+        self._communicator.held_up(began_s, reported=self._native)
 
     def join(self) -> None:
         """Waits in a helper thread; the time does not count as exposed communication."""
@@ -64,7 +68,15 @@ class Work:
         return bool(self._handle.is_completed())
 
     def on_complete(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the collective has ended, from a thread of the backend."""
+        """Calls `callback` once the collective has ended, from a thread of the backend.
+
+        Raises `UserError` on NCCL, which tells the host only that a collective is queued.
+        """
+        if self._streamed:
+            raise UserError(
+                "on_complete: NCCL reports no end of a collective to the host; call wait(), or use "
+                "comm_core or gloo"
+            )
         self._handle.get_future().add_done_callback(lambda _: callback())
 
     def future(self) -> torch.futures.Future[Any]:
@@ -74,7 +86,7 @@ class Work:
 
     def times(self) -> WorkTimes:
         """Returns the times of a finished collective; raises `UserError` if there are none."""
-        if self._communicator.native and self._handle.is_completed():
+        if self._native and self._handle.is_completed():
             times: WorkTimes = self._handle.times()
             return times
         if self._device_times is not None and self._handle.is_completed():
@@ -87,8 +99,8 @@ class Work:
 
     def _finished(self, enqueued_s: float, recorded: threading.Event) -> None:
         now_s = self._communicator.clock()
-        before_s = self._communicator.channel_free_s.get(self._channel, enqueued_s)
-        self._communicator.channel_free_s[self._channel] = now_s
+        before_s = self._communicator.queue_free_s.get(self._queue, enqueued_s)
+        self._communicator.queue_free_s[self._queue] = now_s
         self._times = WorkTimes(
             enqueued_s=enqueued_s, started_s=max(enqueued_s, before_s), finished_s=now_s
         )
@@ -109,21 +121,25 @@ class Account:
     """Log of one rank's transfers, and of the time that it waits for them.
 
     Args:
-        native: True for the backend `comm_core`.
+        native: types of the devices whose tensors the backend `comm_core` moves.
+        streamed: types of those whose transfers end on a stream of the device, unseen by the host.
         record_times: keep `Work.times()`; costs a callback per collective.
     """
 
     _log: Log | None = None
     """The active log, or None."""
 
-    def __init__(self, *, native: bool, record_times: bool) -> None:
-        self.native = native
-        """True for `comm_core`, which has priorities and takes times on `clock` (on Linux)."""
+    def __init__(
+        self, *, native: frozenset[str], streamed: frozenset[str], record_times: bool
+    ) -> None:
+        self.native, self.streamed = native, streamed
+        """Types of devices: of the tensors that `comm_core` moves, which has priorities and takes
+        times on `clock` (on Linux); and of those that NCCL moves."""
         self.record_times = record_times
         self.clock, self.pause = time.perf_counter, time.sleep
         """Clock in seconds, and sleep; all code that measures or waits uses these two."""
-        self.channel_free_s: dict[int, float] = {}
-        self._device_clock: DeviceClock | None = None
+        self.queue_free_s: dict[object, float] = {}
+        self._device_clocks: dict[torch.device, DeviceClock] = {}
         self.blocked_s = 0.0
         """Exposed communication: seconds for which `Work.wait` blocked its callers."""
         self.held_up_until_s = -math.inf
@@ -179,18 +195,24 @@ class Account:
         else:
             self.held_up_until_s = self.clock()
 
-    def device_clock(self) -> DeviceClock:
-        """Returns the clock that times NCCL's transfers; creates it on the first call."""
-        if self._device_clock is None:
-            self._device_clock = DeviceClock(self.clock)
-        return self._device_clock
+    def device_clock(self, device: torch.device) -> DeviceClock:
+        """Returns the clock of a GPU's streams; creates it on the first call."""
+        if device not in self._device_clocks:
+            self._device_clocks[device] = DeviceClock(self.clock, device)
+        return self._device_clocks[device]
 
     def _work(
-        self, name: str, handle: Any, channel: int, nbytes: int, sent: int, *, on_gpu: bool
+        self, name: str, handle: Any, channel: int, queue: object, *tensors: torch.Tensor
     ) -> Work:
+        """Returns the work of a call that was just started.
+
+        Args:
+            queue: the process group; its calls run one after another.
+            tensors: the output, if it is separate, and the input.
+        """
         with self._counting:
-            self.bytes_sent += sent
-        work = Work(self, handle, channel, nbytes, on_gpu)
+            self.bytes_sent += tensors[-1].nbytes
+        work = Work(self, handle, queue, tensors)
         if self._log is not None:
             self._log.started.append((name, channel, work))
         return work

@@ -163,11 +163,12 @@ class _Calls:
     ) -> None:
         self._communicator, self._operation = communicator, operation
         self._device, self._shared = device, shared
-        self._pair = _pair(communicator) if operation == EXCHANGE else None
+        self._pair = _pair(communicator, device) if operation == EXCHANGE else None
         if operation == EXCHANGE:  # the comm core all-reduces in pairs; rank 0 is always in one
-            regimes = self._pair.regimes("all_reduce") if self._pair else None
+            communicator.connect(device)
+            regimes = self._pair.regimes("all_reduce", device) if self._pair else None
         else:
-            regimes = communicator.regimes(operation)
+            regimes = communicator.regimes(operation, device)
         self.regimes: tuple[tuple[str, int], ...] | None = communicator.broadcast_object(regimes)
         alone = communicator.size == 1
         self._share = 1.0 if alone else carried(operation, communicator.size)
@@ -383,11 +384,12 @@ def _starter(
     return lambda: communicator.all_gather(full, shard)
 
 
-def _pair(communicator: Communicator) -> Communicator | None:
+def _pair(communicator: Communicator, device: torch.device) -> Communicator | None:
     """Returns this rank's pair, whose all-reduce replaces a swap and is faster, or None."""
     half = communicator.size // 2
-    if not communicator.native or communicator.size == 2:
-        return communicator if communicator.native else None
+    native = device.type in communicator.native
+    if not native or communicator.size == 2:
+        return communicator if native else None
     pairs = sub_communicators(communicator, [(rank, rank + half) for rank in range(half)])
     return next(iter(pairs.values()), None)
 

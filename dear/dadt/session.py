@@ -79,19 +79,20 @@ class Session:
         if settings.gpu_device_id >= 0:
             torch.cuda.set_device(settings.gpu_device_id)
         timeout = timedelta(seconds=settings.timeout_s)
-        # The thread has its own groups, so its calls and the script's need no common order.
-        data = Communicator(dist.new_group(timeout=timeout))
+        # The thread has its own groups, so its calls and the script's need no common order. NCCL
+        # needs one among all its groups, or ranks may wait for each other: it is the script's.
+        aside = None
+        if "nccl" in world.backend:
+            try:
+                aside = prepare("comm_core")
+            except Unavailable:
+                aside = "gloo"
+        data = Communicator(dist.new_group(timeout=timeout, backend=aside))
         broadcasts = data
         if settings.broadcast_executor is not None:
             backend = prepare(EXECUTORS[settings.broadcast_executor])
             broadcasts = Communicator(dist.new_group(timeout=timeout, backend=backend))
-        small = None
-        if "nccl" in world.backend:
-            try:
-                small = prepare("comm_core")
-            except Unavailable:
-                small = "gloo"
-        control = Communicator(dist.new_group(timeout=timeout, backend=small))
+        control = Communicator(dist.new_group(timeout=timeout, backend=aside))
         execution = Execution(data, broadcasts, settings.all_reduce_buffer_size)
         path = settings.timeline
         self.timeline = None if path is None else Timeline(path, world.rank)
@@ -205,7 +206,9 @@ def initialize(
         cycle_duration_ms: least time between two rounds in which ranks agree on ready requests, in
             milliseconds. Gradients that are ready in the same cycle share buffers.
         executor_type: `mpi`, `gloo` or `comm_core` for CPU tensors, `nccl` for CUDA tensors
-            (`mpicuda`, the older name, means the same); None: the choice of `dear.init`.
+            (`mpicuda`, the older name, means the same); None: the choice of `dear.init`. With
+            `nccl`, gradients of optimizers travel by it, and calls by number over comm_core or
+            Gloo: two threads cannot use NCCL in one order on all ranks.
         all_reduce_buffer_size: bytes up to which all-reduces share a buffer; 0: each runs alone.
         gpu_device_id: the GPU of this rank; -1: that of its local rank.
         broad_cast_executor: backend of broadcasts (older versions); None: `executor_type`.

@@ -321,7 +321,8 @@ class LayerTimes:
         communicator: Communicator,
     ) -> None:
         self._params = list(params)
-        self._cuda = params[0].device.type == "cuda"
+        self._device = params[0].device
+        self._cuda = self._device.type == "cuda"
         self._clock = communicator.clock
         self._hooks = Hooks()
         self._index = {param: i for i, param in enumerate(self._params)}
@@ -344,7 +345,7 @@ class LayerTimes:
         if not self._passes:
             return BackwardProfile(order=list(range(count))[::-1], arrivals_s=[0.0] * count)
         if self._cuda:
-            torch.cuda.synchronize(self._params[0].device)
+            torch.cuda.synchronize(self._device)
         # The low median: of two passes the faster, since the first allocates.
         middle, between, passes = statistics.median_low, self._between, self._passes
         forward = middle(between(began, turned) for began, turned, _, _ in passes)
@@ -390,7 +391,7 @@ class LayerTimes:
         if not self._cuda:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _between(self, first: Mark, second: Mark) -> float:

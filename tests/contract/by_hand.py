@@ -33,11 +33,12 @@ class ByHand(Communicator):
     def __init__(self, network: Network) -> None:
         self.network = network
         self.rank, self.size, self.timeout = 0, 2, None
-        self.native, self.record_times = network.native, False
+        self.native = frozenset({"cpu"} if network.native else {})
+        self.streamed: frozenset[str] = frozenset()
+        self.record_times = False
         self.backend = "comm_core" if network.native else "by hand"
         self.clock, self.pause = network.clock, network.pause
         self.blocked_s, self.bytes_sent = 0.0, 0
-        self.channel_free_s: dict[int, float] = {}
         self.groups: list[Any] = [dist.group.WORLD]
         self._reduced: list[torch.Tensor] = []
         """Tensors that were given to be reduced, the last one last."""

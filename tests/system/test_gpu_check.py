@@ -16,7 +16,8 @@ import pytest
 from common.gpu_check import budget
 from common.gpu_check import check as gpu_check
 from common.gpu_check.budget import Budget, Ended, Step, run_command, run_steps
-from common.gpu_check.check import EXPERIMENT, Place, judge_sweep, judge_tests, plan
+from common.gpu_check.check import EXPERIMENT, Place, plan
+from common.gpu_check.verdicts import judge_horovod, judge_sweep, judge_tests
 from common.harness import cli
 from common.results.records import Failure, Record
 from common.results.records.trust import Check
@@ -62,7 +63,12 @@ def test_steps_run_in_order_and_each_gets_its_limit_or_what_is_left():
     ("step", "given", "status", "reason"),
     [
         (_step("b", expected_s=50), {"seconds": 40}, "skipped", "no time: 30 s of the 40 s are"),
-        (_step("b", limit_s=20), {"took": {"b": 30}}, "failed", "not finished after 20 s"),
+        (
+            _step("b", limit_s=20),
+            {"took": {"b": 30}},
+            "failed",
+            "not finished after 20 s; until then: it",
+        ),
         (
             _step("b"),
             {"seconds": 40, "took": {"b": 60}},
@@ -119,12 +125,12 @@ def _place(tmp_path: Path, gpus: int = 1, device: str = "cuda") -> Place:
 def test_the_plan_goes_from_tests_over_algorithms_to_profiles(tmp_path):
     steps = plan(_place(tmp_path))
     names = [step.name for step in steps]
-    assert names[:6] == [
+    assert names[:7] == [
         *("build the comm core", "CUDA tests"),
         *(f"2 ranks sharing the GPU, over {backend}" for backend in ("comm_core", "gloo")),
-        *("resnet50, 1 rank over NCCL", "bert_base, 1 rank over NCCL"),
+        *("build Horovod", "resnet50, 1 rank over NCCL", "bert_base, 1 rank over NCCL"),
     ]
-    assert len(names) == 13 and all(name.startswith("profile ") for name in names[6:])
+    assert len(names) == 14 and all(name.startswith("profile ") for name in names[7:])
     assert sum(step.expected_s for step in steps) < gpu_check.BUDGET_S * 0.7
     files = [word for word in steps[1].command if word.startswith("tests/")]
     assert files == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_cuda*.py"))
@@ -184,9 +190,10 @@ def test_the_verdict_on_tests(tmp_path, cases, status, reason):
     assert judge_tests(report, Ended(code=code, seconds=1, log=log)) == (status, reason)
 
 
-def _record(algorithm: str, status: str = "ok", right: bool = True, model: str = "resnet50") -> str:
-    off = 0.0 if right else 0.7
-    check = Check(replicas_agree=True, matches_reference=right, reference_error=off)
+def _record(
+    algorithm: str, status: str = "ok", right: bool | None = True, model: str = "resnet50"
+) -> str:
+    check = Check(replicas_agree=True, matches_reference=right, finding=None if right else "why")
     record = Record(
         id=f"{algorithm}-{model}",
         hash=f"{algorithm}-{model}",
@@ -206,7 +213,8 @@ def _record(algorithm: str, status: str = "ok", right: bool = True, model: str =
     [
         (_record("dear"), 0, "ok", "2 right"),
         (_record("horovod", "unsupported"), 0, "ok", "1 right; unsupported: horovod: because"),
-        (_record("dear", right=False), 0, "failed", "dear: off plain training"),
+        (_record("dear", right=False), 0, "failed", "dear: wrong: why (1 right)"),
+        (_record("mgs", right=None), 0, "ok", "1 right; unchecked: mgs: why"),
         (_record("dear", "failed"), 1, "failed", "dear: failed: because"),
         (_record("dear", "oom", model="bert"), 0, "ok", "1 right"),
         (None, 0, "failed", "0 right"),
@@ -219,6 +227,37 @@ def test_the_verdict_on_a_sweep(tmp_path, other, code, status, reason):
     ended = Ended(code=code, seconds=1, log=tmp_path / "log")
     verdict, why = judge_sweep(tmp_path, {"resnet50"}, ended)
     assert verdict == status and why.startswith(reason)
+
+
+def test_a_sweep_with_an_algorithm_that_has_no_reference_passes_on_cpus(tmp_path):
+    changes = {"algorithms": ["ddp", "mgs"], "backend": "gloo", "world_sizes": [2]}
+    changes |= {"baseline": False, "models": [{"name": "mnist_cnn", "batch_size": 4}]}
+    changes["measure"] = {"repeats": 1, "warmup_steps": 2, "check_steps": 2, "min_iter_s": 0.05}
+    place = _place(tmp_path, device="cpu")
+    step = gpu_check._sweep(place, "sweep", "mnist_cnn", changes, limit_s=100)
+    ended = run_command(step, step.limit_s, tmp_path / "log")
+    status, reason = step.judge(ended)
+    assert status == "ok" and reason.startswith("1 right; unchecked: mgs: only replicas"), reason
+
+
+def test_a_failed_build_of_horovod_is_no_failure_of_the_check(tmp_path):
+    note, ended = tmp_path / "note", Ended(code=0, seconds=1, log=tmp_path / "log")
+    assert judge_horovod(note, ended) == ("ok", "")
+    note.write_text("cannot download its source\n")
+    assert judge_horovod(note, ended) == ("skipped", "cannot download its source")
+
+
+def test_a_stopped_pytest_still_writes_its_report(tmp_path):
+    report, tests = tmp_path / "report.xml", tmp_path / "test_it.py"
+    tests.write_text(
+        "import time\ndef test_good(): pass\n"
+        f"def test_long():\n    open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    step = Step(name="x", command=[*command, f"--junitxml={report}"], limit_s=30)
+    ended = run_command(step, 8, tmp_path / "log")
+    assert ended.code is None and (tmp_path / "begun").exists()
+    assert judge_tests(report, ended)[1].startswith("1 passed")
 
 
 FACTS = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "gpus": ["NVIDIA H200"]}

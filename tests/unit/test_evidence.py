@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,3 +206,13 @@ def test_a_timeline_makes_its_folder_and_is_written_anew(tmp_path):
         assert process["args"]["name"] == "rank 2"
         assert (first["name"], first["ts"], first["dur"]) == ("first", 1e6, 0.0)
         assert (second["dur"], second["args"], second["tid"]) == (5e5, {"number": 2}, 0)
+
+
+def test_a_trace_of_a_gpu_has_the_moments_of_the_gpu():
+    clock = SimpleNamespace(mark=lambda: lambda: 7.5, at_s=lambda event: event / 1e3)
+    communicator = SimpleNamespace(device_clock=lambda device: clock)
+    assert evidence.moments(communicator, torch.device("cuda"))()() == 7.5
+    training = object.__new__(Training)
+    training.device, training._communicator = torch.device("cuda"), communicator
+    training._marks = [(1, 2, 3, 4)]
+    assert training.phases() == [[0.001, 0.002, 0.003, 0.004]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,6 +157,8 @@ def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[dist
     if not receives and not sends:
         return []
     if (receives or sends)[0][1].is_cuda:
+        if "gloo" in group._get_backend(torch.device("cuda")).name():
+            return _staged(group, receives, sends)
         # Without a batch, NCCL runs messages one by one: two ranks that both send first would hang.
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for rank, t in receives]
         ops += [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for rank, t in sends]
@@ -163,6 +166,27 @@ def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[dist
     works = [dist.irecv(t, group=group, group_src=rank) for rank, t in receives]
     works += [dist.isend(t, group=group, group_dst=rank) for rank, t in sends]
     return [work for work in works if work is not None]  # None: this rank is not in the group
+
+
+class _Arrival:
+    """Receive into host memory that `wait` copies to a GPU; it has the method that bodies use."""
+
+    def __init__(self, work: dist.Work, buffer: torch.Tensor, target: torch.Tensor) -> None:
+        self._work, self._buffer, self._target = work, buffer, target
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._target.copy_(self._buffer)  # from pageable memory: it has ended on return
+
+
+def _staged(group: dist.ProcessGroup, receives: Messages, sends: Messages) -> list[dist.Work]:
+    """Does what `exchange` does through host memory: Gloo takes a GPU's addresses for its own."""
+    works: list[Any] = []
+    for rank, target in receives:
+        buffer = torch.empty_like(target, device="cpu")
+        works.append(_Arrival(dist.irecv(buffer, group=group, group_src=rank), buffer, target))
+    copies = [(rank, tensor.cpu()) for rank, tensor in sends]
+    return works + [dist.isend(copy, group=group, group_dst=rank) for rank, copy in copies]
 
 
 def check_tensor(

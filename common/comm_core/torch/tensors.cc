@@ -171,7 +171,8 @@ void Tensors::prepare(OpSpec& spec) {
     }
     kept->finished->record(*kept->stream);
     device_guard.exchangeStream(before);
-    device_guard.exchangeDevice(device_before);
+    // Unlike exchangeDevice, this makes no context on a GPU that the process does not use.
+    device_guard.uncheckedSetDevice(device_before);
     return true;
   };
 }

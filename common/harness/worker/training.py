@@ -58,7 +58,7 @@ class Training:
 
     def __init__(self, trial: Trial, workload: Workload) -> None:
         self._workload = workload
-        self._device = torch.device(trial.device)
+        self.device = torch.device(trial.device)
         self._communicator = runtime.communicator()
         self.optimizer = make_optimizer(trial.optimizer, workload.model)
         # A replayed model slows down by itself. Hosts that can be slowed are all on this machine.
@@ -106,9 +106,9 @@ class Training:
         return step_s
 
     def _mean_s(self, steps: int) -> float:
-        began = finished_s(self._device)
+        began = finished_s(self.device)
         self.run(steps)
-        return (finished_s(self._device) - began) / steps
+        return (finished_s(self.device) - began) / steps
 
     def step(self) -> None:
         """Trains a step; on a GPU it may return before the device has finished."""
@@ -133,17 +133,17 @@ class Training:
         """Returns the parts of every step since `forget_parts`. On a GPU they come from the
         device's events, and contain the waits of a stream for others."""
         self.finish()
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return [step_parts(*marks) for marks in self._marks]
         times = [[(e[0].elapsed_time(event) / 1e3, 0.0) for event in e] for e in self._marks]
         return [dataclasses.replace(step_parts(*t), exposed_comm_s=None) for t in times]
 
     def phases(self) -> list[list[float]]:
         """Returns the begin of each step since `forget_parts`, and the ends of its forward pass,
-        backward pass and update, in seconds of the host's clock. Empty on a GPU, which runs behind
-        its host."""
-        if self._device.type != "cpu":
-            return []
+        backward pass and update, in seconds of the host's clock. On a GPU, call `finish` first."""
+        if self.device.type != "cpu":
+            at_s = self._communicator.device_clock(self.device).at_s
+            return [[at_s(event) for event in marks] for marks in self._marks]
         return [[clock_s for clock_s, _ in marks] for marks in self._marks]
 
     def forget_parts(self) -> None:
@@ -157,7 +157,7 @@ class Training:
 
     def finish(self) -> None:
         """Waits until the device has finished the steps so far."""
-        finished_s(self._device)
+        finished_s(self.device)
 
     @property
     def absorbed_s(self) -> float | None:
@@ -170,7 +170,7 @@ class Training:
         self.engine.close()
 
     def _mark(self) -> Any:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event

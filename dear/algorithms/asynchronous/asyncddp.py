@@ -12,7 +12,7 @@ from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Round, core_module
 from dear.cost.bounds import Bound
 from dear.cost.overlap import Overlap, Transfer
-from dear.lazy import nx
+from dear.lazy import nx, torch
 from dear.options import at_least, positive
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
@@ -43,8 +43,8 @@ class AsyncExchange(WindowExchange):
         self._finish_timeout_s = options.finish_timeout_s
         super().__init__(graph, Policy(part, waits=options.max_staleness is not None))
 
-    def open(self, communicator: Communicator) -> None:
-        super().open(communicator)
+    def open(self, communicator: Communicator, device: torch.device) -> None:
+        super().open(communicator, device)
         core_module()  # raises before the model is changed; the first step makes the windows
 
     def meet(self) -> None:

@@ -126,13 +126,11 @@ class GroupExchange(BucketExchange):
         self._resumed = False
         """True if a state was loaded, whose values no rank has sent again yet."""
 
-    def open(self, communicator: Communicator) -> None:
-        super().open(communicator)
+    def open(self, communicator: Communicator, device: torch.device) -> None:
+        super().open(communicator, device)
         communicator.ensure_channels(CHANNEL + 1)
-        if "nccl" in communicator.backend:
-            # NCCL's first call on a group must involve all its ranks; an exchange does not.
-            torch.distributed.barrier(communicator.groups[CHANNEL])
-
+        communicator.connect(device, CHANNEL)
+        self._in_pairs = device.type not in communicator.native
         larger = [
             edge.ranks
             for step in range(self.topology.period)
@@ -235,7 +233,7 @@ class GroupExchange(BucketExchange):
         return Edge(edge.ranks, edge.weight, None if group is None else group.groups[0])
 
     def _swaps(self, edge: Edge) -> bool:
-        return len(edge.ranks) == 2 and not self.communicator.native
+        return len(edge.ranks) == 2 and self._in_pairs
 
 
 def _share(edge: Edge) -> float:

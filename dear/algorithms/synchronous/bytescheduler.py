@@ -53,8 +53,8 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         """Largest partition, in MB of 2^20 bytes on the wire."""
         credit_mb: float | None = None
         """Bytes under way at which no further partition starts, in MB of 2^20 bytes. None: no limit
-        if the backend has priorities, else 16. (NCCL does not report when a collective ends: with
-        NCCL the order holds, but not the limit.)"""
+        if the backend has priorities, and with NCCL, which reports no end of a collective and
+        refuses a limit; else 16."""
         levels: int | None = None
         """Number of priority levels, each with its own channel, if the backend has priorities and
         `credit_mb` is not given; None: 4."""
@@ -96,8 +96,15 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
 
     def refuse(self, replica: Replica[Options]) -> None:
         refuse_lbfgs(replica.optimizer, "bytescheduler")
-        levels, communicator = replica.options.levels, replica.communicator
-        if levels is not None and not communicator.native:
+        options, communicator = replica.options, replica.communicator
+        levels, kind = options.levels, replica.params[0].device.type
+        if options.credit_mb is not None and kind in communicator.streamed:
+            raise UserError(
+                f"option of bytescheduler 'credit_mb'={options.credit_mb:g}: NCCL does not report "
+                "when a collective ends, so no credit would return; leave it out (the order of the "
+                "partitions stays), or use comm_core or gloo"
+            )
+        if levels is not None and kind not in communicator.native:
             raise UserError(
                 f"option of bytescheduler 'levels'={levels}: backend {communicator.backend} has no "
                 "priorities; use credit_mb"
@@ -142,9 +149,11 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self._update = PartialUpdate(self.optimizer, type(self.optimizer))
         self.readers.set_groups(groups)
         self.hooks.before_forward(self.model.modules(), self.before_forward, self.readers)
-        one_queue = options.credit_mb is not None or not communicator.native
+        kind = self._members[0].device.type
+        one_queue = options.credit_mb is not None or kind not in communicator.native
         self._levels = 1 if one_queue else options.levels or LEVELS
-        self._credit = (options.credit_mb or CREDIT_MB) * MIB if one_queue else math.inf
+        limited = one_queue and kind not in communicator.streamed
+        self._credit = (options.credit_mb or CREDIT_MB) * MIB if limited else math.inf
         """Bytes."""
         self._steps_left = options.profile_steps
         self._partitions: list[Partition] = []

@@ -12,7 +12,7 @@ from dear.buckets.carriers import Payloads, make_carrier
 from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.flat import packed_bucket
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total, ends, fuse, greedy, optimal
-from dear.comm.communicator import Communicator
+from dear.comm.communicator import Communicator, mark
 from dear.comm.work import Work
 from dear.cost.collectives import table_costs
 from dear.cost.overlap import Overlap, Transfer
@@ -337,7 +337,6 @@ class Exchange:
         self.drop()
         self._carrier.receive(self._sent)
         if isinstance(self._carrier, Payloads):
-            used = torch.tensor(self._carrier.used, dtype=self.bucket.marks.dtype)
-            self.bucket.marks.copy_(used)
+            mark(self.bucket.marks, self._carrier.used)
         for param, gradient in self.bucket.means().items():
             param.grad = gradient

@@ -66,7 +66,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         """Number of steps so far, by which schedules go."""
         self._sent: dict[Bucket, list[int]] = {}
         """Versions of the parameters that neighbours read in place, by bucket."""
-        exchange.open(self.communicator)
+        exchange.open(self.communicator, self.params[0].device)
         self.prepare()
         if replica.has_optimizer:
             self.scaling = GradScaling(self.optimizer)

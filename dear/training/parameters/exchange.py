@@ -56,7 +56,7 @@ class BucketExchange(ABC):
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
 
-    def open(self, communicator: Communicator) -> None:
+    def open(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator = communicator
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
@@ -132,8 +132,8 @@ class GraphExchange(BucketExchange):
         """Messages under way."""
         self._sender = messages
 
-    def open(self, communicator: Communicator) -> None:
-        super().open(communicator)
+    def open(self, communicator: Communicator, device: torch.device) -> None:
+        super().open(communicator, device)
         self.messages = self._sender or Exchange(communicator, STREAMS)
 
     def carried(self, bucket: Bucket) -> Sequence[torch.Tensor]:

@@ -95,15 +95,16 @@ class Trace:
         self, training: Training, model: torch.nn.Module, communicator: Communicator
     ) -> None:
         self._gradients: list[list[Json]] = []
+        self._moment = moments(communicator, training.device)
         named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
         handles = [param.register_hook(self._watch(name)) for name, param in named]
-        self._marks = [_now()]
+        self._marks = [self._moment()]
         training.forget_parts()
         with communicator.logged() as self._log:
             for _ in range(TRACED_STEPS):
                 self._gradients.append([])
                 training.step()
-                self._marks.append(_now())
+                self._marks.append(self._moment())
         training.finish()
         self._phases = training.phases()
         for handle in handles:
@@ -111,20 +112,37 @@ class Trace:
 
     def _watch(self, name: str) -> Callable[[torch.Tensor], None]:
         def arrived(gradient: torch.Tensor) -> None:
-            self._gradients[-1].append({"name": name, "bytes": gradient.nbytes, "at_s": _now()})
+            entry = {"name": name, "bytes": gradient.nbytes, "at_s": self._moment()}
+            self._gradients[-1].append(entry)
 
         return arrived
 
     def to_json(self) -> Json:
         """Returns the trace; nothing may be under way."""
+        marks_s = [moment() for moment in self._marks]
         return {
-            "marks_s": self._marks,
+            "marks_s": marks_s,
             "phases_s": self._phases,
             "waits_s": self._log.waits,
-            "gradients": self._gradients,
+            "gradients": [
+                [{**entry, "at_s": entry["at_s"]()} for entry in step] for step in self._gradients
+            ],
             "collectives": [_collective(*started) for started in self._log.started],
-            "transfers": _transfers(self._marks[0], self._marks[-1]),
+            "transfers": _transfers(marks_s[0], marks_s[-1]),
         }
+
+
+def moments(communicator: Communicator, device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Returns a function that marks the present moment of the device that computes, which is later
+    than its host's, and returns a function for its seconds."""
+    if device.type == "cuda":
+        return communicator.device_clock(device).mark
+
+    def mark() -> Callable[[], float]:
+        now_s = _now()
+        return lambda: now_s
+
+    return mark
 
 
 def _collective(name: str, channel: int, work: Work | Noted) -> Json:

@@ -66,7 +66,14 @@ class Options:
                 object.__setattr__(scaled, field.name, value * factor)
         return scaled
 
-    def refuse(self, params: Sequence[torch.nn.Parameter]) -> None:
+    @property
+    def alone(self) -> bool:
+        """True if a world of one differs from plain training."""
+        return False
+
+    def refuse(
+        self, params: Sequence[torch.nn.Parameter], groups: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Raises `UserError` if these settings do not support one of the trained `params`."""
 
 

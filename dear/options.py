@@ -77,6 +77,10 @@ class Options:
         """Raises `UserError` if these settings do not support one of the trained `params`."""
 
 
+LATER = {"later": True}
+"""Metadata of an option that came after records were made."""
+
+
 def build_options(cls: type[T], given: Mapping[str, object], what: str, path: str = "") -> T:
     """Builds a `cls` from `given`; every key must be a field and every value of the field's type.
 

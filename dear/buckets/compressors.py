@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, Literal
 
 from dear.errors import UserError, unknown
 from dear.lazy import torch
-from dear.options import Options, at_least, only_with, option_of
+from dear.options import LATER, Options, at_least, only_with, option_of
 
 Compression = Literal[
     "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "dgcsampling", "signum", "efsignum"
@@ -97,11 +97,11 @@ class CompressedOptions(HalfOptions):
     density_warmup_steps: int = 0
     """Sparse compressions only: number of communicated backward passes over which the density falls
     exponentially from 0.25 to `density`."""
-    momentum_correction: float = 0.0
+    momentum_correction: float = field(default=0.0, metadata=LATER)
     """Momentum, in [0, 1), of `eftopk`, `dgcsampling` and `gtopk`: each rank adds its velocity, not
     its gradient, to what was not sent (Deep Gradient Compression, arXiv 1712.01887). The optimizer
     must then have no momentum of its own. Also a world of one compresses."""
-    factor_masking: bool = True
+    factor_masking: bool = field(default=True, metadata=LATER)
     """True: with momentum_correction, elements that were sent lose their velocity."""
 
     def __post_init__(self) -> None:

@@ -66,8 +66,19 @@ class Options:
                 object.__setattr__(scaled, field.name, value * factor)
         return scaled
 
-    def refuse(self, params: Sequence[torch.nn.Parameter]) -> None:
+    @property
+    def alone(self) -> bool:
+        """True if a world of one differs from plain training."""
+        return False
+
+    def refuse(
+        self, params: Sequence[torch.nn.Parameter], groups: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Raises `UserError` if these settings do not support one of the trained `params`."""
+
+
+LATER = {"later": True}
+"""Metadata of an option that came after records were made."""
 
 
 def build_options(cls: type[T], given: Mapping[str, object], what: str, path: str = "") -> T:

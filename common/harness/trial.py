@@ -194,6 +194,10 @@ class Trial:
     def to_json(self) -> dict[str, object]:
         """Returns all fields as JSON values, which have no tuples."""
         values = dataclasses.asdict(self)
+        # An option that came later leaves the identity of trials that do not use it as it was.
+        for option in dataclasses.fields(self.options):
+            if "later" in option.metadata and values["options"][option.name] == option.default:
+                del values["options"][option.name]
         for group in ("cuda", "sources"):
             values |= values.pop(group)
         return json.loads(json.dumps(values))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 from dear.errors import UserError, unknown
 from dear.lazy import torch
-from dear.options import Options, at_least, only_with, option_of
+from dear.options import LATER, Options, at_least, only_with, option_of
 
 Compression = Literal[
     "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "dgcsampling", "signum", "efsignum"
@@ -23,6 +23,8 @@ SIGNS = ("signum", "efsignum")
 ERROR_FEEDBACK = ("eftopk", "gaussian", "dgcsampling", "gtopk", "efsignum")
 """Compressions that add what was not sent to the next gradient, so that nothing is lost (Stich et
 al. 2018, arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847)."""
+CORRECTED = ("eftopk", "dgcsampling", "gtopk")
+"""Compressions that may keep a velocity per element."""
 
 DENSITY = 0.001
 _SAMPLED, _LEAST_SEEN, _STRIDE = 100, 10, 37
@@ -43,7 +45,9 @@ class HalfOptions(Options):
     ranks before the sum, so that fp16 overflows no sooner than the gradient itself. Everything else
     keeps its dtype."""
 
-    def refuse(self, params: Sequence[torch.nn.Parameter]) -> None:
+    def refuse(
+        self, params: Sequence[torch.nn.Parameter], groups: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         for param in params if self.compression != "none" else ():
             if not param.is_floating_point():
                 raise UserError(
@@ -93,8 +97,20 @@ class CompressedOptions(HalfOptions):
     density_warmup_steps: int = 0
     """Sparse compressions only: number of communicated backward passes over which the density falls
     exponentially from 0.25 to `density`."""
+    momentum_correction: float = field(default=0.0, metadata=LATER)
+    """Momentum, in [0, 1), of `eftopk`, `dgcsampling` and `gtopk`: each rank adds its velocity, not
+    its gradient, to what was not sent (Deep Gradient Compression, arXiv 1712.01887). The optimizer
+    must then have no momentum of its own. Also a world of one compresses."""
+    factor_masking: bool = field(default=True, metadata=LATER)
+    """True: with momentum_correction, elements that were sent lose their velocity."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.momentum_correction < 1:
+            what = option_of(self, "momentum_correction")
+            raise UserError(f"{what} must lie in [0, 1), got {self.momentum_correction}")
+        only_with(self, "momentum_correction", "compression", CORRECTED)
+        if not (self.factor_masking or self.momentum_correction):
+            raise UserError(f"{option_of(self, 'factor_masking')} goes with momentum_correction")
         if not 0 < self.density <= 1:
             raise UserError(f"{option_of(self, 'density')} must lie in (0, 1], got {self.density}")
         at_least(option_of(self, "density_warmup_steps"), self.density_warmup_steps, 0)
@@ -105,6 +121,20 @@ class CompressedOptions(HalfOptions):
                 f"{option_of(self, 'density_warmup_steps')} needs a density below {WARM_UP_FROM}, "
                 f"where the warm-up begins, got density={self.density}"
             )
+
+    def refuse(
+        self, params: Sequence[torch.nn.Parameter], groups: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        super().refuse(params, groups)
+        if self.momentum_correction and any(group.get("momentum") for group in groups):
+            raise UserError(
+                f"{option_of(self, 'momentum_correction')}={self.momentum_correction} replaces the "
+                "optimizer's momentum, which would act twice; make the optimizer with momentum=0"
+            )
+
+    @property
+    def alone(self) -> bool:
+        return self.momentum_correction > 0
 
     def settling_steps(self) -> int:
         return self.density_warmup_steps
@@ -148,9 +178,14 @@ class Compressor(ABC):
             torch.zeros(numel, dtype=dtype, device=device) if error_feedback else None
         )
         """Elements that are not sent yet; None without error feedback."""
+        self.velocity: torch.Tensor | None = None
+        """Velocity of each element; None without momentum correction."""
+        self.momentum, self.masking = 0.0, True
         self.steps = 0
         """Number of calls of `commit`."""
         self._rest: torch.Tensor | None = None
+        self._moved: torch.Tensor | None = None
+        """Velocities with the last gradient."""
 
     def compress(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the payload for `gradient` (1-D), which does not change.
@@ -160,12 +195,17 @@ class Compressor(ABC):
         """
         if self.residual is None:
             return self._encode(gradient)
-        pending = gradient + self.residual
-        finite = torch.isfinite(pending).all()
+        self._moved = gradient
+        if self.velocity is not None:
+            self._moved = gradient + self.momentum * self.velocity
+        pending = self._moved + self.residual
+        finite = self._finite = torch.isfinite(pending).all()
         payload = self._encode(pending)
         self._take_out(payload, pending)
         # An overflowed gradient must not stay in the residual (a GradScaler skips its step).
         self._rest = torch.where(finite, pending, self.residual)
+        if self.velocity is not None:
+            self._moved = torch.where(finite, self._moved, self.velocity)
         return payload
 
     @abstractmethod
@@ -183,6 +223,11 @@ class Compressor(ABC):
             return
         for piece in unused:
             self._rest[piece] = self.residual[piece]
+        if self.velocity is not None and self._moved is not None:
+            sent = (self._rest == 0) & self._finite & self.masking
+            before, self.velocity = self.velocity, self._moved.masked_fill(sent, 0)
+            for piece in unused:
+                self.velocity[piece] = before[piece]
         self.residual, self._rest = self._rest, None
 
     @abstractmethod
@@ -387,7 +432,11 @@ def make_compressor(
         "gtopk": TopK,
     }
     if name in kinds:
-        return kinds[name](numel, dtype, device, options.density_at, error_feedback=feedback)
+        made = kinds[name](numel, dtype, device, options.density_at, error_feedback=feedback)
+        if options.momentum_correction:
+            made.momentum, made.masking = options.momentum_correction, options.factor_masking
+            made.velocity = torch.zeros(numel, dtype=dtype, device=device)
+        return made
     plain = {"signum": Signum, "efsignum": EfSignum}
     if name not in plain:
         raise unknown("compressor", name, [*kinds, *plain])

@@ -43,8 +43,12 @@ class Watch:
         self._versions: list[int] = []
         self._sampled: torch.Tensor | None = None
 
-    def note(self) -> None:
-        """Records the gradients; missing ones of a shared tensor become 0."""
+    def note(self, sampled: bool = True) -> None:
+        """Records the gradients; missing ones of a shared tensor become 0.
+
+        Args:
+            sampled: keep some values for `scaled_in_place`.
+        """
         self._seen = [param.grad for param in self.params]
         for i, view in enumerate(self._shared_views):
             if self._seen[i] is None:
@@ -52,7 +56,7 @@ class Watch:
             else:
                 self._seen[i] = view
         self._versions = self._counters()
-        self._sampled = _sample(self.params)
+        self._sampled = _sample(self.params) if sampled else None
 
     def forget(self) -> None:
         """Drops the record of `note`; `changed` reports nothing until the next `note`."""

@@ -59,6 +59,7 @@ class PartialUpdate:
         self._optimizer: Any = optimizer
         self._plain = plain
         self._hyperparameters: list[dict[str, Any]] = []
+        self._group_of: dict[torch.nn.Parameter, int] = {}
 
     def possible(self) -> bool:
         """Returns True if updates group by group equal one update of all parameters.
@@ -81,14 +82,19 @@ class PartialUpdate:
             }
             for group in self._optimizer.param_groups
         ]
+        self._group_of = self._group_of or {
+            param: i
+            for i, group in enumerate(self._optimizer.param_groups)
+            for param in group["params"]
+        }
 
     def run(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]) -> None:
         """Updates the parameters in `gradients`, with the hyper-parameters of the last `note`."""
         groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [
-            {**hyper, "params": [param for param in group["params"] if param in gradients]}
-            for hyper, group in zip(self._hyperparameters, groups, strict=True)
-        ]
+        parts = [{**hyper, "params": []} for hyper in self._hyperparameters]
+        for param in gradients:
+            parts[self._group_of[param]]["params"].append(param)
+        self._optimizer.param_groups = parts
         device = next(iter(gradients)).device.type
         try:
             # The first step creates state, which must not be inference tensors. The update must not

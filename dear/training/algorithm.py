@@ -143,13 +143,13 @@ class Algorithm(ABC, Generic[OptionsT]):
                 nothing to train, or is distributed already.
             Unavailable: a library that the algorithm stands on is missing.
         """
-        shared = self.alone(options) or communicator.size > 1
+        shared = self.alone(options) or options.alone or communicator.size > 1
         missing = self.unavailable() if shared else None
         if missing:
             raise Unavailable(missing)
         replica = Replica(model, optimizer, communicator, options)
         self.refuse(replica)
-        options.refuse(replica.params)
+        options.refuse(replica.params, [] if optimizer is None else optimizer.param_groups)
         return model, distribute(optimizer, self.engine(replica) if shared else Engine(replica))
 
 

@@ -394,6 +394,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
                 self._finish(index)
 
     def _finish(self, index: int) -> None:
-        self.pending.discard(index)
-        self.in_flight.land(self.buckets[index].params)
-        self.finish(index)
+        if index in self.pending:  # an earlier call may have finished several
+            self.pending.discard(index)
+            self.in_flight.land(self.buckets[index].params)
+            self.finish(index)

@@ -95,6 +95,80 @@ def test_the_largest_of_the_sum_are_found_by_pairs_and_the_rest_is_kept(world, s
     assert {sent for *_, sent in ranks} == {row * (size.bit_length() - 1)}
 
 
+def _corrected(options: dict[str, Any], numel: int, passes: int) -> list[torch.Tensor]:
+    communicator, means = runtime.communicator(), []
+    carrier = make_carrier(AllReduce.Options(**options), communicator, torch.empty(numel))
+    for step in range(passes):
+        mean = _gradient(numel, step, dear.rank())
+        carrier.send(mean).wait()
+        carrier.receive(mean)
+        means.append(mean)
+    return means
+
+
+def _gradient(numel: int, step: int, rank: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    places = values.abs().topk(count).indices
+    return torch.zeros_like(values).index_copy_(0, places, values[places])
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("compression", ["eftopk", "dgcsampling", "gtopk"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_velocities_travel_and_are_masked(world, size, compression, masking):
+    if compression == "gtopk" and size == 3:
+        pytest.skip("needs pairs")
+    numel, count, momentum, passes = 60, 6, 0.9, 5
+    options = {"compression": compression, "density": count / numel, "factor_masking": masking}
+    options["momentum_correction"] = momentum
+    ranks = world(size).run(_corrected, options, numel, passes)
+    velocity, rest = torch.zeros(size, numel), torch.zeros(size, numel)
+    for step in range(passes):
+        gradients = torch.stack([_gradient(numel, step, rank) for rank in range(size)])
+        velocity = momentum * velocity + gradients
+        rest = rest + velocity
+        sent = [_largest(pending, count) for pending in rest]
+        held = sent
+        while compression == "gtopk" and len(held) > 1:
+            held = [_largest(a + b, count) for a, b in zip(held[::2], held[1::2], strict=True)]
+            joined = size // len(held)
+            sent = [part * (held[rank // joined] != 0) for rank, part in enumerate(sent)]
+        applied = sum(held)
+        rest = rest - torch.stack(sent)
+        if masking:
+            velocity[torch.stack(sent) != 0] = 0
+        for means in ranks:
+            assert torch.allclose(means[step], applied / size, atol=1e-5), step
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "wfbp", "dear"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_velocities_are_the_momentum_of_the_optimizer(world, algorithm, size):
+    for far in world(size).run(_far_from_momentum, algorithm):
+        assert far < 1e-5
+
+
+def _far_from_momentum(algorithm: str) -> float:
+    """Distance of training that sends everything from training with the optimizer's momentum."""
+    corrected, plain = make_model(), make_model()
+    options = {"compression": "eftopk", "density": 1.0, "momentum_correction": 0.9}
+    sgd = torch.optim.SGD(corrected.parameters(), lr=0.05)
+    refused = torch.optim.SGD(corrected.parameters(), lr=0.05, momentum=0.9)
+    line = message(lambda: wrap(refused, corrected, algorithm, **options))
+    assert line.endswith("which would act twice; make the optimizer with momentum=0")
+    optimizer = wrap(sgd, corrected, algorithm, **options, factor_masking=False)
+    other = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    other = wrap(other, plain, "allreduce")
+    for model, stepped in (corrected, optimizer), (plain, other):
+        steps(model, stepped, mine(), range(5))
+        stepped.synchronize()
+    pairs = zip(corrected.parameters(), plain.parameters(), strict=True)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
 def _refused() -> str:
     model = make_model()
     return message(lambda: wrap(make_sgd(model), model, "wfbp", compression="gtopk"))
@@ -196,7 +270,7 @@ def test_new_groups_of_dear_keep_what_has_not_travelled() -> None:
         return {
             param: (step, rest.clone())
             for part in engine._parts
-            for param, (step, rest) in part.kept().items()
+            for param, (step, rest, _) in part.kept().items()
         }
 
     before = kept()

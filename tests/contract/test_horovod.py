@@ -40,7 +40,7 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
     refusal = message(lambda: wrap(make_sgd(model), model, "horovod", **other))
     # What is not read at the start only may change.
     free = message(lambda: wrap(make_sgd(model), model, "horovod", compression="fp16", **options))
-    names = ("FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "AUTOTUNE")
+    names = [name.removeprefix("HOROVOD_") for name in horovod._VARIABLES.values()]
     return {
         "far": far,
         "refusal": refusal,
@@ -55,9 +55,19 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
     [
         (
             {"fusion_threshold_mb": 0.5, "cycle_time_ms": 2.0, "cache_capacity": 0},
-            ["524288", "2.0", "0", None],
+            ["524288", "2.0", "0", *[None] * 5],
         ),
-        ({"fusion_threshold_mb": 0.0, "autotune": True}, ["0", None, None, "1"]),
+        (
+            {
+                "fusion_threshold_mb": 0.0,
+                "autotune": True,
+                "autotune_log": "/dev/null",
+                "autotune_warmup_samples": 1,
+                "autotune_steps_per_sample": 4,
+                "autotune_samples": 5,
+            },
+            ["0", None, None, "1", "/dev/null", "1", "4", "5"],
+        ),
     ],
 )
 def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, options, at_start):
@@ -65,7 +75,7 @@ def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, opti
     for seen in own_pool(2).run(_with, options):
         assert seen["far"] < 1e-5
         assert seen["at start"] == at_start
-        assert seen["left"] == [None] * 4
+        assert seen["left"] == [None] * 8
         assert "option of horovod 'cycle_time_ms'=7.5" in seen["refusal"]
         assert "runs in this process already" in seen["refusal"]
         assert seen["free"] == ""

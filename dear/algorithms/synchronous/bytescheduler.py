@@ -6,7 +6,7 @@ import heapq
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -28,6 +28,8 @@ from dear.training.tuning import BackwardProfile, LayerTimes
 
 CREDIT_MB = 16.0
 LEVELS = 4
+SAMPLES = 8
+"""Groups in which changes by a GradScaler are looked for; it scales all gradients."""
 
 
 class ByteScheduler(Algorithm["ByteScheduler.Options"]):
@@ -171,6 +173,11 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
                     Partition(group=index, piece=piece, carrier=carrier, nbytes=nbytes)
                 )
             self._tasks_of.append(list(range(first, len(self._partitions))))
+        self._uses: Sequence[int] = range(len(self.buckets))
+        """Groups in the order in which forward passes read them."""
+        self._place = {group: group for group in self._uses}
+        """Place of each group in that order."""
+        self._sampled = max(1, len(self.buckets) // SAMPLES)
         self._works: dict[int, Work] = {}
         """Transfers that have started and were not awaited yet, by partition."""
         self._queued = [False] * len(self.buckets)
@@ -196,7 +203,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
                 issuer.begin(order, self._sizes)
         for index in self._units[unit]:
             self.buckets[index].pack()
-            self.buckets[index].note()
+            self.buckets[index].note(sampled=index % self._sampled == 0)
             self._send(index)
 
     def passed(self) -> None:
@@ -225,7 +232,15 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         return None
 
     def finish(self, index: int) -> None:
-        self._update.run(self._mean(index))
+        """Updates a group; those that are read next and have arrived join its update."""
+        place = self._place[index]
+        due = [index]
+        for other in self._uses[place + 1 :]:
+            if other not in self.pending or not self._arrived(other):
+                break
+            due.append(other)
+        self.pending.difference_update(due)
+        self._update.run(self._means(due))
 
     def stepped(self) -> None:
         if self._times is not None:
@@ -278,6 +293,8 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         )
         launched = sorted(range(len(self.buckets)), key=lambda group: (arrivals[group], -group))
         uses, order, launched = communicator.broadcast_object((uses, order, launched))
+        self._uses = uses
+        self._place = {group: place for place, group in enumerate(uses)}
         self._level_of = self._shared_out(uses)
         for level in range(self._levels):
             self._orders.append(
@@ -323,7 +340,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
 
     def _await(self, index: int) -> None:
         for task in self._tasks_of[index]:
-            if self._queued[index]:
+            if self._queued[index] and task not in self._works:
                 began = self.communicator.clock()
                 self._issuers[self._level_of[index]].wait_started(task)
                 self.communicator.held_up(began)
@@ -334,15 +351,19 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
                 part.carrier.receive(part.piece)
         self._queued[index] = False
 
-    def _mean(self, index: int) -> dict[torch.nn.Parameter, torch.Tensor | None]:
-        with torch.inference_mode(False):
-            self._await(index)
-            return self.buckets[index].means()
+    def _arrived(self, index: int) -> bool:
+        """Returns True if `_await` would not block."""
+        works = [self._works.get(task) for task in self._tasks_of[index]]
+        return all(not self._queued[index] if work is None else work.done() for work in works)
 
-    def _means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
+    def _means(
+        self, groups: Iterable[int] | None = None
+    ) -> dict[torch.nn.Parameter, torch.Tensor | None]:
         means: dict[torch.nn.Parameter, torch.Tensor | None] = {}
-        for index in range(len(self.buckets)):
-            means |= self._mean(index)
+        with torch.inference_mode(False):
+            for index in range(len(self.buckets)) if groups is None else groups:
+                self._await(index)
+                means |= self.buckets[index].means()
         return means
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,8 +22,8 @@ from dear.comm.runtime import address_of
 from dear.cost.overlap import Cycles, Unstated
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch
+from dear.options import LATER, at_least, only_with, positive
 from dear.options import Options as AlgorithmOptions
-from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, held
 from dear.training.gradients import GradientEngine, gradient_of
@@ -64,6 +64,14 @@ class Horovod(Algorithm["Horovod.Options"]):
         autotune: bool = False
         """True: Horovod tunes threshold and cycle time by Bayesian optimisation, unless they are
         given above. This takes hundreds of steps, and Horovod does not report its end."""
+        autotune_log: str | None = field(default=None, metadata=LATER)
+        """File to which Horovod writes each setting that it tries, with its score (CSV)."""
+        autotune_warmup_samples: int | None = field(default=None, metadata=LATER)
+        """Number of first samples that are ignored; null: Horovod's own, 3."""
+        autotune_steps_per_sample: int | None = field(default=None, metadata=LATER)
+        """Number of steps of a sample; null: Horovod's own, 10."""
+        autotune_samples: int | None = field(default=None, metadata=LATER)
+        """Largest number of samples; null: Horovod's own, 20."""
         compression: Literal["none", "fp16"] = "none"
         """`fp16`: gradients travel in half precision, divided before the sum."""
         adasum: bool = False
@@ -94,6 +102,10 @@ class Horovod(Algorithm["Horovod.Options"]):
             at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
             positive("option of horovod 'cycle_time_ms'", self.cycle_time_ms)
             at_least("option of horovod 'cache_capacity'", self.cache_capacity, 0)
+            for name, least in _AUTOTUNE.items():
+                if least is not None:
+                    at_least(f"option of horovod {name!r}", getattr(self, name), least)
+                only_with(self, name, "autotune", [True])
             if self.adasum and self.controller != "mpi":
                 raise UserError(
                     "option of horovod 'adasum' needs controller='mpi', the only one of its "
@@ -336,7 +348,18 @@ _VARIABLES = {
     "cycle_time_ms": "HOROVOD_CYCLE_TIME",
     "cache_capacity": "HOROVOD_CACHE_CAPACITY",
     "autotune": "HOROVOD_AUTOTUNE",
+    "autotune_log": "HOROVOD_AUTOTUNE_LOG",
+    "autotune_warmup_samples": "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+    "autotune_steps_per_sample": "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+    "autotune_samples": "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
 }
+_AUTOTUNE = {
+    "autotune_log": None,
+    "autotune_warmup_samples": 0,
+    "autotune_steps_per_sample": 1,
+    "autotune_samples": 1,
+}
+"""Options of the tuner, with their smallest values."""
 _running: dict[str, object] = {}
 """Values of options with which Horovod was started in this process."""
 

@@ -210,9 +210,13 @@ class Communicator(Account):
     ) -> Work:
         """Starts `call` on `tensors`: the output, if it is separate, and the input."""
         channel, priority = queue
-        with _at(priority):
-            handle = call(*tensors, group=self.groups[channel], async_op=True, **extra)
-        return self._work(call.__name__, handle, channel, self.groups[channel], *tensors)
+        group = self.groups[channel]
+        if priority:
+            with comm_core.priority(priority):
+                handle = call(*tensors, group=group, async_op=True, **extra)
+        else:
+            handle = call(*tensors, group=group, async_op=True, **extra)
+        return self._work(call.__name__, handle, channel, group, *tensors)
 
 
 def all_reduce(

@@ -171,11 +171,12 @@ def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[dist
 class _Arrival:
     """Receive into host memory that `wait` copies to a GPU; it has the method that bodies use."""
 
-    def __init__(self, work: dist.Work, buffer: torch.Tensor, target: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work | None, buffer: torch.Tensor, target: torch.Tensor) -> None:
         self._work, self._buffer, self._target = work, buffer, target
 
     def wait(self) -> None:
-        self._work.wait()
+        if self._work is not None:  # None: this rank is not in the group
+            self._work.wait()
         self._target.copy_(self._buffer)  # from pageable memory: it has ended on return
 
 

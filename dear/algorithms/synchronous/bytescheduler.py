@@ -239,6 +239,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
             if other not in self.pending or not self._arrived(other):
                 break
             due.append(other)
+            self.in_flight.land(self.buckets[other].params)
         self.pending.difference_update(due)
         self._update.run(self._means(due))
 

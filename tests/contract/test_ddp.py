@@ -172,3 +172,32 @@ def test_the_comm_core_knows_what_torchs_reducer_has_waited_for(world):
     """Torch waits by futures; a replay of compute must know when they ended."""
     for times in world(2).run(_finished_and_awaited):
         assert all(ended == awaited for ended, awaited in times)
+
+
+def _own_gradients(way: str) -> bool:
+    """Returns True if steps on gradients that DDP has not averaged are refused."""
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, "ddp")
+    params = list(model.parameters())
+    # The reducer is of use, and its averages are not refused, first.
+    x = torch.randn(5, params[0].shape[1]) + dear.rank()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    optimizer.step()  # with the same averages
+    optimizer.zero_grad()
+    out = model.forward(x) if way == "forward" else model(x)
+    if way == "hand":
+        for param, grad in zip(params, torch.autograd.grad(out.sum(), params), strict=True):
+            param.grad = grad
+    else:
+        out.sum().backward(retain_graph=True)
+    if way == "twice":
+        out.square().sum().backward()
+    return "model(...)" in message(optimizer.step)
+
+
+@pytest.mark.parametrize("way", ["forward", "hand", "twice"])
+def test_gradients_that_ddp_has_not_averaged_are_refused(world, way):
+    assert all(world(2).run(_own_gradients, way))

@@ -19,7 +19,7 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.ddp_hooks import BucketPayloads, PowerSgd
+from dear.training.ddp_hooks import BucketPayloads, Passes, PowerSgd
 from dear.training.engine import (
     Closure,
     ClosureUpdate,
@@ -149,11 +149,11 @@ class _DdpEngine(Engine[Ddp.Options]):
             ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
         # A static graph is learnt in the first pass, which must be a whole one.
         self._learning = options.static_graph
-        self._unsent = False
+        self._passes = Passes(self.params, ddp.reducer, self.hooks)
 
         def after_forward(output: object) -> object:
             if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-                self._unsent = False
+                self._passes.arm()
                 self._learning = False
                 self._watch(output)
             return ddp._post_forward(output)
@@ -180,13 +180,23 @@ class _DdpEngine(Engine[Ddp.Options]):
                 tensor.register_hook(begun)
 
     def step(self, update: Update) -> object:
-        self._refuse_unsent()
-        return update() if self._zero is None else self._zero.step()
+        self._passes.check(stepping=True)
+        result = update() if self._zero is None else self._zero.step()
+        self._passes.stepped()
+        return result
 
     def step_closure(self, update: ClosureUpdate, closure: Closure) -> object:
-        if self._zero is None:
-            return update(closure)
-        return step_after_closure(self, update, closure)
+        if self._zero is not None:
+            return step_after_closure(self, update, closure)
+
+        def checked() -> float:
+            loss = closure()
+            self._passes.check(stepping=True)
+            return loss
+
+        result = update(checked)
+        self._passes.stepped()
+        return result
 
     def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
         kept = self.optimizer.state
@@ -204,7 +214,7 @@ class _DdpEngine(Engine[Ddp.Options]):
 
     def synchronize(self) -> None:
         """Does nothing: gradients are averages when `backward()` returns."""
-        self._refuse_unsent()
+        self._passes.check()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -212,18 +222,9 @@ class _DdpEngine(Engine[Ddp.Options]):
             yield
             return
         with self._ddp.no_sync():
-            self._unsent = True
             yield
 
-    def _refuse_unsent(self) -> None:
-        if self._unsent:
-            raise UserError(
-                "gradients were accumulated under no_sync() and never sent: DDP sends them in the "
-                "next forward and backward pass outside it, which must come before step()"
-            )
-
     def close(self) -> None:
-        self._unsent = False
         super().close()
         self.optimizer.state.update(self.whole_state())
         self._zero = None

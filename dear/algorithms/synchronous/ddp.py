@@ -271,6 +271,7 @@ class ZeroUpdate:
             )
         self._optimizer = optimizer
         self._communicator = communicator
+        self._loaded: dict[torch.Tensor, dict[str, object]] | None = None
         try:
             self._zero = ZeroRedundancyOptimizer(
                 [dict(group) for group in optimizer.param_groups],
@@ -302,15 +303,19 @@ class ZeroUpdate:
     def _step(self) -> object:
         ours, given = self._zero.param_groups, self._optimizer.param_groups
         _copy_settings(given, ours)
+        self._loaded = None
         result = self._zero.step()
         _copy_settings(ours, given)  # some optimizers count there
         return result
 
     def take_state(self) -> None:
-        """Takes this rank's part of the optimizer's whole state, and drops the rest."""
+        """Takes this rank's part of the optimizer's whole state, and keeps the rest until a step:
+        a rank that loads alone then has all that it broadcasts."""
         mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
         whole = self._optimizer.state
+        self._zero.optim.state.clear()
         self._zero.optim.state.update({p: state for p, state in whole.items() if p in mine})
+        self._loaded = dict(whole)
         whole.clear()
 
     def whole_state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -324,7 +329,7 @@ class ZeroUpdate:
                 result[params[index]] = {
                     key: beside(value, params[index]) for key, value in state.items()
                 }
-        return result
+        return result if self._loaded is None else self._loaded
 
 
 def _copy_settings(source: Sequence[dict[str, object]], to: Sequence[dict[str, object]]) -> None:

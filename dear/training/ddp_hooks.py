@@ -10,15 +10,84 @@ from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compressors import CompressedOptions
 from dear.comm.communicator import Communicator
 from dear.comm.work import Work
+from dear.errors import UserError
 from dear.lazy import torch
+from dear.training.hooks import Hooks, at_end_of_backward
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from torch._C._distributed_c10d import GradBucket, Reducer
 
     FutureTensor = torch.futures.Future[torch.Tensor]
 
 FIRST = 2
 """Passes after which buckets stay the same: DDP makes them again after the first."""
+
+
+class Passes:
+    """Record of the backward passes in which DDP averages, and of gradients from other ones.
+
+    A forward pass of the model arms the reducer for one average of all gradients. Gradients of
+    later backward passes, or of parts of the model, stay this rank's own. A gradient that the
+    script sets needs an averaging pass since the last step.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], reducer: Reducer, hooks: Hooks
+    ) -> None:
+        # The reference in `stepped` keeps a gradient alive: a small one.
+        self._params = sorted(params, key=torch.Tensor.numel)
+        self._reducer = reducer
+        self._armed = self._running = self._averaged = self._unsent = False
+        self._last: tuple[torch.Tensor, int] | None = None
+        hooks.on_gradient(params, self._accumulated)
+
+    def arm(self) -> None:
+        self._armed, self._running = True, False
+
+    def _accumulated(self, param: torch.Tensor) -> None:
+        if self._running:
+            return
+        self._running = True
+        at_end_of_backward(self._ended)
+        if self._armed:
+            self._armed, self._averaged, self._unsent = False, True, False
+        elif not self._unfinished():
+            self._unsent = True
+
+    def _ended(self) -> None:
+        self._running = False
+
+    def _unfinished(self) -> bool:
+        """Returns True if a pass left out some parameters, so that the reducer still waits."""
+        try:
+            self._reducer._check_reducer_finalized()
+        except RuntimeError:
+            return True
+        return False
+
+    def check(self, stepping: bool = False) -> None:
+        """Raises UserError if the gradients are this rank's own."""
+        alone = self._unsent
+        if stepping and not self._averaged:
+            alone = alone or not self._same()
+        if alone and self._smallest() is not None:
+            raise UserError(
+                "ddp has not averaged all gradients: DDP averages in one backward pass after each "
+                "call of the model, model(...), outside no_sync(); call it so before step(), or "
+                "use another algorithm, such as allreduce, which averages in step()"
+            )
+
+    def stepped(self) -> None:
+        """Notes the gradients, with which another step may follow."""
+        self._averaged, self._last = False, self._smallest()
+
+    def _same(self) -> bool:
+        last, now = self._last, self._smallest()
+        return last is not None and now is not None and last[0] is now[0] and last[1] == now[1]
+
+    def _smallest(self) -> tuple[torch.Tensor, int] | None:
+        grads = (param.grad for param in self._params)
+        return next(((grad, grad._version) for grad in grads if grad is not None), None)
 
 
 class BucketHook(ABC):

@@ -213,3 +213,55 @@ def test_the_comm_core_knows_what_torchs_reducer_has_waited_for(world):
     """Torch waits by futures; a replay of compute must know when they ended."""
     for times in world(2).run(_finished_and_awaited):
         assert all(ended == awaited for ended, awaited in times)
+
+
+def _own_gradients(way: str) -> bool:
+    """Returns True if steps on gradients that DDP has not averaged are refused."""
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, "ddp")
+    params = list(model.parameters())
+    # The reducer is of use, and its averages are not refused, first.
+    x = torch.randn(5, params[0].shape[1]) + dear.rank()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    optimizer.step()  # with the same averages
+    optimizer.zero_grad()
+    out = model.forward(x) if way == "forward" else model(x)
+    if way == "hand":
+        for param, grad in zip(params, torch.autograd.grad(out.sum(), params), strict=True):
+            param.grad = grad
+    else:
+        out.sum().backward(retain_graph=True)
+    if way == "twice":
+        out.square().sum().backward()
+    return "model(...)" in message(optimizer.step)
+
+
+@pytest.mark.parametrize("way", ["forward", "hand", "twice"])
+def test_gradients_that_ddp_has_not_averaged_are_refused(world, way):
+    assert all(world(2).run(_own_gradients, way))
+
+
+def _root_loads() -> list[float]:
+    """Returns the momentum after rank 0 alone has loaded one of ones, and sent it."""
+    model = make_model()
+    optimizer = wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, "ddp", zero=True
+    )
+    count = len(list(model.parameters()))
+    if dear.rank() == 0:
+        ones = {
+            i: {"momentum_buffer": torch.ones_like(p)} for i, p in enumerate(model.parameters())
+        }
+        groups = optimizer.param_groups
+        plain = [{**group, "params": list(range(count))} for group in groups]
+        optimizer.load_state_dict({"state": ones, "param_groups": plain})
+    dear.broadcast_optimizer_state(optimizer)
+    state = optimizer.state_dict()["state"]
+    return [state[i]["momentum_buffer"].min().item() if i in state else 0.0 for i in range(count)]
+
+
+def test_zero_sends_the_whole_state_that_one_rank_has_loaded(world):
+    assert all(set(kept) == {1.0} for kept in world(2).run(_root_loads))

@@ -19,7 +19,7 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.ddp_hooks import BucketPayloads, PowerSgd
+from dear.training.ddp_hooks import BucketPayloads, Passes, PowerSgd
 from dear.training.engine import (
     Closure,
     ClosureUpdate,
@@ -152,11 +152,11 @@ class _DdpEngine(Engine[Ddp.Options]):
             ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
         # A static graph is learnt in the first pass, which must be a whole one.
         self._learning = options.static_graph
-        self._unsent = False
+        self._passes = Passes(self.params, ddp.reducer, self.hooks)
 
         def after_forward(output: object) -> object:
             if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-                self._unsent = False
+                self._passes.arm()
                 self._learning = False
                 self._watch(output)
             return ddp._post_forward(output)
@@ -183,13 +183,23 @@ class _DdpEngine(Engine[Ddp.Options]):
                 tensor.register_hook(begun)
 
     def step(self, update: Update) -> object:
-        self._refuse_unsent()
-        return update() if self._zero is None else self._zero.step()
+        self._passes.check(stepping=True)
+        result = update() if self._zero is None else self._zero.step()
+        self._passes.stepped()
+        return result
 
     def step_closure(self, update: ClosureUpdate, closure: Closure) -> object:
-        if self._zero is None:
-            return update(closure)
-        return step_after_closure(self, update, closure)
+        if self._zero is not None:
+            return step_after_closure(self, update, closure)
+
+        def checked() -> float:
+            loss = closure()
+            self._passes.check(stepping=True)
+            return loss
+
+        result = update(checked)
+        self._passes.stepped()
+        return result
 
     def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
         kept = self.optimizer.state
@@ -207,7 +217,7 @@ class _DdpEngine(Engine[Ddp.Options]):
 
     def synchronize(self) -> None:
         """Does nothing: gradients are averages when `backward()` returns."""
-        self._refuse_unsent()
+        self._passes.check()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -215,18 +225,9 @@ class _DdpEngine(Engine[Ddp.Options]):
             yield
             return
         with self._ddp.no_sync():
-            self._unsent = True
             yield
 
-    def _refuse_unsent(self) -> None:
-        if self._unsent:
-            raise UserError(
-                "gradients were accumulated under no_sync() and never sent: DDP sends them in the "
-                "next forward and backward pass outside it, which must come before step()"
-            )
-
     def close(self) -> None:
-        self._unsent = False
         super().close()
         self.optimizer.state.update(self.whole_state())
         self._zero = None
@@ -284,6 +285,7 @@ class ZeroUpdate:
                         f"{type(value).__name__} in its attribute {name!r}, which cannot be split "
                         "among the ranks; keep it in `state` or `param_groups`, or use zero=False"
                     )
+        self._loaded: dict[torch.Tensor, dict[str, object]] | None = None
         try:
             self._zero = ZeroRedundancyOptimizer(
                 [dict(group) for group in optimizer.param_groups],
@@ -316,6 +318,7 @@ class ZeroUpdate:
         ours, given = self._zero.param_groups, self._optimizer.param_groups
         _copy_settings(given, ours)
         self._copy_attributes(self._optimizer, self._zero.optim)
+        self._loaded = None
         result = self._zero.step()
         _copy_settings(ours, given)  # some optimizers count there
         self._copy_attributes(self._zero.optim, self._optimizer)  # and here
@@ -328,10 +331,13 @@ class ZeroUpdate:
                     vars(to)[name] = value
 
     def take_state(self) -> None:
-        """Takes this rank's part of the optimizer's whole state, and drops the rest."""
+        """Takes this rank's part of the optimizer's whole state, and keeps the rest until a step:
+        a rank that loads alone then has all that it broadcasts."""
         mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
         whole = self._optimizer.state
+        self._zero.optim.state.clear()
         self._zero.optim.state.update({p: state for p, state in whole.items() if p in mine})
+        self._loaded = dict(whole)
         whole.clear()
 
     def whole_state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -345,7 +351,7 @@ class ZeroUpdate:
                 result[params[index]] = {
                     key: beside(value, params[index]) for key, value in state.items()
                 }
-        return result
+        return result if self._loaded is None else self._loaded
 
 
 def _copy_settings(source: Sequence[dict[str, object]], to: Sequence[dict[str, object]]) -> None:

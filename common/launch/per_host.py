@@ -202,7 +202,7 @@ def on_host(
     words = ["env", *(f"{key}={value}" for key, value in env.items()), *argv]
     if agent is None:
         return words
-    return [*agent, host.reached_at, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"]
+    return [*agent, host.login, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"]
 
 
 def meeting_point(blocks: Sequence[Block], port: int | None) -> dict[str, str]:
@@ -257,7 +257,7 @@ def probe(hosts: Sequence[Host], agent: Sequence[str]) -> None:
 def _ask(host: Host, agent: Sequence[str]) -> str | None:
     try:
         how = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
-        done = subprocess.run([*agent, host.reached_at, "true"], timeout=PROBE_S, **how)
+        done = subprocess.run([*agent, host.login, "true"], timeout=PROBE_S, **how)
     except subprocess.TimeoutExpired:
         return f"time limit of {PROBE_S:g} s"
     if done.returncode == 0:

@@ -13,7 +13,7 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 
 def named(prefix: str) -> dict[str, str]:
-    """What Open MPI and others set, each with a prefix of its own."""
+    """Variables of Open MPI and others, each with a prefix of its own."""
     values = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
     return {f"{prefix}_{name}": value for name, value in values.items()}
 

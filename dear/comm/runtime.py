@@ -50,7 +50,7 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     if _communicator is not None:
         return
     if not dist.is_initialized():
-        facts = _join(rank_facts(), backend and prepare(backend), timeout_s)
+        facts = _join(rank_facts(), None if backend is None else prepare(backend), timeout_s)
     else:
         numbers = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         facts = launcher_facts() or RankFacts(

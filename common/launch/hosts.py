@@ -55,8 +55,8 @@ class Host:
 
     @property
     def loopback(self) -> bool:
-        """True if other hosts cannot reach this host by its name or address."""
-        return self.virtual is None and self.reached_at in _HERE
+        """True if other hosts cannot reach this host by its name."""
+        return self.virtual is None and self.name in _HERE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,10 @@ def notebook_words(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--ipython-profile", default="bluefog")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("ipyparallel") is None:
-        raise UserError("ibfrun: ipyparallel is not installed: pip install ipyparallel")
+        raise UserError(
+            "ibfrun: ipyparallel is not installed: pip install 'dear-bench[notebook]', or in the "
+            "project's folder pip install '.[notebook]'"
+        )
     command = [sys.executable, "-m", "ipyparallel.cluster", options.action]
     command += ["--profile", options.ipython_profile]
     if options.action == "start":

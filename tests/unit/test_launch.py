@@ -79,7 +79,7 @@ def conf(tmp_path, monkeypatch):
     return path.write_text
 
 
-NAMES = ["local", "mpirun", "slurm", "ssh", "torchrun"]
+NAMES = ["local", "mpirun", "nodes", "slurm", "ssh", "torchrun"]
 A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
 
 
@@ -97,6 +97,11 @@ A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
         ("slurm", None, {"queue_s": 0}, "queue_s must be greater than 0"),
         ("slurm", None, {"gpus_per_node": 0}, "gpus_per_node must be at least 1, got 0"),
         ("slurm", None, {"nodes": 1, "tasks_per_node": 1}, "1 ranks each are too few for 4"),
+        ("nodes", A, {}, "takes no hosts"),
+        ("nodes", None, {"nnodes": 2, "node_rank": 2}, r"node_rank must be in 0..1 \(nnodes=2"),
+        ("nodes", None, {"nnodes": 0}, "nnodes must be at least 1"),
+        ("nodes", None, {"nnodes": 2, "control_port": 65535}, "must leave 2 ports below 65536"),
+        ("nodes", None, {"agent": "rsh"}, "'agent'"),
         ("local", A, {}, "runs on this machine only"),
         ("ssh", None, {}, "needs hosts"),
         ("slurm", A, {}, "does not support a hostfile"),

@@ -2,7 +2,8 @@
 
 `dear/horovod_mpi_cj.sh` runs this file. `dear.algorithms.aliases` says what a method's variables
 mean; here is where its ranks run: on the hosts of `configs/cluster$nworkers`, on this machine, or
-with `cluster=emulated` on virtual hosts of it. What cannot be is said before anything starts.
+with `cluster=emulated` on virtual hosts of it, or with `nnodes`, `node_rank` and `master` on nodes
+of which each is started by hand. What cannot be is said before anything starts.
 """
 
 from __future__ import annotations
@@ -30,15 +31,21 @@ from dear.errors import UserError, one_of, unknown
 NETWORKS = {"0": "10gbe", "1": "100gbib", "2": "100gbe"}
 """Network of each value of `rdma` on virtual hosts: Ethernet, InfiniBand, TCP over its cards."""
 DEFAULTS = {"method": "dear", "dnn": "resnet50", "bs": "64", "nworkers": "8", "senlen": "64"}
-DEFAULTS |= {"rdma": "0", "cluster": "", "ngpu_per_node": "", "node_rank": "", "WFSGD_TIMELINE": ""}
-"""Variables that say nothing of a method, with the references' defaults. `cluster` is our own."""
-_WAYS = "write your hosts into configs/cluster{n}, or say cluster=emulated (virtual hosts here)"
+DEFAULTS |= {"rdma": "0", "cluster": "", "ngpu_per_node": "", "WFSGD_TIMELINE": ""}
+DEFAULTS |= {"nnodes": "", "node_rank": "", "master": ""}
+"""Variables that say nothing of a method, with the references' defaults. `cluster`, `nnodes` and
+`master` are our own."""
+_WAYS = (
+    "write your hosts into configs/cluster{n}, say cluster=emulated (virtual hosts here), or start "
+    "each node by hand with nnodes=, node_rank= and master="
+)
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """Runs the trial; `arguments` are further ones of `benchmarks.py run`. The exit status."""
+    planned = any(word in ("-n", "--dry-run") for word in arguments)
     try:
-        flags, words = trial_flags(environ)
+        flags, words = trial_flags(environ, planned)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return Status.USER_ERROR
@@ -47,8 +54,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
     return cli.main(["run", "reference", *flags, *how, *arguments])
 
 
-def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
+def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list[str], str]:
     """Flags of `benchmarks.py run` for the trial, and a line on where it runs.
+
+    Args:
+        planned: the trial will not run, so its hosts may be unknown here.
 
     Raises:
         UserError: a value that is none, a combination that cannot be, or no place for the ranks.
@@ -57,10 +67,6 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
     numbers = {name: _whole(given, name) for name in ("nworkers", "bs", "senlen")}
     if given["rdma"] not in NETWORKS:
         raise unknown("rdma", given["rdma"], NETWORKS)
-    if given["node_rank"]:
-        raise UserError(
-            f"node_rank={given['node_rank']}: all nodes are started from here; leave it out"
-        )
     given_here = {name: environ[name] for name in aliases.VARIABLES if name in environ}
     algorithm, options = aliases.method(given["method"], given_here)
     usual = aliases.method(given["method"], {})[1]
@@ -73,14 +79,17 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
     model = {"name": given["dnn"], "batch_size": numbers["bs"]}
     if given["dnn"].startswith("bert"):
         model["sentence_len"] = numbers["senlen"]
-    if given["cluster"]:
+    by_hand = {name: given[name] for name in ("nnodes", "node_rank", "master") if given[name]}
+    if by_hand:
+        place, words = _by_hand(given, by_hand)
+    elif given["cluster"]:
         one_of("cluster", given["cluster"], {"emulated": ""})
         model["name"] = _replayed(given["dnn"])
         place, words = _emulated(given, numbers["nworkers"])
     else:
-        place, words = _real(given, numbers["nworkers"])
-        if _gpus():
-            place["device"] = "cuda"  # as there
+        place, words = _real(given, numbers["nworkers"], planned)
+    if not given["cluster"] and _gpus():
+        place["device"] = "cuda"  # as there
     values |= {"models": [model], **place}
     flags = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
     if given["WFSGD_TIMELINE"]:
@@ -88,9 +97,9 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
     return flags, words
 
 
-def _whole(given: Mapping[str, str], name: str) -> int:
-    if not given[name].isdigit() or int(given[name]) < 1:
-        raise UserError(f"{name}={given[name]}: must be a whole number, at least 1")
+def _whole(given: Mapping[str, str], name: str, least: int = 1) -> int:
+    if not given[name].isdecimal() or int(given[name]) < least:
+        raise UserError(f"{name}={given[name]}: must be a whole number, at least {least}")
     return int(given[name])
 
 
@@ -110,11 +119,27 @@ def _emulated(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str
     return {"cluster": cluster}, words
 
 
-def _real(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str]:
+def _by_hand(given: Mapping[str, str], nodes: Mapping[str, str]) -> tuple[dict[str, object], str]:
+    for name in ("cluster", "ngpu_per_node"):
+        if given[name]:
+            raise UserError(f"{name}={given[name]}: does not go with {', '.join(nodes)}")
+    if missing := [name for name in ("nnodes", "master") if not given[name]]:
+        shown = " ".join(f"{name}={value}" for name, value in nodes.items())
+        raise UserError(f"{shown}: nodes that are started by hand need {' and '.join(missing)} too")
+    numbers = {name: _whole(given, name, 0) for name in ("node_rank", "rdma") if given[name]}
+    options = {"nnodes": _whole(given, "nnodes"), "master": given["master"]}
+    options |= {name: number for name, number in numbers.items() if number}
+    words = f"launcher: node {numbers.get('node_rank', 0)} of {given['nnodes']}, started by hand"
+    return {"launcher": "nodes", "launcher_options": options}, words
+
+
+def _real(given: Mapping[str, str], ranks: int, planned: bool) -> tuple[dict[str, Any], str]:
     path = CONFIGS / f"cluster{ranks}"
     hosts = read_hostfile(path, ranks) if path.exists() else None
     away = [host for host in hosts or () if not host.here]
-    _check_hosts(path, ranks, away)
+    lost = _unknown_hosts(path, ranks, away)
+    if lost and not planned:
+        raise UserError(lost)
     if not away:
         _check_this_machine(given["dnn"], ranks, hosts)
     if given["ngpu_per_node"]:
@@ -130,11 +155,12 @@ def _real(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str]:
     place: dict[str, Any] = {"launcher": launcher, "hostfile": str(path)}
     if given["rdma"] != "0":
         place["launcher_options"] = {"rdma": int(given["rdma"])}
-    return place, f"launcher: {launcher} with {path}"
+    words = f"launcher: {launcher} with {path}"
+    return place, f"{words}\nbefore it can run: {lost}" if lost else words
 
 
-def _check_hosts(path: Path, ranks: int, away: Sequence[Host]) -> None:
-    """Raises `UserError` for hosts that nobody knows, such as those of the files as they come."""
+def _unknown_hosts(path: Path, ranks: int, away: Sequence[Host]) -> str | None:
+    """Returns a sentence on hosts that nobody knows, such as those of the files as they come."""
 
     def known(host: Host) -> bool:
         try:
@@ -145,12 +171,11 @@ def _check_hosts(path: Path, ranks: int, away: Sequence[Host]) -> None:
     with ThreadPoolExecutor(max_workers=64) as pool:
         answers = zip(away, pool.map(known, away), strict=True)
         lost = [host.name for host, is_known in answers if not is_known]
-    if lost:
-        names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
-        raise UserError(
-            f"nworkers={ranks}: the hosts of {path} ({names}) cannot be resolved here; "
-            f"{_WAYS.format(n=ranks)}"
-        )
+    if not lost:
+        return None
+    names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+    ways = _WAYS.format(n=ranks)
+    return f"nworkers={ranks}: the hosts of {path} ({names}) cannot be resolved here; {ways}"
 
 
 def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> None:

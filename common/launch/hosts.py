@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import getpass
+import ipaddress
 import re
 import socket
 import sys
@@ -26,6 +28,8 @@ class Host:
 
     name: str
     slots: int
+    user: str | None = None
+    """User to log in as; None: the remote shell chooses."""
     address: str | None = None
     """Address for the other hosts; None: its name. The name of a virtual host always resolves."""
     virtual: VirtualHost | None = None
@@ -37,15 +41,22 @@ class Host:
         return self.name if self.virtual is not None else self.address or self.name
 
     @property
+    def login(self) -> str:
+        """Argument of a remote shell, `HOST` or `USER@HOST`."""
+        return f"{self.user}@{self.reached_at}" if self.user else self.reached_at
+
+    @property
     def here(self) -> bool:
-        """True if this process runs on this host."""
+        """True if this process runs on this host, as the user that ranks there shall be."""
+        if self.virtual is not None or self.user not in (None, getpass.getuser()):
+            return False
         name = socket.gethostname()
-        return self.virtual is None and self.name in (*_HERE, name, name.partition(".")[0])
+        return self.name in (*_HERE, name, name.partition(".")[0])
 
     @property
     def loopback(self) -> bool:
-        """True if other hosts cannot reach this host by its name or address."""
-        return self.virtual is None and self.reached_at in _HERE
+        """True if other hosts cannot reach this host by its name."""
+        return self.virtual is None and self.name in _HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +104,11 @@ def are_virtual(hosts: Sequence[Host] | None) -> bool:
 def read_hostfile(path: Path, world_size: int) -> list[Host]:
     """Reads the hosts of a file, which must have at least `world_size` slots in total.
 
+    Each line is `HOST [slots=N]`, with `USER@` before a host to log in as this user. A host is a
+    name or an address; an IPv6 address may stand in brackets.
+
     Raises:
-        UserError: the file does not exist, a line is not `HOST [slots=N]`, or there are too few
-            slots.
+        UserError: the file does not exist, a line has another form, or there are too few slots.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -113,14 +126,32 @@ def read_hostfile(path: Path, world_size: int) -> list[Host]:
                 raise UserError(
                     f"hostfile {path} line {number}: must be `HOST slots=N`, got {line!r}"
                 )
-        if any(host.name == words[0] for host in hosts):
+        user, _, name = words[0].rpartition("@")
+        name = _host_name(name)
+        if name is None or (not user and "@" in words[0]):
             raise UserError(
-                f"hostfile {path} line {number}: duplicate host {words[0]}; write one line "
+                f"hostfile {path} line {number}: {words[0]!r} is no host; must be a name, an IPv4 "
+                "or IPv6 address, or USER@ before one of them (a port belongs into ~/.ssh/config)"
+            )
+        if any(host.name == name for host in hosts):
+            raise UserError(
+                f"hostfile {path} line {number}: duplicate host {name}; write one line "
                 "with the sum of its slots"
             )
-        hosts.append(Host(name=words[0], slots=int(slots)))
+        hosts.append(Host(name=name, slots=int(slots), user=user or None))
+    if not hosts:
+        raise UserError(f"hostfile {path}: no host in it; write lines `HOST slots=N`")
     require_slots(hosts, world_size, f"hostfile {path} has")
     return hosts
+
+
+def _host_name(text: str) -> str | None:
+    """Returns a name as it is, and an address without brackets; None if it is neither."""
+    bare = re.sub(r"^\[(.*)\]$", r"\1", text)
+    try:
+        return str(ipaddress.ip_address(bare))
+    except ValueError:
+        return text if re.fullmatch(r"(?!-)[\w.-]+", text) else None
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

@@ -94,7 +94,10 @@ def _signals() -> int:
 
 def _read_pipe() -> bool:
     """Reads from standard input; returns True if it has closed."""
-    text = os.read(0, 4096)
+    try:
+        text = os.read(0, 4096)
+    except ConnectionError:  # it may be a socket
+        return True
     if b"stacks" in text:
         for process in _below():
             with contextlib.suppress(OSError):

@@ -42,18 +42,24 @@ STOP_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteOptions(NetworkOptions):
-    """Options of the remote shell and the network."""
+class PortOptions(NetworkOptions):
+    """Options of the network and the rendezvous."""
 
-    agent: str | None = None
-    """Remote shell, called as `AGENT HOST COMMAND`. None: ssh, no shell for this machine itself,
-    and `python -m common.emulation.hosts.rsh` for virtual hosts."""
     port: int | None = None
     """Port of the rendezvous on the first host; None: a port that is free on this machine."""
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 < self.port < 65536:
             raise UserError(f"port must be in 1..65535, got {self.port}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions(PortOptions):
+    """Options of the remote shell and the network."""
+
+    agent: str | None = None
+    """Remote shell, called as `AGENT HOST COMMAND`. None: ssh, no shell for this machine itself,
+    and `python -m common.emulation.hosts.rsh` for virtual hosts."""
 
 
 class RemoteLauncher(Launcher):
@@ -65,7 +71,8 @@ class RemoteLauncher(Launcher):
         super().__init__(**given)
         self._envs = read_envs()
         self._interface = interface(self._options, self._envs, self._hosts)
-        self._agent = agent_of(self._options.agent, self._hosts)
+        self._given_agent = getattr(self._options, "agent", None)
+        self._agent = agent_of(self._given_agent, self._hosts)
 
     def check(self) -> None:
         if self._hosts is not None and not are_virtual(self._hosts):
@@ -73,7 +80,7 @@ class RemoteLauncher(Launcher):
 
     def _agent_for(self, host: Host) -> list[str] | None:
         """Returns the remote shell for this host; None if it is not needed."""
-        return None if host.here and self._options.agent is None else self._agent
+        return None if host.here and self._given_agent is None else self._agent
 
 
 class PerHostLauncher(RemoteLauncher):
@@ -104,8 +111,7 @@ class PerHostLauncher(RemoteLauncher):
         """Returns the outcome of a job whose commands have ended."""
 
     def _commands(self, job: Job, port: int | None, tied: bool) -> list[HostCommand]:
-        hosts = self._hosts or [Host(name="localhost", slots=job.world_size)]
-        used = blocks(hosts, job.world_size)
+        used = blocks(self._hosts_of(job), job.world_size)
         meet = meeting_point(used, port)
         commands = []
         for index, block in enumerate(used):
@@ -119,6 +125,10 @@ class PerHostLauncher(RemoteLauncher):
             words = on_host(block.host, argv, env, self._agent_for(block.host))
             commands.append(HostCommand(host=block.host, argv=words, log=self._log(job, block)))
         return commands
+
+    def _hosts_of(self, job: Job) -> Sequence[Host]:
+        """Returns the hosts with their slots for this job."""
+        return self._hosts or [Host(name="localhost", slots=job.world_size)]
 
     def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:
         """Returns further variables of the command, without those of the network."""
@@ -204,7 +214,7 @@ def on_host(
     words = ["env", *(f"{key}={value}" for key, value in env.items()), *argv]
     if agent is None:
         return words
-    return [*agent, host.reached_at, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"]
+    return [*agent, host.login, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"]
 
 
 def meeting_point(blocks: Sequence[Block], port: int | None) -> dict[str, str]:
@@ -259,7 +269,7 @@ def probe(hosts: Sequence[Host], agent: Sequence[str]) -> None:
 def _ask(host: Host, agent: Sequence[str]) -> str | None:
     try:
         how = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
-        done = subprocess.run([*agent, host.reached_at, "true"], timeout=PROBE_S, **how)
+        done = subprocess.run([*agent, host.login, "true"], timeout=PROBE_S, **how)
     except subprocess.TimeoutExpired:
         return f"time limit of {PROBE_S:g} s"
     if done.returncode == 0:

@@ -32,8 +32,8 @@ class Gpu:
     """10^12 operations per second."""
     tf32_tflops: float | None = None
     """None: the device has no units for it."""
-    fp16_tflops: float
-    """Rate with sums in float32."""
+    fp16_tflops: float | None = None
+    """Rate with sums in float32; None: the device computes in fp16 more slowly than in fp32."""
     memory_gb_per_s: float
     """10^9 bytes per second."""
     source: str

@@ -21,7 +21,9 @@ from dear.errors import UserError
 
 _INFINIBAND = ["--mca", "pml", "ucx"]
 _ETHERNET = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,vader"]
-_PASSED_ON = ("BLUEFOG_", "COMM_CORE_", "DEAR_", "NCCL_", "OMP_", "CUDA_", "PYTHONPATH")
+_PASSED_ON = (
+    *("BLUEFOG_", "COMM_CORE_", "DEAR_", "MASTER_", "NCCL_", "OMP_", "CUDA_", "PYTHONPATH"),
+)
 """Prefixes of the environment variables that ranks on other hosts get, too."""
 
 
@@ -103,7 +105,10 @@ def notebook_words(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--ipython-profile", default="bluefog")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("ipyparallel") is None:
-        raise UserError("ibfrun: ipyparallel is not installed: pip install ipyparallel")
+        raise UserError(
+            "ibfrun: ipyparallel is not installed: pip install 'dear-bench[notebook]', or in the "
+            "project's folder pip install '.[notebook]'"
+        )
     command = [sys.executable, "-m", "ipyparallel.cluster", options.action]
     command += ["--profile", options.ipython_profile]
     if options.action == "start":

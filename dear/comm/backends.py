@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dear.comm.environment import RankFacts
-from dear.errors import Unavailable, UserError
+from dear.errors import Unavailable, UserError, unknown
 from dear.lazy import dist
 
 log = logging.getLogger("dear")
@@ -57,7 +57,7 @@ def prepare(backend: str) -> str:
 
     Raises:
         Unavailable: the backend is not built.
-        UserError: `mpi` is part of pairs.
+        UserError: `mpi` is part of pairs, or this torch does not have a backend.
     """
     if "comm_core" in backend:
         _imported("comm_core")
@@ -70,7 +70,16 @@ def prepare(backend: str) -> str:
             raise Unavailable(str(error)) from None
     if ":mpi" in backend:
         raise UserError(f"backend {backend!r}: mpi cannot be part of pairs, use 'mpi' alone")
+    known = [name for name in dist.Backend.backend_list if name != "undefined" and _built(name)]
+    for name in (pair.rpartition(":")[2] for pair in backend.split(",")):
+        if name not in known:
+            raise unknown("backend of this torch", name, {*known, "comm_core", "mpi"})
     return backend
+
+
+def _built(name: str) -> bool:
+    """Returns False for a backend of torch's own that this torch is built without."""
+    return bool(getattr(dist, f"is_{name}_available", lambda: True)())
 
 
 def comm_core_folder() -> Path | None:

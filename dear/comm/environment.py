@@ -1,4 +1,4 @@
-"""Rank and world size from the variables of torchrun, Open MPI, MPICH (PMI) and Slurm."""
+"""Rank and world size from the variables of the process's launcher, and its place on the host."""
 
 from __future__ import annotations
 
@@ -6,19 +6,43 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dear.errors import UserError
 
-# Launcher; variables of rank, world size, rank on this host and ranks on this host.
+# Launcher; variables of rank, world size, rank on this host and ranks on this host. A launcher that
+# also sets the variables of another, or runs inside another's job, stands before it.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("Open MPI", *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    *(
+        (launcher, *(f"{prefix}_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+        for launcher, prefix in (
+            ("Open MPI", "OMPI_COMM_WORLD"),
+            ("MVAPICH2", "MV2_COMM_WORLD"),
+            ("MVAPICH", "MVP_COMM_WORLD"),
+            ("jsrun", "JSM_NAMESPACE"),
+            ("horovodrun", "HOROVOD"),
+        )
+    ),
+    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    ("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
+# Variables of one process among several: launchers of which no row stands above (the first pattern,
+# whatever the value), and names that read like a rank above 0 or a size above 1.
+_STARTED = re.compile("PMIX_RANK|PMI_ID|ALPS_APP_PE|MP_CHILD|PBS_VNODENUM")
+_RANK = re.compile(r"(?:\w*_)?(?<!LORA_)(?:RANK|RANK_?ID|PROC_?ID)|DMLC_WORKER_ID")
+_SIZE = re.compile(
+    r"(?:\w*_)?(?:(?:WORLD|COMM|JOB|NAMESPACE|LOCAL|CROSS|GROUP)_SIZE|N(?:UM_)?(?:TASKS|RANKS))"
+    "|(?:PMIX?|MPI|PALS|HOROVOD)_SIZE|DMLC_NUM_WORKER"
+)
+_SPECIAL_STEP = 4294967290
+"""Slurm's first number of a step that is no srun of the user's: interactive, batch or external."""
+ALONE = "RANK=0 WORLD_SIZE=1 runs alone on purpose"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +50,24 @@ class RankFacts:
     """One process's position in the job, as its launcher reported it."""
 
     launcher: str
-    """`torchrun`, `Open MPI`, `MPICH`, `Slurm`, or `none` for a process started alone."""
+    """A name of `_VARIABLES`, `torch.distributed` for a process group that the script made, or
+    `none` for a process started alone."""
     rank: int
     world_size: int
     local_rank: int
+    """-1: neither the launcher nor the other ranks have given it yet."""
     local_world_size: int
+    """0: neither the launcher nor the other ranks have given it yet."""
 
     @property
     def one_host(self) -> bool:
         """True if every rank of the job runs on this host."""
         return self.local_world_size == self.world_size
+
+    @property
+    def place(self) -> str:
+        """Host, and rank on it if known, for `placed` on the other ranks."""
+        return f"{host_identity()} {self.local_rank}"
 
 
 def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
@@ -45,56 +77,111 @@ def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
         UserError: a variable is missing, not a number, or contradicts another; or one process was
             started although the environment describes several.
     """
+    facts = launcher_facts(env)
+    if facts is None:
+        _refuse_to_be_alone(env)
+        return RankFacts(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    return facts
+
+
+def launcher_facts(env: Mapping[str, str] = os.environ) -> RankFacts | None:
+    """Reads the variables of the launcher, if a known one started this process; raises as above."""
+    step = env.get("SLURM_STEP_ID", "")
+    in_step = step != "" and not (step.isdecimal() and int(step) >= _SPECIAL_STEP)
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
         if rank not in env:
             continue
         # Slurm sets SLURM_PROCID=0 in batch scripts, too; only a step (srun) starts ranks.
-        in_step = "SLURM_STEP_ID" in env
         if launcher == "Slurm" and not in_step:
             continue
         # srun's PMI gives the rank but not the local rank; Slurm's variables give both.
         if launcher == "MPICH" and local_rank not in env and in_step:
             continue
-        # SLURM_NTASKS_PER_NODE may describe the whole allocation; the step's list takes precedence.
-        if launcher == "Slurm" and (local_size not in env or "SLURM_STEP_TASKS_PER_NODE" in env):
-            env = {**env, local_size: _tasks_on_this_node(env)}
+        # SLURM_NTASKS and SLURM_NTASKS_PER_NODE may describe the whole allocation; the step's own
+        # variables take precedence.
+        if launcher == "Slurm":
+            if env.get("SLURM_STEP_NUM_TASKS", env.get(size)) == "1":
+                _refuse_tasks(env)
+            env = {**env, size: env.get("SLURM_STEP_NUM_TASKS", env.get(size, ""))}
+            if local_size not in env or "SLURM_STEP_TASKS_PER_NODE" in env:
+                env = {**env, local_size: _tasks_on_this_node(env)}
         facts = RankFacts(
             launcher=launcher,
             rank=_number(env, rank, launcher),
             world_size=_number(env, size, launcher),
-            local_rank=_number(env, local_rank, launcher, default=rank),
-            local_world_size=_number(env, local_size, launcher, default=size),
+            local_rank=_number(env, local_rank, launcher, default=-1),
+            local_world_size=_number(env, local_size, launcher, default=0),
         )
         if not 0 <= facts.rank < facts.world_size:
             raise UserError(
                 f"{launcher} reports rank {facts.rank} of {facts.world_size}: {rank} must lie in "
                 f"0..{size}-1"
             )
-        if not 0 <= facts.local_rank < facts.local_world_size <= facts.world_size:
+        if facts.world_size == 1:
+            return replace(facts, local_rank=0, local_world_size=1)
+        known = local_rank in env and local_size in env
+        lowest = 0 if local_rank in env else -1
+        local = facts.local_world_size if local_size in env else facts.world_size
+        if not lowest <= facts.local_rank < local <= facts.world_size:
+            names = [name for name in (local_rank, local_size, size) if name in env]
             raise UserError(
-                f"{launcher} reports {local_rank}={facts.local_rank}, "
-                f"{local_size}={facts.local_world_size}, {size}={facts.world_size}: each must be "
-                "less than the next (the last two may be equal)"
+                f"{launcher} reports {', '.join(f'{name}={env[name]}' for name in names)}: each "
+                "must be less than the next (the last two may be equal)"
             )
-        return facts
-    _refuse_to_be_alone(env)
-    return RankFacts(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+        return facts if known else replace(facts, local_world_size=0)
+    return None
+
+
+def placed(facts: RankFacts, places: Sequence[str]) -> RankFacts:
+    """Returns the facts with the place on the host, from the `place` of every rank in rank order.
+
+    The launcher's local ranks count if they are 0, 1, ... on this host; else the ranks' order.
+    """
+    hosts, numbers = zip(*(place.rsplit(" ", 1) for place in places), strict=True)
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[facts.rank]]
+    if sorted(int(numbers[rank]) for rank in here) == list(range(len(here))):
+        here.sort(key=lambda rank: int(numbers[rank]))
+    return replace(facts, local_rank=here.index(facts.rank), local_world_size=len(here))
+
+
+def host_identity() -> str:
+    """Returns a text that only the processes of this host share, as the comm core has it."""
+    if "COMM_CORE_HOST_ID" in os.environ:
+        return os.environ["COMM_CORE_HOST_ID"]
+    boot, net = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    machine = boot.read_text().strip() if boot.exists() else "?"
+    return f"{socket.gethostname()} {machine} {net.stat().st_ino if net.exists() else '?'}"
 
 
 def _refuse_to_be_alone(env: Mapping[str, str]) -> None:
     """Raises `UserError` if the environment describes several processes but gives no rank."""
-    hint = "RANK=0 WORLD_SIZE=1 runs alone on purpose"
-    tasks = env.get("SLURM_NTASKS", "1")
-    if tasks.isdecimal() and int(tasks) > 1:
-        raise UserError(
-            f"Slurm gave this job {tasks} tasks, but this process was started once, without srun: "
-            f"start it with srun, or with torchrun or mpirun ({hint})"
-        )
+    _refuse_tasks(env)
     size = env.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         raise UserError(
             f"WORLD_SIZE={size}, but RANK is not set: start the script with torchrun or mpirun "
-            f"({hint})"
+            f"({ALONE})"
+        )
+    for name, text in sorted(env.items()):
+        number = int(text) if text.isdecimal() else 0
+        if name == "LOCAL_RANK" and env.get("WORLD_SIZE") == "1":
+            continue  # a leftover
+        number_of_rank = number > 0 and _RANK.fullmatch(name)
+        if _STARTED.fullmatch(name) or number_of_rank or (number > 1 and _SIZE.fullmatch(name)):
+            raise UserError(
+                f"{name}={text}: a launcher started several processes, which of them is this one? "
+                "Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or start the script "
+                f"with torchrun or mpirun ({ALONE})"
+            )
+
+
+def _refuse_tasks(env: Mapping[str, str]) -> None:
+    """Raises `UserError` if Slurm has several tasks for a process that srun did not start."""
+    tasks = env.get("SLURM_NTASKS", "1")
+    if tasks.isdecimal() and int(tasks) > 1:
+        raise UserError(
+            f"Slurm gave this job {tasks} tasks, but this process was started once, without srun: "
+            f"start it with srun, or with torchrun or mpirun ({ALONE})"
         )
 
 
@@ -108,9 +195,8 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> str:
     return env.get("SLURM_NTASKS", "")
 
 
-def _number(env: Mapping[str, str], name: str, launcher: str, default: str | None = None) -> int:
-    # A launcher without local ranks (RANK and WORLD_SIZE set by hand) is taken to use one host.
-    text = env.get(name, env.get(default, "") if default else "")
+def _number(env: Mapping[str, str], name: str, launcher: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
     try:
         return int(text)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
@@ -36,14 +37,16 @@ class MeetingPoint:
     path: str | None = None
     host: str | None = None
     port: int = 0
+    announced: bool = False
+    """True if host and port are those of horovodrun's key-value server, which has rank 0's."""
 
 
 def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> MeetingPoint:
     """Reads the meeting point from the environment; raises `UserError` if none is valid."""
     if "DEAR_STORE" in env:
         return MeetingPoint(path=env["DEAR_STORE"])
-    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
-        return MeetingPoint(host=env["MASTER_ADDR"], port=_port(env["MASTER_PORT"]))
+    if (master := master_address(env)) and "MASTER_PORT" in env:
+        return MeetingPoint(host=master, port=_port(env, "MASTER_PORT"))
     if facts.world_size == 1:
         return MeetingPoint()
     if facts.one_host and "PMIX_SERVER_TMPDIR" in env:
@@ -51,11 +54,31 @@ def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> Meet
         return MeetingPoint(path=str(Path(env["PMIX_SERVER_TMPDIR"], "dear-store")))
     if facts.launcher == "Slurm" and "SLURM_JOB_ID" in env:
         return _slurm_meeting_point(facts, env)
+    if facts.launcher == "horovodrun" and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
+        port = _port(env, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+        return MeetingPoint(host=env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port=port, announced=True)
+    words = _TO_RANKS.get(facts.launcher, "in the environment of every rank")
     raise UserError(
         f"{facts.launcher} started {facts.world_size} ranks but gave them no meeting point: set "
-        "MASTER_ADDR to the first host and MASTER_PORT to a free port (mpirun: -x MASTER_ADDR -x "
-        "MASTER_PORT)"
+        f"MASTER_ADDR to the first host and MASTER_PORT to a free port ({words})"
     )
+
+
+_TO_RANKS = {
+    "Open MPI": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT",
+    "MPICH": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT",
+    "MVAPICH2": "mpirun_rsh ... MASTER_ADDR=HOST MASTER_PORT=PORT COMMAND",
+    "PALS": "mpiexec --env MASTER_ADDR=HOST --env MASTER_PORT=PORT",
+    "jsrun": "jsrun -E MASTER_ADDR=HOST -E MASTER_PORT=PORT",
+    "Flux": "flux run --env=MASTER_ADDR=HOST --env=MASTER_PORT=PORT",
+}
+"""Words with which a launcher gives its ranks the variables."""
+
+
+def master_address(env: Mapping[str, str] = os.environ) -> str | None:
+    """Returns MASTER_ADDR without the brackets that an IPv6 address may have; None if not set."""
+    address = env.get("MASTER_ADDR")
+    return address and re.sub(r"^\[(.*)\]$", r"\1", address)
 
 
 def meet(facts: RankFacts, timeout_s: float) -> stores.Store:
@@ -68,10 +91,14 @@ def meet(facts: RankFacts, timeout_s: float) -> stores.Store:
     point = meeting_point(facts)
     if point.path is None and point.host is None:
         return stores.HashStore()
-    store = _open(point, facts, timeout_s)
     # A script may leave the job and join again with the same store (torchrun keeps one).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = stores.PrefixStore(f"dear{attempt}.{next(_joins)}", store)
+    prefix = f"dear{attempt}.{next(_joins)}"
+    if point.announced:
+        store = _announced(point, prefix, facts, timeout_s)
+    else:
+        store = _open(point, facts, timeout_s)
+    store = stores.PrefixStore(prefix, store)
     store.set_timeout(timedelta(seconds=timeout_s))
     call_roll(store, facts, timeout_s)
     return store
@@ -84,12 +111,24 @@ def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> stores.Sto
     # With torchrun, its agent process serves the store.
     serve = facts.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     where = f"{point.host}:{point.port}"
+    try:
+        socket.getaddrinfo(point.host, point.port)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"MASTER_ADDR={point.host!r} is no address: {reason}; set it to a name or address of "
+            "rank 0's host that every host resolves"
+        ) from None
     if serve:
         try:
             return _tcp_store(point, facts, timeout, serve=True)
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
-                raise UserError(f"rank 0 cannot open MASTER_PORT {point.port}: {error}") from None
+                reason = str(error).partition("\n")[0]
+                raise UserError(
+                    f"rank 0 cannot open a port at MASTER_ADDR:MASTER_PORT {where}: {reason}; is "
+                    f"this an address of its host, {socket.gethostname()}?"
+                ) from None
             # Another rank 0 may hold the port: the roll call reports that. Or another program does.
     try:
         _await_listener(point, timeout_s)
@@ -106,6 +145,43 @@ def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> stores.Sto
             f"rank {facts.rank} of {facts.world_size} did not reach rank 0 at {where} within "
             f"{timeout_s:g} s ({reason}); check that rank 0 was started on that host"
         ) from None
+
+
+def _announced(point: MeetingPoint, scope: str, facts: RankFacts, timeout_s: float) -> stores.Store:
+    """Opens the store at a port that rank 0 chooses and announces in horovodrun's server."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        server = http.client.HTTPConnection(point.host or "", point.port, timeout=timeout_s)
+        try:
+            server.connect()
+            if facts.rank == 0:
+                # The other ranks' hosts reach the server, and so this address, too.
+                host = server.sock.getsockname()[0]
+                at = MeetingPoint(host=host)
+                store = _tcp_store(at, facts, timedelta(seconds=timeout_s), serve=True)
+                server.request("PUT", f"/{scope}/store", f"{host} {store.port}")
+                server.getresponse().read()
+                return store
+            server.request("GET", f"/{scope}/store")
+            answer = server.getresponse()
+            text = answer.read().decode()
+        except (OSError, http.client.HTTPException) as error:
+            raise UserError(
+                f"rank {facts.rank} of {facts.world_size} does not reach horovodrun's server at "
+                f"{point.host}:{point.port} ({error}); set MASTER_ADDR and MASTER_PORT"
+            ) from None
+        finally:
+            server.close()
+        if answer.status == http.client.OK:
+            host, _, port = text.partition(" ")
+            left = max(deadline - time.monotonic(), 1.0)
+            return _open(MeetingPoint(host=host, port=int(port)), facts, left)
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"rank {facts.rank} of {facts.world_size}: rank 0 did not come within "
+                f"{timeout_s:g} s; does it call dear.init(), too?"
+            )
+        time.sleep(0.05)
 
 
 def _await_listener(point: MeetingPoint, timeout_s: float) -> None:
@@ -171,13 +247,15 @@ def _slurm_meeting_point(facts: RankFacts, env: Mapping[str, str]) -> MeetingPoi
         first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
         host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else host
     return MeetingPoint(
-        host=env.get("MASTER_ADDR", host), port=_port(env.get("MASTER_PORT", str(port)))
+        host=master_address(env) or host,
+        port=_port(env, "MASTER_PORT") if "MASTER_PORT" in env else port,
     )
 
 
-def _port(text: str) -> int:
+def _port(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise UserError(f"MASTER_PORT={text!r}: must be a number in 1..65535")
+        raise UserError(f"{name}={text!r}: must be a number in 1..65535")
     return int(text)
 
 

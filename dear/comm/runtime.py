@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
 import socket
-import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from dear.comm.backends import default_backend, prepare
 from dear.comm.communicator import Communicator
-from dear.comm.environment import RankFacts, rank_facts
-from dear.comm.rendezvous import meet
+from dear.comm.environment import RankFacts, launcher_facts, placed, rank_facts
+from dear.comm.rendezvous import master_address, meet
 from dear.errors import UserError
 from dear.lazy import dist, torch
 
@@ -34,9 +32,9 @@ _at_shutdown: list[Callable[[], None]] = []
 
 
 def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Joins the job that torchrun, mpirun or srun started; without a launcher, starts a job of one.
+    """Joins the job that torchrun, mpirun, srun or horovodrun started, or starts a job of one rank.
 
-    Uses the existing process group if the script has already made one. A second call does nothing.
+    A process group that the script has already made is used. A second call does nothing.
 
     Args:
         backend: `comm_core`, `gloo`, `nccl`, `mpi` or another that torch.distributed knows. The
@@ -51,22 +49,24 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     global _facts, _communicator
     if _communicator is not None:
         return
-    facts = rank_facts()
     if not dist.is_initialized():
-        _join(facts, backend and prepare(backend), timeout_s)
-    elif facts.launcher == "none":
-        rank, size = dist.get_rank(), dist.get_world_size()
-        fields = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
-        facts = RankFacts(launcher="torch.distributed", **fields)
+        facts = _join(rank_facts(), None if backend is None else prepare(backend), timeout_s)
+    else:
+        numbers = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        facts = launcher_facts() or RankFacts(
+            launcher="torch.distributed", **numbers, local_rank=-1, local_world_size=0
+        )
     if dist.get_world_size() != facts.world_size or dist.get_rank() != facts.rank:
         raise UserError(
             f"{facts.launcher} started rank {facts.rank} of {facts.world_size}, but the existing "
             f"process group has rank {dist.get_rank()} of {dist.get_world_size()}"
         )
-    _facts = facts
     world = dist.group.WORLD
     assert world is not None  # the process group exists by now
-    _communicator = Communicator(world, timeout_s=timeout_s)
+    communicator = Communicator(world, timeout_s=timeout_s)
+    if facts.local_world_size == 0:
+        facts = placed(facts, communicator.gather_objects(facts.place))
+    _facts, _communicator = facts, communicator
     atexit.unregister(_let_threads_end)
     atexit.register(_let_threads_end)
 
@@ -79,10 +79,15 @@ def _let_threads_end() -> None:
     time.sleep(THREADS_END_S)
 
 
-def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> None:
+def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> RankFacts:
+    """Makes the process group; returns the facts with the place on the host."""
     timeout = timedelta(seconds=timeout_s)
-    _choose_interface(facts)
     store = meet(facts, timeout_s)
+    if facts.local_world_size == 0:
+        store.set(f"place{facts.rank}", facts.place)
+        places = [store.get(f"place{rank}").decode() for rank in range(facts.world_size)]
+        facts = placed(facts, places)
+    _choose_interface(facts)
     if backend is None or "nccl" in backend:
         clash = _gpu_clash(facts, store)
         if backend is None:
@@ -96,6 +101,7 @@ def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> None:
     dist.init_process_group(
         backend, store=store, timeout=timeout, rank=facts.rank, world_size=facts.world_size
     )
+    return facts
 
 
 def gpu(facts: RankFacts) -> int:
@@ -132,8 +138,9 @@ def _choose_interface(facts: RankFacts) -> None:
         return
     if facts.one_host:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    elif "MASTER_ADDR" in os.environ:
-        name = interface_towards(os.environ["MASTER_ADDR"])
+    else:
+        address = master_address() or os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        name = interface_towards(address) if address else None
         if name not in (None, "lo"):
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
@@ -224,29 +231,29 @@ def ranks_per_machine(communicator: Communicator) -> int:
     return size
 
 
-_SIOCGIFADDR = 0x8915
-
-
 def address_of(interface: str) -> str | None:
     """Returns the IPv4 address of an interface, or None if it has none or does not exist."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            response = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(response[20:24])
+    for name, family, address in _addresses():
+        if name == interface and family == socket.AF_INET:
+            return address
+    return None
 
 
 def interface_towards(host: str) -> str | None:
-    """Returns the interface that packets to `host` leave by, or None without an IPv4 route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 1))  # a datagram socket: nothing is sent
-        except OSError:
-            return None
-        address = probe.getsockname()[0]
-    for _, name in socket.if_nameindex():
-        if address_of(name) == address:
-            return name
-    return None
+    """Returns the interface that packets to `host` leave by, or None without a route."""
+    try:
+        family, kind, *_, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # a datagram socket: nothing is sent
+            address = probe.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+    return next((name for name, _, other in _addresses() if other == address), None)
+
+
+def _addresses() -> Iterator[tuple[str, int, str]]:
+    """Yields interface, family and address of this host."""
+    import psutil
+
+    for name, items in psutil.net_if_addrs().items():
+        yield from ((name, item.family, item.address.partition("%")[0]) for item in items)

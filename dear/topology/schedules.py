@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -176,6 +177,11 @@ class Topology(ABC):
         self._local_world_size = local_world_size
         self._n_nodes = world_size // local_world_size
         steps = [[Edge([0], 1.0)]] if world_size == 1 else self._get_topo_edges()
+        if not _is_period(steps):
+            raise TopologyError(
+                f"topology {self.name}: _get_topo_edges() must return a list of steps, each a list "
+                f"of Edge(ranks, weight), got {reprlib.repr(steps)}"
+            )
         self._steps = [[Edge(sorted(e.ranks), e.weight) for e in edges] for edges in steps]
         _validate(self.name, self._steps, world_size)
         self._own = [next(edge for edge in edges if rank in edge.ranks) for edges in self._steps]
@@ -235,6 +241,15 @@ class TopologyReg:
         """Makes the topology `name`; raises `UserError` if it is unknown or does not fit."""
         kind = one_of("topology", name, cls.registry)
         return kind(local_world_size, world_size=world_size, rank=rank)
+
+
+def _is_period(steps: object) -> bool:
+    lists = (list, tuple)
+    return isinstance(steps, lists) and all(
+        isinstance(edges, lists)
+        and all(isinstance(edge, Edge) and isinstance(edge.ranks, Iterable) for edge in edges)
+        for edges in steps
+    )
 
 
 def _validate(name: str, steps: Sequence[Sequence[Edge]], world_size: int) -> None:

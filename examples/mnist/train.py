@@ -92,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     train, test = load_mnist(options.data_dir) if options.data_dir else load_digits()
     train_set, test_set = TensorDataset(*train), TensorDataset(*test)
+    if dear.rank() == 0:
+        names = f"MNIST of {options.data_dir}" if options.data_dir else "scikit-learn's 8x8 digits"
+        more = "" if options.data_dir else " (not MNIST; --data-dir FOLDER trains on its IDX files)"
+        print(f"data: {names}, {len(train_set)} images to train on, {len(test_set)} to test{more}")
 
     model = Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)

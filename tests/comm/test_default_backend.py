@@ -11,12 +11,13 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dear.comm.backends
 from dear.comm import runtime
 from dear.comm.backends import default_backend
 from dear.comm.environment import RankFacts
-from dear.errors import Unavailable
+from dear.errors import Unavailable, UserError
 
 
 def _facts(rank: int = 0, world_size: int = 2, local_world_size: int = 2) -> RankFacts:
@@ -133,3 +134,14 @@ def test_a_missing_comm_core_names_the_command_that_builds_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "comm_core", None)
     with pytest.raises(Unavailable, match="make core"):
         dear.comm.backends.prepare("comm_core")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ucc", "foo", "", "cpu:foo,cuda:gloo", "gloo,"])
+def test_a_backend_that_torch_does_not_have_is_one_line(monkeypatch, backend):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(dist, "is_ucc_available", lambda: False, raising=False)
+    name = {"cpu:foo,cuda:gloo": "foo", "gloo,": ""}.get(backend, backend)
+    words = f"^unknown backend of this torch '{name}'.*allowed: comm_core, .*gloo, mpi"
+    with pytest.raises(UserError, match=words) as caught:
+        dear.comm.backends.prepare(backend)
+    assert "\n" not in str(caught.value)

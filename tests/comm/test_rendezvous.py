@@ -77,8 +77,10 @@ def same_join(monkeypatch):
     monkeypatch.setattr(rendezvous, "_joins", iter(lambda: 0, None))
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "[::1]"])
 @pytest.mark.usefixtures("port", "same_join")
-def test_ranks_meet_at_a_port_and_share_the_store():
+def test_ranks_meet_at_a_port_and_share_the_store(monkeypatch, address):
+    monkeypatch.setenv("MASTER_ADDR", address)
     with ThreadPoolExecutor(2) as pool:
         stores = list(pool.map(lambda rank: meet(facts(rank, 2), 60.0), range(2)))
     stores[0].set("key", "value")
@@ -162,9 +164,64 @@ def test_one_rank_needs_no_meeting_point(monkeypatch):
     assert isinstance(meet(facts(0, 1), 1.0), dist.HashStore)
 
 
-def test_several_without_a_meeting_point_are_refused():
-    with pytest.raises(UserError, match="Open MPI started 2 ranks but gave them no meeting point"):
-        meeting_point(facts(0, 2, launcher="Open MPI"), {})
+@pytest.mark.parametrize(
+    ("launcher", "advice"),
+    [
+        ("Open MPI", "mpirun -x MASTER_ADDR="),
+        ("MPICH", "mpiexec -genv MASTER_ADDR "),
+        ("MVAPICH2", "mpirun_rsh ... MASTER_ADDR="),
+        ("Flux", "flux run --env=MASTER_ADDR="),
+        ("torchrun", "in the environment of every rank"),
+    ],
+)
+def test_several_without_a_meeting_point_are_refused(launcher, advice):
+    words = f"{launcher} started 2 ranks but gave them no meeting point.*{re.escape(advice)}"
+    with pytest.raises(UserError, match=words):
+        meeting_point(facts(0, 2, launcher=launcher), {})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "address", ["no-such-host.invalid", "localhost ", "me@localhost", "a" * 99]
+)
+@pytest.mark.usefixtures("port")
+def test_a_master_that_is_no_address_is_named_at_once(monkeypatch, address, rank):
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with pytest.raises(UserError, match=f"^MASTER_ADDR='{address}' is no address: ") as caught:
+        meet(facts(rank, 2), 60.0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def horovods_server(monkeypatch):
+    """The server that horovodrun starts, in the environment of its ranks."""
+    server = pytest.importorskip("horovod.runner.http.http_server").RendezvousServer()
+    port = server.start()
+    server.init([])
+    for name in ("DEAR_STORE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port))
+    yield
+    server.stop()
+
+
+@pytest.mark.usefixtures("horovods_server", "same_join")
+def test_ranks_of_horovodrun_meet_through_its_server():
+    ranks = [facts(rank, 3, launcher="horovodrun") for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        stores = list(pool.map(lambda rank: meet(rank, 60.0), reversed(ranks)))
+    stores[0].set("key", "value")
+    assert stores[2].get("key") == b"value"
+
+
+@pytest.mark.usefixtures("horovods_server")
+def test_a_rank_0_that_horovodruns_server_does_not_know_is_named(monkeypatch):
+    with pytest.raises(UserError, match=r"rank 0 did not come within 0\.2 s"):
+        meet(facts(1, 2, launcher="horovodrun"), 0.2)
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+    with pytest.raises(UserError, match=r"does not reach horovodrun's server at 127.0.0.1:1 \("):
+        meet(facts(1, 2, launcher="horovodrun"), 0.2)
 
 
 def test_open_mpis_session_folder_serves_one_host_only():
@@ -205,6 +262,29 @@ def test_one_host_of_slurm_meets_on_the_loopback():
 def test_a_wrong_port_is_named(port):
     with pytest.raises(UserError, match=f"MASTER_PORT='{port}'"):
         meeting_point(facts(0, 2), {"MASTER_ADDR": "h0", "MASTER_PORT": port})
+
+
+# Places ---------------------------------------------------------------------------------------
+
+
+def _counted(pipe: Connection, own_group: bool) -> None:
+    if own_group:  # the script has made it
+        dist.init_process_group("gloo", init_method="env://")
+    runtime.init("gloo", 60.0)
+    pipe.send((runtime.rank(), runtime.local_rank(), runtime.local_size()))
+
+
+@pytest.mark.parametrize("launcher", ["RANK WORLD_SIZE", "PMI_RANK PMI_SIZE", None])
+def test_ranks_count_themselves_on_the_hosts_that_they_name(port, launcher):
+    rank_name, size_name = (launcher or "RANK WORLD_SIZE").split()
+    with Ranks() as ranks:
+        for rank, host in enumerate(("h0", "h1", "h0")):
+            env = {rank_name: str(rank), size_name: "3", "COMM_CORE_HOST_ID": host}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env |= {"GLOO_SOCKET_IFNAME": "lo"}
+            ranks.function(_counted, launcher is None, env=env, piped=True)
+        answers = sorted(answer for _, answer in gather(ranks.pipes, 120.0))
+    assert answers == [(0, 0, 2), (1, 0, 1), (2, 1, 2)]
 
 
 # Leaving --------------------------------------------------------------------------------------

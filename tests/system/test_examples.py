@@ -155,6 +155,7 @@ def test_the_shell_script_starts_as_many_workers_as_it_is_told():
     )
     assert done.returncode == 0, done.stderr
     assert "2 process(es), allreduce" in done.stdout
+    assert "data: scikit-learn's 8x8 digits, 1618 images" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_engines_for_a_notebook(monkeypatch):
         "bluefog",
     ]
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="ipyparallel is not installed"):
+    with pytest.raises(UserError, match=r"ipyparallel is not installed: .*\[notebook\]"):
         run.notebook_words(["start"])
 
 

@@ -116,8 +116,8 @@ def test_the_table_has_many_gpus_with_a_source_and_numbers_that_can_be():
         assert re.match(r"(NVIDIA|AMD) .*(data sheet|architecture)", gpu.source), gpu
         assert gpu.name.split()[0] in gpu.source
         assert 5 < gpu.fp32_tflops < 200 and 300 <= gpu.memory_gb_per_s < 10_000
-        assert gpu.fp16_tflops > gpu.fp32_tflops
-        assert gpu.tf32_tflops is None or gpu.fp32_tflops <= gpu.tf32_tflops < gpu.fp16_tflops
+        faster = [rate for rate in (gpu.tf32_tflops, gpu.fp16_tflops) if rate is not None]
+        assert sorted(faster) == faster and all(rate >= gpu.fp32_tflops for rate in faster)
 
 
 def test_a_gpu_is_found_with_its_precision():
@@ -128,6 +128,7 @@ def test_a_gpu_is_found_with_its_precision():
     assert gpus.find("rtx2080ti").folder_name == modelled.FOLDER_NAME == "rtx2080ti-modelled"
     assert "did you mean 'rtx3090'" in one_line(lambda: gpus.find("rtx3080"))
     assert "v100 has no units for tf32" in one_line(lambda: gpus.find("v100-tf32"))
+    assert "p40 has no units for fp16" in one_line(lambda: gpus.find("p40-fp16"))
 
 
 # Models

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from dear.comm.environment import RankFacts, rank_facts
+from dear.comm.environment import RankFacts, host_identity, placed, rank_facts
 from dear.errors import UserError
 
 ALONE = RankFacts(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
+
+
+def named(prefix: str) -> dict[str, str]:
+    """Variables of Open MPI and others, each with a prefix of its own."""
+    values = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    return {f"{prefix}_{name}": value for name, value in values.items()}
+
+
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 SLURM = {
     "SLURM_STEP_ID": "0",
@@ -24,7 +26,18 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_NTASKS_PER_NODE": "4",
 }
-LAUNCHERS = {"torchrun": TORCHRUN, "Open MPI": OPEN_MPI, "MPICH": MPICH, "Slurm": SLURM}
+PALS = {"PALS_RANKID": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
+LAUNCHERS = {
+    "torchrun": TORCHRUN,
+    "Open MPI": named("OMPI_COMM_WORLD"),
+    "MVAPICH2": named("MV2_COMM_WORLD"),
+    "MVAPICH": named("MVP_COMM_WORLD"),
+    "jsrun": named("JSM_NAMESPACE"),
+    "horovodrun": named("HOROVOD"),
+    "PALS": PALS,
+    "MPICH": MPICH,
+    "Slurm": SLURM,
+}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -43,26 +56,91 @@ SCRIPT = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
         {},
         {"WORLD_SIZE": "1", "LOCAL_RANK": "3"},
         SCRIPT | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        SCRIPT | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_ARRAY_TASK_ID": "7", "LORA_RANK": "8", "BATCH_SIZE": "4", "HISTSIZE": "9"},
     ],
-    ids=["nothing", "a leftover", "a Slurm batch script"],
+    ids=["nothing", "a leftover", "a Slurm batch script", "an interactive step", "other numbers"],
 )
 def test_a_process_that_nobody_launched_is_a_world_of_one(env):
     assert rank_facts(env) == ALONE
 
 
-def test_alone_in_a_slurm_job_of_several_tasks_is_refused():
+STEP_OF_ONE = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"SLURM_STEP_ID": "4294967290", **STEP_OF_ONE},
+        {"SLURM_STEP_ID": "0", **STEP_OF_ONE},  # an interactive shell of older Slurms
+    ],
+    ids=["batch", "interactive", "shell"],
+)
+def test_alone_in_a_slurm_job_of_several_tasks_is_refused(env):
+    env = SCRIPT | env | {"SLURM_PROCID": "0"}
     with pytest.raises(UserError, match=r"gave this job 8 tasks.* srun") as caught:
-        rank_facts(SCRIPT | {"SLURM_PROCID": "0"})
+        rank_facts(env)
     assert "\n" not in str(caught.value)
-    on_purpose = SCRIPT | {"RANK": "0", "WORLD_SIZE": "1"}
-    assert rank_facts(on_purpose).world_size == 1
+    assert rank_facts(env | {"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
+    assert rank_facts(env | named("HOROVOD")).launcher == "horovodrun"
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("PMIX_RANK=0", "PMIX_RANK=1", "PMI_ID=0", "ALPS_APP_PE=0", "MP_CHILD=0"),
+        *("MPIRUN_RANK=1", "NODE_RANK=1", "LOCAL_RANK=1", "GROUP_WORLD_SIZE=2", "PMI_SIZE=2"),
+        *("DMLC_NUM_WORKER=4", "BYTEPS_LOCAL_SIZE=2", "NTASKS=4"),
+    ],
+)
+def test_a_launcher_that_is_not_known_is_refused(variable):
+    name, _, value = variable.partition("=")
+    with pytest.raises(UserError, match=f"^{variable}: a launcher started several") as caught:
+        rank_facts({name: value})
+    assert "\n" not in str(caught.value)
+    assert rank_facts({name: value, "RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
+
+
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "3", "FLUX_TASK_LOCAL_ID": "0", "PMI_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "local_rank"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "3"}, "torchrun", -1),
+        ({"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}, "torchrun", 1),
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, "MPICH", -1),
+        (FLUX | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "Flux", 0),
+    ],
+)
+def test_a_place_that_no_launcher_gives_is_left_open(env, launcher, local_rank):
+    facts = rank_facts(env)
+    assert (facts.launcher, facts.rank, facts.world_size) == (launcher, 1, 3)
+    assert (facts.local_rank, facts.local_world_size, facts.one_host) == (local_rank, 0, False)
+    assert facts.place == f"{host_identity()} {local_rank}"
+
+
+@pytest.mark.parametrize(
+    ("places", "local"),
+    [
+        (["a -1", "a -1", "a -1"], [(0, 3), (1, 3), (2, 3)]),
+        (["a b -1", "a c -1", "a b -1"], [(0, 2), (0, 1), (1, 2)]),
+        (["a 1", "a 0", "b 0"], [(1, 2), (0, 2), (0, 1)]),  # as the launcher has it
+        (["a 0", "a 0", "b 7"], [(0, 2), (1, 2), (0, 1)]),  # no numbers of this host's ranks
+    ],
+)
+def test_ranks_count_themselves_on_each_host(places, local):
+    for rank, expected in enumerate(local):
+        open_facts = RankFacts(
+            launcher="MPICH", rank=rank, world_size=3, local_rank=-1, local_world_size=0
+        )
+        facts = placed(open_facts, places)
+        assert (facts.local_rank, facts.local_world_size) == expected
 
 
 def test_one_host_only_if_all_ranks_are_local():
-    facts = rank_facts({"RANK": "1", "WORLD_SIZE": "3"})
-    assert (facts.local_rank, facts.local_world_size) == (1, 3)
-    assert facts.one_host and ALONE.one_host
-    assert not rank_facts(TORCHRUN).one_host
+    assert ALONE.one_host and not rank_facts(TORCHRUN).one_host
     assert rank_facts(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}).one_host
 
 

@@ -79,7 +79,7 @@ def conf(tmp_path, monkeypatch):
     return path.write_text
 
 
-NAMES = ["local", "mpirun", "slurm", "ssh", "torchrun"]
+NAMES = ["local", "mpirun", "nodes", "slurm", "ssh", "torchrun"]
 A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
 
 
@@ -97,6 +97,11 @@ A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
         ("slurm", None, {"queue_s": 0}, "queue_s must be greater than 0"),
         ("slurm", None, {"gpus_per_node": 0}, "gpus_per_node must be at least 1, got 0"),
         ("slurm", None, {"nodes": 1, "tasks_per_node": 1}, "1 ranks each are too few for 4"),
+        ("nodes", A, {}, "takes no hosts"),
+        ("nodes", None, {"nnodes": 2, "node_rank": 2}, r"node_rank must be in 0..1 \(nnodes=2"),
+        ("nodes", None, {"nnodes": 0}, "nnodes must be at least 1"),
+        ("nodes", None, {"nnodes": 2, "control_port": 65535}, "must leave 2 ports below 65536"),
+        ("nodes", None, {"agent": "rsh"}, "'agent'"),
         ("local", A, {}, "runs on this machine only"),
         ("ssh", None, {}, "needs hosts"),
         ("slurm", A, {}, "does not support a hostfile"),
@@ -352,19 +357,38 @@ CONFIGS = Path(__file__).parents[2] / "configs"
     [
         ("node-a slots=4\nnode-b slots=2\n", {"node-a": 4, "node-b": 2}),
         ("node-a\nnode-b\n", {"node-a": 1, "node-b": 1}),
-        ("# rack 1\n\n  node-a\tslots=2   # the first\n#node-b slots=9\n", {"node-a": 2}),
-        ("# nobody\n", {}),
+        ("# rack 1\n\n  node-a\tslots=2   # the first\n#node-b slots=9\r\n", {"node-a": 2}),
+        ("10.0.0.7 slots=2\nfd00::1\n[fd00:0::2]\n", {"10.0.0.7": 2, "fd00::1": 1, "fd00::2": 1}),
     ],
 )
 def test_hosts_are_read_with_their_slots(tmp_path, text, hosts):
     path = tmp_path / "hosts"
     path.write_text(text)
     total = sum(hosts.values())
-    if hosts:
-        wanted = [Host(name=name, slots=slots) for name, slots in hosts.items()]
-        assert read_hostfile(path, total) == wanted
+    wanted = [Host(name=name, slots=slots) for name, slots in hosts.items()]
+    assert read_hostfile(path, total) == wanted
     with pytest.raises(UserError, match=f"has {total} slots, fewer than the {total + 1} workers"):
         read_hostfile(path, total + 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "login", "address"),
+    [
+        ("me@node1", "me@node1", "node1"),
+        ("[fd00::1]", "fd00::1", "fd00::1"),
+        ("me@[fd00::1]", "me@fd00::1", "fd00::1"),
+        ("another@localhost", "another@localhost", None),  # not this process's user
+    ],
+)
+def test_the_user_of_a_line_logs_in_and_is_no_part_of_the_address(tmp_path, line, login, address):
+    (tmp_path / "hosts").write_text(f"{line}\nnode9\n")
+    hosts = read_hostfile(tmp_path / "hosts", 2)
+    if address is None:
+        address, hosts = "node9", hosts[::-1]
+    for name in ("ssh", "torchrun"):
+        printed = make_launcher(name, hosts=hosts, world_size=2).command(a_job(2))
+        assert f" {login} 'cd " in printed
+        assert re.search(rf"(MASTER_ADDR=|--master-addr ){address} ", printed)
 
 
 VALUES = ("0", "-1", "two", "\u00b2", "")
@@ -375,6 +399,7 @@ VALUES = ("0", "-1", "two", "\u00b2", "")
     [
         *(f"node-b slots={value}" for value in VALUES),
         *("node-b slots", "node-b cores=4", "node-b node-c", "node-b slots = 4"),
+        *("node-b:4", "node-b:2222", "[node-b]", "@node-b", "me@", "-oProxyCommand=x", "1:2"),
     ],
 )
 def test_a_bad_line_is_quoted_with_its_number(tmp_path, line):
@@ -383,11 +408,14 @@ def test_a_bad_line_is_quoted_with_its_number(tmp_path, line):
     with pytest.raises(UserError) as caught:
         read_hostfile(path, 1)
     text = str(caught.value)
-    assert all(words in text for words in ("line 3", line, "HOST slots=N", str(path)))
+    assert all(words in text for words in ("line 3", line, "must be", str(path)))
     assert "\n" not in text
-    path.write_text("node-a slots=4\nnode-a slots=2\n")
+    path.write_text("node-a slots=4\nme@node-a slots=2\n")
+    emptied = tmp_path / "emptied"
+    emptied.write_text("# node-a slots=4\n\n")
     for given, words in (
         (path, "line 2: duplicate host node-a"),
+        (emptied, r"no host in it; write lines `HOST slots=N`"),
         (tmp_path / "nowhere", "nowhere: No such file"),
         (tmp_path, "directory"),
     ):

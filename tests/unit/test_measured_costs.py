@@ -168,7 +168,7 @@ class _Link:
     def clock(self):
         return self.now
 
-    def regimes(self, operation):
+    def regimes(self, operation, device):
         return REGIMES
 
     def all_reduce(self, tensor, *, op):

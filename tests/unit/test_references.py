@@ -203,6 +203,19 @@ def test_the_trial_of_the_variables_runs_on_the_hosts_of_its_cluster_file(machin
     assert variables.trial_flags({})[1] == f"launcher: mpirun with {path}"
 
 
+BY_HAND = {"nnodes": "2", "master": "n1"}
+
+
+def test_the_same_command_on_each_node_differs_in_its_number(machine):
+    leader, words = trial(BY_HAND)
+    assert leader.launcher_options == {"nnodes": 2, "master": "n1"} and leader.world_size == 8
+    assert words == "launcher: node 0 of 2, started by hand"
+    assert trial(BY_HAND | {"node_rank": "0"})[0].hash == leader.hash
+    follower, words = trial(BY_HAND | {"node_rank": "1", "rdma": "2"})
+    assert follower.launcher_options == {"nnodes": 2, "master": "n1", "node_rank": 1, "rdma": 2}
+    assert words == "launcher: node 1 of 2, started by hand"
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -222,7 +235,11 @@ def test_the_trial_of_the_variables_runs_on_the_hosts_of_its_cluster_file(machin
         ({"nworkers": "2", "bs": "0"}, "bs=0: must be a whole number, at least 1"),
         ({"cluster": "predicted"}, r"unknown cluster 'predicted' \(allowed: emulated\)"),
         ({"cluster": "emulated", "ngpu_per_node": "3"}, "ngpu_per_node=3 does not divide it"),
-        ({"nworkers": "2", "node_rank": "1"}, "node_rank=1: all nodes are started from here"),
+        ({"node_rank": "1"}, r"^node_rank=1: nodes .* by hand need nnodes and master too"),
+        ({"nnodes": "2"}, r"^nnodes=2: nodes .* by hand need master too"),
+        (BY_HAND | {"node_rank": "one"}, "node_rank=one: must be a whole number, at least 0"),
+        (BY_HAND | {"nnodes": "0"}, "nnodes=0: must be a whole number, at least 1"),
+        (BY_HAND | {"cluster": "emulated"}, "cluster=emulated: does not go with nnodes, master"),
     ],
 )
 def test_a_trial_without_a_place_is_one_line_that_says_the_ways_on(machine, given, words):
@@ -238,13 +255,20 @@ def test_workers_that_do_not_fit_into_memory_are_refused(machine):
         variables.trial_flags({"nworkers": "4"})
 
 
-def test_the_script_says_at_once_what_cannot_be():
-    script = ROOT / "dear/horovod_mpi_cj.sh"
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_the_script_says_at_once_what_cannot_be_and_shows_it_in_a_dry_run(tmp_path, flags):
+    script = [ROOT / "dear/horovod_mpi_cj.sh", *flags, "--logs", tmp_path]
     environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "nworkers": "64"}
-    done = subprocess.run([script], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, env=environ, capture_output=True, text=True, timeout=60)
+    lost = "nworkers=64: the hosts of "
+    if flags:
+        assert done.returncode == 0 and f"before it can run: {lost}" in done.stderr
+        assert "resnet50 bs=64 n=64 dear" in done.stdout
+        return
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: nworkers=64: the hosts of ")
+    assert line.startswith(f"error: {lost}") and "or say cluster=emulated" not in line
+    assert all(way in line for way in ("cluster=emulated", "node_rank=", "configs/cluster64"))
 
 
 def _table() -> list[tuple[dict[str, str], dict[str, object]]]:
@@ -275,7 +299,7 @@ def test_the_record_of_a_trial_holds_what_the_page_says_of_its_variables(machine
 
 def test_the_page_says_of_every_variable_what_it_does():
     shown = {name for given, _ in _table() for name in given}
-    elsewhere = {"WFSGD_TIMELINE", "node_rank", "CREDIT_TUNING"}  # a folder, and what is refused
+    elsewhere = {"WFSGD_TIMELINE", "node_rank", "CREDIT_TUNING"}
     assert set(variables.DEFAULTS) | set(aliases.VARIABLES) == shown | elsewhere
 
 

@@ -313,6 +313,10 @@ ALL = [Edge([0, 1, 2, 3], 0.25)]
         ([[Edge([0, 1, 2, 3], 1.0)]], "train apart"),
         ([[Edge([], 0.5), *ALL]], "without ranks"),
         ([], "no steps"),
+        *(
+            (edges, r"^topology topology: _get_topo_edges\(\) must return a list of steps.*, got ")
+            for edges in (None, ALL, [[([0, 1, 2, 3], 0.25)]], [[Edge(4, 0.25)]], [None])
+        ),
     ],
 )
 def test_p6_what_is_wrong_with_a_topology_of_ones_own_is_said(edges, said):

@@ -166,7 +166,7 @@ def main(options: argparse.Namespace) -> int:
         return sandbox.run([*DRIVER, *options.arguments])
 
     from common.harness.running import plan
-    from common.harness.running.fabric import check_fit
+    from common.harness.running.fabric import check_fit, launcher_for
 
     trials = plan.select(everything, options.filter, options.shard, experiment.name)
     check_fit(trials)
@@ -174,6 +174,8 @@ def main(options: argparse.Namespace) -> int:
     if options.dry_run:
         plan.show(trials, folder, experiment, options)
         return 0
+    if experiment.launcher_options.get("node_rank"):  # of the launcher `nodes`
+        return launcher_for(experiment, trials).follow()
     from common.harness import output  # loads numpy, which a dry run must not pay for
 
     records = _measure(experiment, path, everything, trials, folder, options)

@@ -445,6 +445,8 @@ def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
         server.init(slots)
         runtime.at_shutdown(server.stop)
     address, port = communicator.broadcast_object(where)
+    before = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+    runtime.at_shutdown(lambda: _restore(before))
     os.environ.update(
         {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slots[facts.rank]).items()},
         HOROVOD_CONTROLLER="gloo",
@@ -453,6 +455,13 @@ def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
         HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
         HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
     )
+
+
+def _restore(before: Mapping[str, str]) -> None:
+    """Gives the next job the launcher's variables back: the server ends with this one."""
+    for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def _whereabouts(facts: RankFacts) -> tuple[str, str, str]:

@@ -1,0 +1,274 @@
+"""Launcher of ranks on nodes of which each was started by hand, without ssh or a scheduler.
+
+Every node runs the same command with a `node_rank` of its own. Node 0 leads the sweep and listens
+at the control port. The others stay connected to it as long as it runs, and start the ranks that
+they are given. `python -m common.launch.nodes PORT nodeK HOST COMMAND` stands in for the remote
+shell of HOST: it hands the command to node K when that calls, at the control port + K.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from common.emulation.hosts.namespaces import die_with_parent
+from common.launch.hosts import Host
+from common.launch.job import Job
+from common.launch.per_host import PortOptions
+from common.launch.ssh import SshLauncher
+from dear.errors import UserError
+from dear.options import at_least, positive
+
+POLL_S = 0.2
+CALL_S = 20.0
+"""Longest time in which a node calls for a job."""
+
+
+class NodesLauncher(SshLauncher):
+    """Launcher whose hosts are the nodes that call; equal numbers of ranks fill them in order."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(PortOptions):
+        """Nodes, and the network between them."""
+
+        nnodes: int = 1
+        """Number of nodes."""
+        node_rank: int = 0
+        """Number of this node, 0 .. nnodes-1. Node 0 leads and keeps the records."""
+        master: str = "127.0.0.1"
+        """Name or address of node 0 for the others; the default is for nodes on one machine."""
+        control_port: int = 29400
+        """First of `nnodes` ports of node 0, at which the others call."""
+        wait_s: float = 600.0
+        """Longest time until all nodes have come, in seconds."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least("nnodes", self.nnodes, 1)
+            positive("wait_s", self.wait_s)
+            if not 0 <= self.node_rank < self.nnodes:
+                raise UserError(
+                    f"node_rank must be in 0..{self.nnodes - 1} (nnodes={self.nnodes}), got "
+                    f"{self.node_rank}"
+                )
+            if not 0 < self.control_port <= 65536 - self.nnodes:
+                raise UserError(f"control_port must leave {self.nnodes} ports below 65536")
+
+    def __init__(
+        self,
+        *,
+        hosts: Sequence[Host] | None = None,
+        options: Options,
+        preload: Sequence[str] = (),
+    ) -> None:
+        if hosts is not None:
+            raise UserError(
+                "launcher nodes takes no hosts: it runs where each node was started (options "
+                "nnodes, node_rank, master)"
+            )
+        ranks = range(options.nnodes)
+        nodes = [Host(name=f"node{k}", slots=1, address=options.master) for k in ranks]
+        super().__init__(hosts=nodes, options=options, preload=preload)
+        self._links: dict[int, socket.socket] = {}
+
+    def check(self) -> None:
+        """Waits until all nodes have called."""
+        options = self._options
+        missing = set(range(1, options.nnodes))
+        deadline = time.monotonic() + options.wait_s
+        if not missing:
+            return
+        where = f"{options.master}, port {options.control_port}"
+        print(f"waiting at {where} for node {_words(missing)}", file=sys.stderr)
+        with _listen(options.control_port) as server:
+            while missing:
+                server.settimeout(max(deadline - time.monotonic(), 0.01))
+                try:
+                    link = server.accept()[0]
+                except TimeoutError:
+                    raise UserError(
+                        f"node {_words(missing)} of {options.nnodes} did not come within "
+                        f"{options.wait_s:g} s: start the same command there, with its node_rank"
+                    ) from None
+                node = self._admit(link, missing)
+                if node is not None:
+                    self._links[node] = link
+                    missing.remove(node)
+
+    def _admit(self, link: socket.socket, missing: set[int]) -> int | None:
+        """Returns the number of a node that calls; tells any other caller why not."""
+        _keep_alive(link)
+        words = re.fullmatch(r"node (\d+) of (\d+)", _line(link))
+        if words is None:
+            link.close()  # a stranger
+        elif int(words[2]) != self._options.nnodes:
+            _send_away(link, f"node 0 has nnodes={self._options.nnodes}, this node {words[2]}")
+        elif int(words[1]) not in missing:
+            _send_away(link, f"node_rank={words[1]} is there already; each node needs its own")
+        else:
+            return int(words[1])
+        return None
+
+    def follow(self) -> int:
+        """Runs the commands of node 0 until that ends; returns the exit status.
+
+        Raises:
+            UserError: node 0 does not answer, or does not expect this node.
+        """
+        options = self._options
+        with self._call(options.control_port, options.wait_s) as lead:
+            lead.sendall(f"node {options.node_rank} of {options.nnodes}\n".encode())
+            while True:
+                if select.select([lead], [], [], POLL_S)[0]:
+                    reason = _line(lead)
+                    if reason:
+                        raise UserError(reason)
+                    return 0
+                try:
+                    link = self._call(options.control_port + options.node_rank, 0.0)
+                except UserError:
+                    continue  # no job yet
+                with link:
+                    _serve(link, f"node{options.node_rank}")
+
+    def _call(self, port: int, patience_s: float) -> socket.socket:
+        """Connects to a port of node 0; raises `UserError` if it does not answer in time."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                link = socket.create_connection((self._options.master, port), timeout=CALL_S)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        f"node 0 does not answer at {self._options.master}, port {port}: {error}; "
+                        "was it started, with the same master and control_port?"
+                    ) from None
+                time.sleep(POLL_S)
+                continue
+            _keep_alive(link)
+            return link
+
+    def _hosts_of(self, job: Job) -> list[Host]:
+        slots = -(-job.world_size // self._options.nnodes)
+        return [replace(host, slots=slots) for host in self._hosts]
+
+    def _agent_for(self, host: Host) -> list[str] | None:
+        if host.name == "node0":
+            return None
+        port = str(self._options.control_port)
+        return [sys.executable, "-m", "common.launch.nodes", port, host.name]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Hands a command to the node that calls for it; returns the command's exit status."""
+    port, name, _, command = argv
+    deadline = time.monotonic() + CALL_S
+    with _listen(int(port) + int(name.removeprefix("node"))) as server:
+        while True:
+            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                link = server.accept()[0]
+            except TimeoutError:
+                print(f"{name} did not call within {CALL_S:g} s: has it ended?")
+                return 255
+            _keep_alive(link)
+            if _line(link) == name:
+                break
+            link.close()
+    with link:
+        link.sendall(f"{command}\n".encode())
+        return _relay(link)
+
+
+def _relay(link: socket.socket) -> int:
+    """Passes standard input on to the command and its output on; returns its exit status."""
+    sources: list[socket.socket | int] = [link, 0]
+    held = b""  # the end of the output, which may be the status
+    while True:
+        ready = select.select(sources, [], [])[0]
+        if 0 in ready:
+            text = os.read(0, 4096)
+            if text:
+                link.sendall(text)
+            else:
+                sources.remove(0)
+                link.shutdown(socket.SHUT_WR)
+        if link in ready:
+            text = link.recv(65536)
+            if not text:
+                break
+            held += text
+            os.write(1, held[:-16])
+            held = held[-16:]
+    ended = re.search(rb"\nexit (\d+)\n$", held)
+    os.write(1, held[: ended.start()] if ended else held + b"\nthe connection was lost\n")
+    return int(ended[1]) if ended else 255
+
+
+def _serve(link: socket.socket, name: str) -> None:
+    """Runs one command of node 0; the link is its standard input and output."""
+    link.sendall(f"{name}\n".encode())
+    command = _line(link)
+    ends = functools.partial(die_with_parent, signal.SIGTERM)
+    done = subprocess.run(
+        ["sh", "-c", command], stdin=link, stdout=link, stderr=link, preexec_fn=ends
+    )
+    try:
+        link.sendall(f"\nexit {done.returncode}\n".encode())
+    except OSError:
+        return  # node 0 has stopped the job
+
+
+def _listen(port: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise UserError(f"control_port: cannot open port {port}: {error.strerror}") from None
+
+
+def _keep_alive(link: socket.socket) -> None:
+    """Makes a network failure end the connection within a minute."""
+    link.settimeout(None)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 3)):
+        link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _line(link: socket.socket) -> str:
+    """Reads up to the end of a line; empty if the peer has closed, or is silent for long."""
+    link.settimeout(CALL_S)
+    text = b""
+    try:
+        while not text.endswith(b"\n"):
+            byte = link.recv(1)
+            if not byte:
+                break
+            text += byte
+    except OSError:
+        return ""
+    link.settimeout(None)
+    return text.decode(errors="replace").rstrip("\n")
+
+
+def _send_away(link: socket.socket, reason: str) -> None:
+    link.sendall(f"{reason}\n".encode())
+    link.close()
+
+
+def _words(nodes: set[int]) -> str:
+    return ", ".join(map(str, sorted(nodes)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

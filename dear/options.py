@@ -81,6 +81,16 @@ LATER = {"later": True}
 """Metadata of an option that came after records were made."""
 
 
+def settings(options: Options) -> dict[str, object]:
+    """Returns the values by name, without options of later date that have their default: trials
+    that do not use those keep their identity."""
+    values = dataclasses.asdict(options)
+    for field in dataclasses.fields(options):
+        if "later" in field.metadata and values[field.name] == field.default:
+            del values[field.name]
+    return values
+
+
 def build_options(cls: type[T], given: Mapping[str, object], what: str, path: str = "") -> T:
     """Builds a `cls` from `given`; every key must be a field and every value of the field's type.
 

@@ -34,7 +34,11 @@ def judge_tests(report: Path, ended: Ended) -> Verdict:
 
 def judge_horovod(note: Path, ended: Ended) -> Verdict:
     """Returns `skipped` if the script noted why Horovod cannot be built: its trials say so, too."""
-    return ("skipped", note.read_text(encoding="utf-8").strip()) if note.exists() else by_exit_status(ended)
+    return (
+        ("skipped", note.read_text(encoding="utf-8").strip())
+        if note.exists()
+        else by_exit_status(ended)
+    )
 
 
 def judge_sweep(folder: Path, models: set[str], ended: Ended) -> Verdict:

@@ -18,6 +18,7 @@ from common.models.replay.pace import Pace
 from common.results.records import typed
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
+from dear.options import settings
 from dear.training.algorithm import (
     Options,
     Plugin,
@@ -194,10 +195,7 @@ class Trial:
     def to_json(self) -> dict[str, object]:
         """Returns all fields as JSON values, which have no tuples."""
         values = dataclasses.asdict(self)
-        # An option that came later leaves the identity of trials that do not use it as it was.
-        for option in dataclasses.fields(self.options):
-            if "later" in option.metadata and values["options"][option.name] == option.default:
-                del values["options"][option.name]
+        values["options"] = settings(self.options)
         for group in ("cuda", "sources"):
             values |= values.pop(group)
         return json.loads(json.dumps(values))

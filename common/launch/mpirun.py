@@ -50,8 +50,7 @@ class MpirunLauncher(RemoteLauncher):
     def run(self, job: Job) -> Outcome:
         command = self._command(job, self._options.port)
         if self._hosts is not None:
-            lines = [f"{host.login} slots={host.slots}
-" for host in self._hosts]
+            lines = [f"{host.login} slots={host.slots}\n" for host in self._hosts]
             (job.folder / "hostfile").write_text("".join(lines), encoding="utf-8")
             if self._hosts[0].virtual is not None:  # mpirun itself runs on the first host
                 command = self._hosts[0].virtual.command(command)

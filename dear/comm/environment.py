@@ -149,7 +149,7 @@ def host_identity() -> str:
     if "COMM_CORE_HOST_ID" in os.environ:
         return os.environ["COMM_CORE_HOST_ID"]
     boot, net = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    machine = boot.read_text().strip() if boot.exists() else "?"
+    machine = boot.read_text(encoding="utf-8").strip() if boot.exists() else "?"
     return f"{socket.gethostname()} {machine} {net.stat().st_ino if net.exists() else '?'}"
 
 

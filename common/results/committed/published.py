@@ -9,7 +9,6 @@ Ours are measured where a committed record has the same place, else computed: an
 from __future__ import annotations
 
 import csv
-import dataclasses
 import functools
 import statistics
 import sys
@@ -28,6 +27,7 @@ from common.results.validity import flag
 from common.virtual.foresee import foresee, halved
 from dear.cost.collectives import TABLES
 from dear.cost.fit import AlphaBeta
+from dear.options import settings
 from dear.training.algorithm import algorithm_options
 
 Options: TypeAlias = Mapping[str, str | float]
@@ -149,7 +149,7 @@ def _measured(
         "world_size": gpus,
         "ranks_per_host": gpus // hosts,
         "algorithm": algorithm,
-        "options": dataclasses.asdict(algorithm_options(algorithm, dict(options))),
+        "options": settings(algorithm_options(algorithm, dict(options))),
         "profile_digest": profile.digest,
     }
     rates = [

@@ -174,7 +174,7 @@ def test_ranks_that_share_several_gpus_compute_on_their_own(monkeypatch, backend
     monkeypatch.setattr(runtime, "_choose_interface", lambda facts: None)
     monkeypatch.setattr(runtime, "_gpu_clash", lambda facts, store: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **more: None)
-    facts = SimpleNamespace(local_rank=gpus - 1, rank=3, world_size=4)
+    facts = SimpleNamespace(local_rank=gpus - 1, rank=3, world_size=4, local_world_size=4)
     runtime._join(facts, backend, 1.0)
     assert seen == chosen
 

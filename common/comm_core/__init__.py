@@ -26,7 +26,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
-    from comm_core.communicator import Communicator as Communicator
+    from comm_core.streams.communicator import Communicator as Communicator
     from comm_core.windows import Window as Window
 
 _FOLDER = Path(__file__).parent
@@ -198,7 +198,7 @@ def __getattr__(name: str) -> object:
 
         return Window
     if name == "Communicator":
-        from comm_core.communicator import Communicator
+        from comm_core.streams.communicator import Communicator
 
         return Communicator
     raise AttributeError(f"module 'comm_core' has no attribute '{name}'")

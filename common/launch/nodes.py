@@ -30,7 +30,7 @@ from dear.options import at_least, positive
 
 POLL_S = 0.2
 CALL_S = 20.0
-"""Longest time in which a node calls for a job."""
+"""Longest time in seconds that a node may take to connect for a job."""
 
 
 class NodesLauncher(SshLauncher):
@@ -81,7 +81,7 @@ class NodesLauncher(SshLauncher):
         self._links: dict[int, socket.socket] = {}
 
     def check(self) -> None:
-        """Waits until all nodes have called."""
+        """Waits until all other nodes are connected."""
         options = self._options
         missing = set(range(1, options.nnodes))
         deadline = time.monotonic() + options.wait_s
@@ -105,7 +105,7 @@ class NodesLauncher(SshLauncher):
                     missing.remove(node)
 
     def _admit(self, link: socket.socket, missing: set[int]) -> int | None:
-        """Returns the number of a node that calls; tells any other caller why not."""
+        """Returns the number of a node that connects; None for others, which get the reason."""
         _keep_alive(link)
         words = re.fullmatch(r"node (\d+) of (\d+)", _line(link))
         if words is None:

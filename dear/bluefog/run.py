@@ -21,9 +21,8 @@ from dear.errors import UserError
 
 _INFINIBAND = ["--mca", "pml", "ucx"]
 _ETHERNET = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,vader"]
-_PASSED_ON = (
-    *("BLUEFOG_", "COMM_CORE_", "DEAR_", "MASTER_", "NCCL_", "OMP_", "CUDA_", "PYTHONPATH"),
-)
+_OURS = ("BLUEFOG_", "COMM_CORE_", "DEAR_", "MASTER_")
+_PASSED_ON = (*_OURS, "NCCL_", "OMP_", "CUDA_", "PYTHONPATH")
 """Prefixes of the environment variables that ranks on other hosts get, too."""
 
 

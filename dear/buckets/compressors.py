@@ -432,11 +432,12 @@ def make_compressor(
         "gtopk": TopK,
     }
     if name in kinds:
-        made = kinds[name](numel, dtype, device, options.density_at, error_feedback=feedback)
+        compressor = kinds[name](numel, dtype, device, options.density_at, error_feedback=feedback)
         if options.momentum_correction:
-            made.momentum, made.masking = options.momentum_correction, options.factor_masking
-            made.velocity = torch.zeros(numel, dtype=dtype, device=device)
-        return made
+            compressor.momentum = options.momentum_correction
+            compressor.masking = options.factor_masking
+            compressor.velocity = torch.zeros(numel, dtype=dtype, device=device)
+        return compressor
     plain = {"signum": Signum, "efsignum": EfSignum}
     if name not in plain:
         raise unknown("compressor", name, [*kinds, *plain])

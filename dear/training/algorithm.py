@@ -118,7 +118,7 @@ class Algorithm(ABC, Generic[OptionsT]):
 
     def alone(self, options: OptionsT) -> bool:
         """Returns True if a world of one needs the engine; otherwise training stays plain."""
-        return False
+        return options.alone
 
     @abstractmethod
     def engine(self, replica: Replica[OptionsT]) -> AnyEngine:
@@ -143,7 +143,7 @@ class Algorithm(ABC, Generic[OptionsT]):
                 nothing to train, or is distributed already.
             Unavailable: a library that the algorithm stands on is missing.
         """
-        shared = self.alone(options) or options.alone or communicator.size > 1
+        shared = self.alone(options) or communicator.size > 1
         missing = self.unavailable() if shared else None
         if missing:
             raise Unavailable(missing)

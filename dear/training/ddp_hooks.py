@@ -42,6 +42,7 @@ class Passes:
         hooks.on_gradient(params, self._accumulated)
 
     def arm(self) -> None:
+        """Notes a forward pass of the model, after which DDP averages once."""
         self._armed, self._running = True, False
 
     def _accumulated(self, param: torch.Tensor) -> None:
@@ -66,7 +67,11 @@ class Passes:
         return False
 
     def check(self, stepping: bool = False) -> None:
-        """Raises UserError if the gradients are this rank's own."""
+        """Raises `UserError` if DDP has not averaged all gradients.
+
+        Args:
+            stepping: the optimizer is about to use them.
+        """
         alone = self._unsent
         if stepping and not self._averaged:
             alone = alone or not self._same()

@@ -89,7 +89,7 @@ class InFlight:
         """Class in flight of each class."""
 
     def launch(self, params: Iterable[torch.Tensor]) -> None:
-        """Lets `settle` run before anything reads or writes one of `params`."""
+        """Puts `params` in flight: `settle` runs before anything reads or writes one of them."""
         for param in params:
             kind = type(param)
             setattr(param, "__class__", self._kinds.get(kind) or self._kind(kind))  # noqa: B010

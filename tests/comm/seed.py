@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from comm_core.communicator import Communicator
+from comm_core.streams.communicator import Communicator
 
 module = sys.modules[Communicator.__module__]
 

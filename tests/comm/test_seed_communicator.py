@@ -427,7 +427,7 @@ def workers():
 
 atexit.register(lambda: print(workers() - of_the_job))  # the first, so it runs last
 import torch, torch.distributed as dist
-from comm_core.communicator import Communicator, init
+from comm_core.streams.communicator import Communicator, init
 init("gloo")
 late = Communicator(2)
 dist.destroy_process_group()

@@ -11,12 +11,23 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-Body = Generator[list[dist.Work], None, None]
+
+class Waited(Protocol):
+    """Work of a collective, or what stands in for it."""
+
+    def wait(self) -> object:
+        """Blocks until the result may be used."""
+
+    def is_completed(self) -> bool:
+        """Returns True if `wait` would not block."""
+
+
+Body = Generator[Sequence[Waited], None, None]
 """Generator that yields works; resume it once they have ended."""
 
 # torch 2.13 renames these two; 2.11 has the old names only.
@@ -151,7 +162,7 @@ def sendrecv(channel: Channel, send: torch.Tensor, recv: torch.Tensor, peer: int
 Messages = Sequence[tuple[int, torch.Tensor]]
 
 
-def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[dist.Work]:
+def exchange(channel: Channel, receives: Messages, sends: Messages) -> Sequence[Waited]:
     """Starts all receives and sends `(rank, contiguous tensor)`; returns their works."""
     group = channel.group
     if not receives and not sends:
@@ -169,10 +180,13 @@ def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[dist
 
 
 class _Arrival:
-    """Receive into host memory that `wait` copies to a GPU; it has the method that bodies use."""
+    """Receive into host memory that `wait` copies to a GPU."""
 
     def __init__(self, work: dist.Work | None, buffer: torch.Tensor, target: torch.Tensor) -> None:
         self._work, self._buffer, self._target = work, buffer, target
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         if self._work is not None:  # None: this rank is not in the group
@@ -180,14 +194,15 @@ class _Arrival:
         self._target.copy_(self._buffer)  # from pageable memory: it has ended on return
 
 
-def _staged(group: dist.ProcessGroup, receives: Messages, sends: Messages) -> list[dist.Work]:
+def _staged(group: dist.ProcessGroup, receives: Messages, sends: Messages) -> Sequence[Waited]:
     """Does what `exchange` does through host memory: Gloo takes a GPU's addresses for its own."""
-    works: list[Any] = []
+    works: list[Waited] = []
     for rank, target in receives:
         buffer = torch.empty_like(target, device="cpu")
         works.append(_Arrival(dist.irecv(buffer, group=group, group_src=rank), buffer, target))
     copies = [(rank, tensor.cpu()) for rank, tensor in sends]
-    return works + [dist.isend(copy, group=group, group_dst=rank) for rank, copy in copies]
+    sent = [dist.isend(copy, group=group, group_dst=rank) for rank, copy in copies]
+    return [*works, *(work for work in sent if work is not None)]
 
 
 def check_tensor(

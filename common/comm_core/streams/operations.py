@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from .collectives import Body
+from .collectives import Body, Waited
 
 
 class Operation(Protocol):
@@ -58,7 +57,7 @@ class HostOperation:
         self.name = name
         self.error: Exception | None = None
         self._body: Body | None = body
-        self._works: Sequence[dist.Work] = []
+        self._works: Sequence[Waited] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread_runs_it = False
@@ -99,12 +98,12 @@ class HostOperation:
             return True
         return not self._thread_runs_it and all(work.is_completed() for work in self._works)
 
-    def _advance(self) -> Sequence[dist.Work] | None:
+    def _advance(self) -> Sequence[Waited] | None:
         assert self._body is not None
         with torch.no_grad():
             return next(self._body, None)
 
-    def _await(self, works: Sequence[dist.Work]) -> None:
+    def _await(self, works: Sequence[Waited]) -> None:
         # Waits for all of them even after a failure: the others may still use temporary tensors.
         for work in works:
             try:

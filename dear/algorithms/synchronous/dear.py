@@ -172,7 +172,8 @@ class Dear(Algorithm["Dear.Options"]):
         regrouping(replica.options, replica.communicator)
 
     def alone(self, options: Options) -> bool:
-        return bool(options.exclude_parts)  # a world of one omits the same parts
+        # A world of one omits the same parts.
+        return bool(options.exclude_parts) or super().alone(options)
 
     def engine(self, replica: Replica[Options]) -> DearEngine:
         return DearEngine(replica)
@@ -400,9 +401,8 @@ class DearEngine(DeferredEngine[Dear.Options]):
 
     def _reclaimed(self) -> bool:
         """Takes back parameters that got other memory; False if buckets need a new layout."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # addresses do not depend on updates under way
+        # Addresses do not depend on updates under way, so nothing needs to settle.
+        with torch._C.DisableTorchFunctionSubclass():
             return all(bucket.reclaim() for bucket in self.buckets)
 
     # --- state ------------------------------------------------------------------------------------

@@ -458,7 +458,7 @@ def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
 
 
 def _restore(before: Mapping[str, str]) -> None:
-    """Gives the next job the launcher's variables back: the server ends with this one."""
+    """Restores the launcher's HOROVOD_ variables: this job's server ends with the job."""
     for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
         del os.environ[name]
     os.environ.update(before)

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .job import barriar, barrier, init, rank, size
-from .streams import collectives
-from .streams.collectives import Neighbors, Ranks, check_pair, check_rank
-from .streams.lanes import Streams
-from .streams.operations import Operation
+from ..job import barriar, barrier, init, rank, size
+from . import collectives
+from .collectives import Neighbors, Ranks, check_pair, check_rank
+from .lanes import Streams
+from .operations import Operation
 
 __all__ = ["Communicator", "barriar", "barrier", "init", "rank", "size"]
 

@@ -66,6 +66,8 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        executor = settings.broadcast_executor
+        broadcaster = None if executor is None else prepare(EXECUTORS[executor])
         self._joined = not runtime.is_initialized()
         backend = EXECUTORS.get(settings.executor or "")
         if self._joined:
@@ -82,9 +84,8 @@ class Session:
         # The thread has its own groups, so its calls and the script's need no common order.
         data = Communicator(dist.new_group(timeout=timeout))
         broadcasts = data
-        if settings.broadcast_executor is not None:
-            backend = prepare(EXECUTORS[settings.broadcast_executor])
-            broadcasts = Communicator(dist.new_group(timeout=timeout, backend=backend))
+        if broadcaster is not None:
+            broadcasts = Communicator(dist.new_group(timeout=timeout, backend=broadcaster))
         small = None
         if "nccl" in world.backend:
             try:

@@ -16,7 +16,8 @@ from dear.lazy import dist
 
 log = logging.getLogger("dear")
 
-_MPI = "comm_core_mpi"
+MPI = "comm_core_mpi"
+"""Our process group over MPI, by its name in torch.distributed."""
 
 
 def default_backend(facts: RankFacts, own_gpus: bool) -> str:
@@ -40,7 +41,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
     config = str(dist.get_backend_config(group))
     names = {pair.partition(":")[2] or pair for pair in config.split(",")}
     (name,) = names if len(names) == 1 else (config,)
-    return "mpi" if name == _MPI else name
+    return "mpi" if name == MPI else name
 
 
 def backend_for(backend: str, device: str) -> str:

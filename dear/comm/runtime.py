@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dear.comm.backends import default_backend, prepare
+from dear.comm.backends import MPI, default_backend, prepare
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts, launcher_facts, placed, rank_facts
 from dear.comm.rendezvous import master_address, meet
@@ -98,9 +98,13 @@ def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> RankFacts:
     # would take some of its memory also where the script uses no GPU.
     if "nccl" in backend or torch.cuda.device_count() > 1:
         torch.cuda.set_device(gpu(facts))
-    dist.init_process_group(
-        backend, store=store, timeout=timeout, rank=facts.rank, world_size=facts.world_size
-    )
+    rank, size = facts.rank, facts.world_size
+    try:
+        dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
+    except dist.DistBackendError as error:
+        if backend != MPI:
+            raise
+        raise UserError(f"backend mpi: {error}") from None  # other ranks than mpirun's
     return facts
 
 

@@ -66,6 +66,8 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        executor = settings.broadcast_executor
+        broadcaster = None if executor is None else prepare(EXECUTORS[executor])
         self._joined = not runtime.is_initialized()
         backend = EXECUTORS.get(settings.executor or "")
         if self._joined:
@@ -89,9 +91,8 @@ class Session:
                 aside = "gloo"
         data = Communicator(dist.new_group(timeout=timeout, backend=aside))
         broadcasts = data
-        if settings.broadcast_executor is not None:
-            backend = prepare(EXECUTORS[settings.broadcast_executor])
-            broadcasts = Communicator(dist.new_group(timeout=timeout, backend=backend))
+        if broadcaster is not None:
+            broadcasts = Communicator(dist.new_group(timeout=timeout, backend=broadcaster))
         control = Communicator(dist.new_group(timeout=timeout, backend=aside))
         execution = Execution(data, broadcasts, settings.all_reduce_buffer_size)
         path = settings.timeline

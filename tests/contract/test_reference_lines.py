@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.contract import test_reference_scripts as scripts
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/references.md").read_text()
+PAGE = (ROOT / "docs/references.md").read_text(encoding="utf-8")
 ROWS = [
     (line, None if here == "runs" else re.fullmatch("refused: `(.*)`", here)[1])
     for line, here in re.findall(

@@ -57,7 +57,7 @@ SCRIPT = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
         {"WORLD_SIZE": "1", "LOCAL_RANK": "3"},
         SCRIPT | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         SCRIPT | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
-        {"SLURM_ARRAY_TASK_ID": "7", "LORA_RANK": "8", "BATCH_SIZE": "4", "HISTSIZE": "9"},
+        {"SLURM_ARRAY_TASK_ID": "7", "LORA_RANK": "8", "BATCH_SIZE": "4", "GROUP_SIZE": "9"},
     ],
     ids=["nothing", "a leftover", "a Slurm batch script", "an interactive step", "other numbers"],
 )

@@ -28,6 +28,7 @@ from dear.training.engine import (
     Update,
     step_after_closure,
 )
+from dear.training.gradients import gradient_of, refuse_graph
 from dear.training.hooks import at_end_of_backward
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class _DdpEngine(Engine[Ddp.Options]):
         buffers: dict[str, Any] = {
             new if new in known else "broadcast_buffers": options.broadcast_buffers
         }
+        self.hooks.on_gradient(self.params, self._arrived)
         self._ddp = torch.nn.parallel.DistributedDataParallel(
             model,
             process_group=communicator.groups[0],
@@ -151,18 +153,27 @@ class _DdpEngine(Engine[Ddp.Options]):
         self._learning = options.static_graph
         self._unsent = False
 
+        def before_forward(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+            with _prior_pass():
+                return ddp._pre_forward(*args, **kwargs)
+
         def after_forward(output: object) -> object:
             if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
                 self._unsent = False
                 self._learning = False
                 self._watch(output)
-            return ddp._post_forward(output)
+            with _prior_pass():
+                return ddp._post_forward(output)
 
         self.hooks.around_forward(
             model,
-            before=lambda args, kwargs: ddp._pre_forward(*args, **kwargs),
+            before=before_forward,
             after=after_forward,
         )
+
+    def _arrived(self, param: torch.nn.Parameter) -> None:
+        if gradient_of(param).requires_grad:
+            refuse_graph()
 
     def _watch(self, output: object) -> None:
         """Notes in the communicator, after the next backward pass, that DDP has waited.
@@ -228,6 +239,21 @@ class _DdpEngine(Engine[Ddp.Options]):
         self.optimizer.state.update(self.whole_state())
         self._zero = None
         del self._ddp  # the reducer takes out its autograd hooks when it is destroyed
+
+
+@contextlib.contextmanager
+def _prior_pass() -> Iterator[None]:
+    """Context in which torch finds that a backward pass has not sent all gradients."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "finished reduction in the prior iteration" not in str(error):
+            raise
+        raise UserError(
+            "ddp: the last backward pass ended with an error, or did not reach all parameters, and "
+            "DDP cannot go on: call backward() once, on all that a forward pass returns (with the "
+            "option find_unused_parameters=True where some are not used), or use algorithm='wfbp'"
+        ) from None
 
 
 def bucket_hook(

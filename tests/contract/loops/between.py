@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
 
-from tests.contract.loops import batch, make_model, make_sgd
+from tests.contract.loops import make_model, make_sgd
 from tests.contract.loops.passes import STEPS, loss_of, train, trained
 from tests.contract.loops.runs import Run
 
@@ -266,13 +266,15 @@ def failed_batch(run: Run) -> None:
 
     for step in range(STEPS + 1):
         optimizer.zero_grad()
-        x, y = batch(run.rank, step)
-        middle = model[:2](x)
-        if step == 2:
-            middle.register_hook(fail)
+        failing = model[1].register_forward_hook(
+            lambda *given: given[-1].register_hook(fail) and None
+        )
+        if step != 2:
+            failing.remove()
         try:
-            nn.functional.cross_entropy(model[2:](middle), y).backward()
+            loss_of(run, model, step).backward()
         except MemoryError:
+            failing.remove()
             continue
         optimizer.step()
     run.see(model)

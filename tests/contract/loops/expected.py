@@ -19,11 +19,21 @@ _TOO_LATE = {EARLY: "use the option update='step'"}
 _ON_THE_WAY = {SENDING: "change them after step()"}
 _SYNCHRONIZE = {LATER: "optimizer.synchronize()", **_TOO_LATE}
 _NO_SCALER = {TRACKING: "without a scaler", **_TOO_LATE}
+_FSDP_TWICE = {"fsdp": "cannot differentiate twice"}
+_FSDP_PARTS = {"fsdp": "call model(...) itself"}
 
 REFUSED: dict[Loop, dict[str, str]] = {
     states.unfrozen_later: {ALL: "close() and wrap again after unfreezing"},
     states.group_added: {ALL: "close() it, add the group, and wrap it again"},
-    states.max_norm: _ON_THE_WAY,
+    states.max_norm: {f"{SENDING} decentralized win-put pull-get asyncddp": "use max_norm=None"},
+    states.assigned: {ALL: "assign=False"},
+    states.lazy: {ALL: "run one forward pass before"},
+    passes.graph_of_gradients: {
+        f"allreduce wfbp {LATER} ddp mgwfbp mgs hierarchical horovod": "call backward() on the sum",
+        "fsdp": "fsdp cannot differentiate twice",
+        EARLY: "call backward() on the sum",
+    },
+    passes.penalty_before: _FSDP_TWICE,
     passes.lbfgs: {
         f"{LATER} fsdp {MIXING}": "use algorithm='allreduce'",
         "ddp:zero=True": "use zero=False",
@@ -31,7 +41,16 @@ REFUSED: dict[Loop, dict[str, str]] = {
     passes.sam: _ON_THE_WAY,
     passes.sam_averaged: _ON_THE_WAY,
     passes.accumulated: {EARLY: "optimizer.no_sync()"},
-    passes.penalty_after: {EARLY: "optimizer.no_sync()"},
+    passes.penalty_after: {
+        EARLY: "optimizer.no_sync()",
+        "ddp": "call backward() once",
+        **_FSDP_TWICE,
+    },
+    passes.two_passes_over_a_graph: _TOO_LATE,
+    passes.another_method: _FSDP_PARTS,
+    passes.forward_itself: _FSDP_PARTS,
+    passes.in_parts: _FSDP_PARTS,
+    between.failed_batch: {"ddp": "call backward() once"},
     passes.gan: {EARLY: "optimizer.no_sync()"},
     between.lookahead: _TOO_LATE,
     between.clipped: _TOO_LATE,
@@ -53,12 +72,6 @@ _IN_FLIGHT = {"dear bytescheduler exact-diffusion push-diging": "parameters in f
 _OVERLAPPED = {**_IN_FLIGHT, "decentralized": "parameters in flight, by timing"}
 _FSDP = {"fsdp": "fsdp: torch's traceback, or a write that is lost"}
 KNOWN: dict[Loop, dict[str, str]] = {
-    passes.graph_of_gradients: {
-        "allreduce wfbp dear ddp mgwfbp mgs hierarchical fsdp horovod": "a graph of gradients",
-        EARLY: "a graph of gradients",
-    },
-    states.assigned: {ALL: "parameters are replaced (asyncddp: by timing)"},
-    states.lazy: {ALL: "lazy parameters"},
     passes.compiled: _IN_FLIGHT,
     between.ema: {**_IN_FLIGHT, **_FSDP},
     between.lookahead_around: _OVERLAPPED,
@@ -67,24 +80,22 @@ KNOWN: dict[Loop, dict[str, str]] = {
     between.as_vector: {**_OVERLAPPED, **_FSDP},
     between.deep_copied: {**_IN_FLIGHT, **_FSDP},
     between.saved_whole: {**_IN_FLIGHT, **_FSDP},
-    states.loaded_by_root: {"dear fsdp": "one rank loads", "ddp:zero=True": "one rank loads"},
-    states.max_norm: {MIXING: "writes in the forward pass, by timing", **_IN_FLIGHT, **_FSDP},
-    passes.another_method: {**_DDP, **_FSDP},
-    passes.forward_itself: {**_DDP, **_FSDP},
-    passes.in_parts: {**_DDP, **_FSDP},
+    states.loaded_by_root: {"dear fsdp ddp:zero=True": "one rank loads"},
+    states.max_norm: {"dear": "parameters in flight, by timing", **_FSDP},
+    passes.another_method: _DDP,
+    passes.forward_itself: _DDP,
+    passes.in_parts: _DDP,
     passes.sub_module: _DDP,
     passes.compiled_later: _DDP,
-    passes.two_passes_over_a_graph: {**_DDP, EARLY: "torch's traceback"},
-    passes.penalty_after: {**_DDP, **_FSDP},
-    between.no_backward: {**_DDP, **_FSDP, "dear": "refused"},
-    between.failed_batch: {**_DDP, **_FSDP, "horovod": "refused below", EARLY: "half applied"},
-    states.normed_and_evaluated_by_root: {"ddp": "one rank alone, by timing", **_FSDP},
+    passes.two_passes_over_a_graph: _DDP,
+    between.failed_batch: {EARLY: "a part is applied", **_FSDP},
+    between.batch_left_out: {EARLY: "the backward pass has applied it"},
     states.used_by_turns: _FSDP,
+    between.no_backward: {**_DDP, **_FSDP},
+    states.normed_and_evaluated_by_root: {"ddp": "one rank alone, by timing", **_FSDP},
     states.parametrized_later: {**_DDP, **_FSDP},
     passes.sam: {EARLY: "parameters in flight, by timing", **_FSDP},
     passes.sam_averaged: {EARLY: "parameters in flight, by timing"},
-    between.batch_left_out: {EARLY: "applied in the backward pass"},
-    passes.penalty_before: _FSDP,
     passes.penalty_of_gradients: _FSDP,
     states.evaluated_by_root: _FSDP,
     states.state_read_by_root: _FSDP,

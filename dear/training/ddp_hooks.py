@@ -52,13 +52,13 @@ class Passes:
         at_end_of_backward(self._ended)
         if self._armed:
             self._armed, self._averaged, self._unsent = False, True, False
-        elif not self._unfinished():
+        elif not self.unfinished():
             self._unsent = True
 
     def _ended(self) -> None:
         self._running = False
 
-    def _unfinished(self) -> bool:
+    def unfinished(self) -> bool:
         """Returns True if a pass left out some parameters, so that the reducer still waits."""
         try:
             self._reducer._check_reducer_finalized()

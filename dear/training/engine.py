@@ -324,7 +324,16 @@ def distribute(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distribut
     assert isinstance(optimizer, Distributed), "its class was changed"
     optimizer._engine = engine
     optimizer._managed = set(_trainable(optimizer))
+    engine.hooks.after_load(engine.model, _refuse_replaced)
     return optimizer
+
+
+def _refuse_replaced() -> NoReturn:
+    """Raises `UserError`; called where loading has replaced a trained parameter."""
+    raise UserError(
+        "load_state_dict(assign=True) has replaced parameters that the optimizer trains: load with "
+        "assign=False, or load before the optimizer is made"
+    )
 
 
 class GradScaling:
@@ -402,6 +411,11 @@ def _change_class(optimizer: torch.optim.Optimizer, to: type) -> None:
 def _trained(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> list[torch.nn.Parameter]:
+    if any(torch.nn.parameter.is_lazy(param) for param in model.parameters()):
+        raise UserError(
+            "a lazy layer of the model has no parameters yet: run one forward pass before you make "
+            "the optimizer, and then the optimizer distributed"
+        )
     if optimizer is None:
         return [param for param in model.parameters() if param.requires_grad]
     if isinstance(optimizer, Distributed):

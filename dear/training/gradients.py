@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
@@ -136,7 +137,10 @@ class BackwardSchedule:
         self._completed: list[int] = []
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        if gradient_of(param).layout is not torch.strided and not self._sparse:
+        gradient = gradient_of(param)
+        if gradient.requires_grad:
+            refuse_graph()
+        if gradient.layout is not torch.strided and not self._sparse:
             raise UserError(
                 f"sparse gradient of shape {tuple(param.shape)}: only dense gradients are "
                 "communicated; build the embedding with sparse=False"
@@ -184,6 +188,15 @@ class BackwardSchedule:
         rest = [unit for unit in self.order if unit not in seen]
         self.order = self._communicator.broadcast_object(self._completed + rest)
         self._learnt = True
+
+
+def refuse_graph() -> NoReturn:
+    """Raises `UserError` for gradients that have a graph of their own."""
+    raise UserError(
+        "backward(create_graph=True) leaves gradients with a graph, which an average over ranks "
+        "does not have: take them from torch.autograd.grad(..., create_graph=True), and call "
+        "backward() on the sum of loss and penalty"
+    )
 
 
 def gradient_of(param: torch.nn.Parameter) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
 from dear.lazy import torch
@@ -90,16 +90,19 @@ class Hooks:
         modules: Iterable[torch.nn.Module],
         call: Callable[[torch.nn.Module], None],
         readers: ReaderMap | None = None,
+        *,
+        last: bool = False,
     ) -> None:
         """Calls `call(module)` whenever one of `modules` is about to run, in any gradient mode.
 
         Args:
             readers: omit the call for modules that run inside a compiled region; the map knows.
+            last: after the hooks that there are already; otherwise before them.
         """
         for module in modules:
             inside = None if readers is None else readers.inside(module)
             hook = _ModuleHook(lambda module, args: call(module), inside)
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=not last))
 
     def after_forward(
         self,
@@ -139,6 +142,16 @@ class Hooks:
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
 
+    def after_load(self, model: torch.nn.Module, replaced: Callable[[], None]) -> None:
+        """Calls `replaced()` if a module of `model` has loaded a state dict into new parameters."""
+        for module in model.modules():
+            before = {
+                name: param for name, param in module._parameters.items() if param is not None
+            }
+            if before:
+                hook = _ModuleHook(partial(_compare, before, replaced))
+                self._handles.append(module.register_load_state_dict_post_hook(hook))
+
     def adopt(self, others: Hooks) -> None:
         """Takes over the hooks of `others`, which `remove` then removes."""
         self._handles += others._handles
@@ -148,6 +161,17 @@ class Hooks:
         """Takes out every hook; a second call does nothing."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def _compare(
+    before: Mapping[str, torch.nn.Parameter],
+    replaced: Callable[[], None],
+    module: torch.nn.Module,
+    keys: object,
+) -> None:
+    """Calls `replaced()` if a parameter of the module is another object than before."""
+    if any(module._parameters.get(name, param) is not param for name, param in before.items()):
+        replaced()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

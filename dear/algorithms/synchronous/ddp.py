@@ -28,6 +28,7 @@ from dear.training.engine import (
     Update,
     step_after_closure,
 )
+from dear.training.gradients import gradient_of, refuse_graph
 from dear.training.hooks import at_end_of_backward
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class _DdpEngine(Engine[Ddp.Options]):
         buffers: dict[str, Any] = {
             new if new in known else "broadcast_buffers": options.broadcast_buffers
         }
+        self.hooks.on_gradient(self.params, self._arrived)
         self._ddp = torch.nn.parallel.DistributedDataParallel(
             model,
             process_group=communicator.groups[0],
@@ -154,18 +156,42 @@ class _DdpEngine(Engine[Ddp.Options]):
         self._learning = options.static_graph
         self._passes = Passes(self.params, ddp.reducer, self.hooks)
 
+        def before_forward(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+            with self._whole_passes():
+                return ddp._pre_forward(*args, **kwargs)
+
         def after_forward(output: object) -> object:
             if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
                 self._passes.arm()
                 self._learning = False
                 self._watch(output)
-            return ddp._post_forward(output)
+            with self._whole_passes():
+                return ddp._post_forward(output)
 
         self.hooks.around_forward(
             model,
-            before=lambda args, kwargs: ddp._pre_forward(*args, **kwargs),
+            before=before_forward,
             after=after_forward,
         )
+
+    @contextlib.contextmanager
+    def _whole_passes(self) -> Iterator[None]:
+        """Context in which torch finds that a backward pass has not sent all gradients."""
+        try:
+            yield
+        except RuntimeError:
+            if not self._passes.unfinished():
+                raise
+            raise UserError(
+                "ddp: the last backward pass ended with an error, or did not reach all parameters, "
+                "and DDP cannot go on: call backward() once, on all that a forward pass returns "
+                "(with the option find_unused_parameters=True where some are not used), or use "
+                "algorithm='wfbp'"
+            ) from None
+
+    def _arrived(self, param: torch.nn.Parameter) -> None:
+        if gradient_of(param).requires_grad:
+            refuse_graph()
 
     def _watch(self, output: object) -> None:
         """Notes in the communicator, after the next backward pass, that DDP has waited.

@@ -245,6 +245,9 @@ class DearEngine(DeferredEngine[Dear.Options]):
     # --- step -------------------------------------------------------------------------------------
 
     def complete_pass(self) -> None:
+        if self._parts and not self.schedule.passed:  # the script may have set gradients itself
+            for param in self.params:
+                adopt(param, self._views[param])
         super().complete_pass()
         if not self._parts:
             self.refuse_touched()

@@ -117,6 +117,9 @@ class _FsdpEngine(AveragingEngine):
         self._fresh = False
         """True if there may be gradients that no step has used."""
         self.hooks.before_forward([self.model], self._before_forward)
+        self.hooks.around_forward(self.model, lambda args, kwargs: None, _refuse_second_derivatives)
+        owners = {module for module in self.model.modules() if module._parameters}
+        self.hooks.before_forward(owners, _refuse_parts, last=True)
 
     def step(self, update: Update) -> object:
         self._send_unsent()
@@ -223,6 +226,31 @@ class _FsdpEngine(AveragingEngine):
             for param in held(self.optimizer)
             if param in state
         }
+
+
+def _refuse_second_derivatives(output: object) -> None:
+    """Lets a backward pass that makes a graph of its own raise `UserError`."""
+    from torch.utils._pytree import tree_leaves
+
+    def refuse(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise UserError(
+                "fsdp cannot differentiate twice (create_graph=True): the graph would hold whole "
+                "parameters that are freed; use algorithm='dear' or 'allreduce'"
+            )
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(refuse)
+
+
+def _refuse_parts(module: torch.nn.Module) -> None:
+    """Raises `UserError` if the module is about to run on parts of its parameters."""
+    if any(_in_parts(param) for param in module._parameters.values()):
+        raise UserError(
+            f"fsdp: a {type(module).__name__} is called outside of the model's forward(), where "
+            "its parameters are whole: call model(...) itself, or use algorithm='dear'"
+        )
 
 
 def _whole(value: object, param: torch.Tensor) -> TypeGuard[torch.Tensor]:

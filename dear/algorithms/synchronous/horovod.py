@@ -259,6 +259,10 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
     def ready(self, unit: int) -> None:
         """Does nothing: Horovod's hooks send each gradient."""
 
+    def drop(self) -> None:
+        if self._horovod._handles:  # of a pass that ended with an error
+            self._horovod.synchronize()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         # Horovod counts backward passes per parameter and starts at the last one.

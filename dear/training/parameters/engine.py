@@ -43,6 +43,15 @@ STATE_KEY = "replica"
 """Key in the first parameter group of a state dict: what a rank needs in addition to continue."""
 
 
+def refuse_writers(model: torch.nn.Module) -> None:
+    """Raises `UserError` for modules that write parameters in a forward pass, where they travel."""
+    if any(getattr(module, "max_norm", None) is not None for module in model.modules()):
+        raise UserError(
+            "an embedding with max_norm changes its weights in the forward pass, while they are on "
+            "their way to the neighbours; use max_norm=None, or algorithm='allreduce'"
+        )
+
+
 class ParameterEngine(Engine[LocalOptions], ABC):
     """Base of the engines that update locally and average parameters.
 

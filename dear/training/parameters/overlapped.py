@@ -14,7 +14,7 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.engine import Replica, Update, scaled
 from dear.training.gradients import BackwardSchedule
-from dear.training.parameters.engine import ParameterEngine
+from dear.training.parameters.engine import ParameterEngine, refuse_writers
 from dear.training.parameters.exchange import BucketExchange
 from dear.training.parameters.options import LocalOptions
 
@@ -85,6 +85,7 @@ class Overlapped(ParameterEngine):
         super().__init__(replica, exchange)
 
     def prepare(self) -> None:
+        refuse_writers(self.model)
         self.hooks.before_load(self.model, self.drop)
 
     def begin(self) -> None:
@@ -210,6 +211,11 @@ class OverlappedInBackward(Overlapped):
         self._schedule.forget()
 
     def _gradient_arrived(self, param: torch.nn.Parameter) -> None:
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise UserError(
+                "backward(retain_graph=True) keeps a graph of the parameters that this very pass "
+                "updates; add the losses for one backward(), or use the option update='step'"
+            )
         if not self.buckets:
             self._arrived.setdefault(param)
 

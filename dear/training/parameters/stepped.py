@@ -7,7 +7,7 @@ from dear.lazy import torch
 from dear.training.engine import Update
 from dear.training.hooks import ReaderMap
 from dear.training.inflight import InFlight
-from dear.training.parameters.engine import ParameterEngine
+from dear.training.parameters.engine import ParameterEngine, refuse_writers
 
 
 class SteppedEngine(ParameterEngine):
@@ -63,6 +63,7 @@ class CombineThenAdapt(SteppedEngine):
     """
 
     def prepare(self) -> None:
+        refuse_writers(self.model)
         super().prepare()
         self.hooks.before_forward([self.model], self._before_model)
 

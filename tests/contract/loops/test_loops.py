@@ -1,0 +1,71 @@
+"""Every loop is right with every algorithm, or ends with a UserError that helps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from dear.algorithms import reference as references
+from tests.contract.algorithms import Meaning, algorithm_names, reference_of, skip_if_unavailable
+from tests.contract.loops.catalogue import LOOPS
+from tests.contract.loops.expected import UNDEFINED, known, words_of
+from tests.contract.loops.runs import Loop, Seen, Subject, by_threads, difference, on_rank
+
+MORE = {"ddp": [{"zero": True}], "decentralized": [{"update": "backward"}]}
+"""Options that change what a loop meets, beside the first ones that are tested."""
+TOLERANCE = 2e-5
+
+
+def _cases() -> list[Any]:
+    """All loops; marked `full` are those with all options, and with three ranks."""
+    cases = []
+    for name in algorithm_names():
+        first, *others = Meaning.of(name).options
+        quick = [first, *[{**first, **more} for more in MORE.get(name, [])]]
+        chosen = [(options, 2, ()) for options in quick]
+        chosen += [(options, 2, [pytest.mark.full]) for options in others if options not in quick]
+        chosen += [(options, 3, [pytest.mark.full]) for options in quick]
+        for options, size, marks in chosen:
+            if Meaning.of(name).worlds(options, size):
+                subject = Subject(name, tuple(options.items()))
+                for loop in LOOPS:
+                    label = f"{subject}-{size}-{loop.__name__}"
+                    reason = known(loop, subject)
+                    both = [*marks]
+                    if reason:
+                        strict = "by timing" not in reason
+                        both.append(pytest.mark.xfail(strict=strict, reason=reason))
+                    cases.append(pytest.param(subject, size, loop, id=label, marks=both))
+    return cases
+
+
+@functools.cache
+def _wanted(loop: Loop, size: int, subject: Subject, reference: Any) -> list[Seen]:
+    return by_threads(subject, size, loop)
+
+
+def wanted(loop: Loop, size: int, subject: Subject) -> list[Seen]:
+    reference = reference_of(subject.name, dict(subject.options))
+    plain = reference is references.average
+    return _wanted(loop, size, Subject("allreduce") if plain else subject, reference)
+
+
+@pytest.mark.parametrize(("subject", "size", "loop"), _cases())
+def test_a_loop_is_right_or_refused(world, subject: Subject, size: int, loop: Loop):
+    skip_if_unavailable(subject.name)
+    pool = world(size, subject.name)
+    results = pool.run(on_rank, subject, loop)
+    if any(isinstance(result, str) and result.startswith("broken") for result in results):
+        pool.close()  # transfers may be under way
+    words = words_of(loop, subject)
+    if words is not None:
+        assert all(isinstance(result, str) and words in result for result in results), results
+        return
+    assert not any(isinstance(result, str) for result in results), results
+    if subject.name in UNDEFINED.get(loop, "").split():
+        assert all(value.isfinite().all() for result in results for value in result[-1].values())
+        return
+    pairs = zip(results, wanted(loop, size, subject), strict=True)
+    assert max(difference(*pair) for pair in pairs) < TOLERANCE

@@ -247,9 +247,10 @@ class Bucket(Watch):
                 param.data = piece
         self.push()
 
-    def versions(self) -> list[int]:
-        """Returns the version counters of the parameters, which in-place changes raise."""
-        return [param._version for param in self.params]
+    def versions(self) -> list[tuple[int, int]]:
+        """Returns the version counter of each parameter, which in-place changes raise, and its
+        address, which another `p.data` changes."""
+        return [(param._version, param.data_ptr()) for param in self.params]
 
     def touched(self) -> None:
         """Tells autograd that the values have changed, as an optimizer's update would."""

@@ -271,6 +271,7 @@ def _counted(pipe: Connection, own_group: bool) -> None:
     if own_group:  # the script has made it
         dist.init_process_group("gloo", init_method="env://")
     runtime.init("gloo", 60.0)
+    dist.barrier()  # a rank that ends earlier would break the connections that others still make
     pipe.send((runtime.rank(), runtime.local_rank(), runtime.local_size()))
 
 

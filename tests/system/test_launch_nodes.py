@@ -129,7 +129,7 @@ def test_a_node_that_has_ended_is_named_by_the_next_job(tmp_path, port, start, m
     node.kill()
     node.wait(LIMIT_S)
     (tmp_path / "short.py").write_text(
-        "import sys; from common.launch import nodes\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.launch import nodes\n"
         "nodes.CALL_S = 0.2; sys.exit(nodes.main(sys.argv[1:]))"
     )
     short = [sys.executable, str(tmp_path / "short.py"), str(port), "node1"]

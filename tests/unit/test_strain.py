@@ -180,7 +180,7 @@ intr 1
 def test_busy_is_what_the_cores_do_that_the_process_may_use(monkeypatch):
     monkeypatch.setattr(flow.os, "sched_getaffinity", lambda pid: {0})
     monkeypatch.setattr(flow.os, "sysconf", lambda name: 10)
-    monkeypatch.setattr(flow.Path, "read_text", lambda path: STAT)
+    monkeypatch.setattr(flow.Path, "read_text", lambda path, encoding: STAT)
     assert flow.cores_s() == {0: (1.5, 0.6)}
     assert flow.cpu_s()[1:] == (1.5, 0.9)
 

@@ -63,6 +63,9 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         UserError: the engine cannot step this optimizer.
     """
 
+    when_to_write = "change them after step()"
+    """Advice to scripts that change parameters while they are being sent."""
+
     def __init__(
         self, replica: Replica[LocalOptions], exchange: BucketExchange, *, every: int = 1
     ) -> None:
@@ -73,7 +76,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         self.every = every
         self.steps = 0
         """Number of steps so far, by which schedules go."""
-        self._sent: dict[Bucket, list[int]] = {}
+        self._sent: dict[Bucket, list[tuple[int, int]]] = {}
         """Versions of the parameters that neighbours read in place, by bucket."""
         exchange.open(self.communicator, self.params[0].device)
         self.prepare()
@@ -95,6 +98,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
 
     def begin(self) -> None:
         """Prepares the buckets for a step that shares or mixes."""
+        self.refuse_written(self._sent)  # before writes to other memory are taken over
         if not all(bucket.reclaim() for bucket in self.buckets):
             raise UserError(
                 "the model was moved or converted after it was distributed; close() the optimizer "
@@ -107,14 +111,21 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         if self.exchange.sends_in_place:
             self._sent.update({bucket: bucket.versions() for bucket in buckets})
 
-    def refuse_written(self, buckets: Iterable[Bucket], advice: str) -> None:
+    def refuse_written(self, buckets: Iterable[Bucket]) -> None:
         """Raises `UserError` if parameters have changed while they were being sent."""
         for bucket in buckets:
-            if bucket in self._sent and self._sent.pop(bucket) != bucket.versions():
+            if bucket in self._sent and self._sent[bucket] != bucket.versions():
                 raise UserError(
                     "parameters were changed while they were being sent to other ranks, which get "
-                    f"the values from before; {advice}"
+                    f"the values from before; {self.when_to_write}"
                 )
+
+    def arrived(self, buckets: Iterable[Bucket]) -> None:
+        """Notes that the exchange of `buckets` has ended, before their averages are written."""
+        buckets = list(buckets)
+        self.refuse_written(buckets)
+        for bucket in buckets:
+            self._sent.pop(bucket, None)
 
     def drop(self) -> None:
         """Forgets the values that were sent: the parameters are being replaced."""

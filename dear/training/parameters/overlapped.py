@@ -78,6 +78,11 @@ class Overlapped(ParameterEngine):
     first step mixes nothing, and lays the buckets out.
     """
 
+    when_to_write = (
+        "their averages take a whole step: use an algorithm that ends them before parameters are "
+        "read ('neighbor', 'exact-diffusion'), or load_state_dict(), which drops them"
+    )
+
     def __init__(
         self, replica: Replica[LocalOptions], exchange: BucketExchange, updater: Updater
     ) -> None:
@@ -114,11 +119,7 @@ class Overlapped(ParameterEngine):
                 self.share(batch)
 
     def mix(self, buckets: Sequence[Bucket]) -> None:
-        self.refuse_written(
-            buckets,
-            "their averages take a whole step: use an algorithm that ends them before parameters "
-            "are read ('neighbor', 'exact-diffusion'), or load_state_dict(), which drops them",
-        )
+        self.arrived(buckets)
         for bucket in buckets:
             self.exchange.mix(bucket, self.steps)
 
@@ -157,6 +158,9 @@ class OverlappedInBackward(Overlapped):
 
     def prepare(self) -> None:
         self._arrived: dict[torch.nn.Parameter, None] = {}
+        self._applied = self._left_out = False
+        """True if backward passes have updated parameters since the last `step()`; true if the
+        script has gone on without that step."""
         self._gradients = Bucket(self.params)
         self._schedule = BackwardSchedule(
             self.hooks,
@@ -181,27 +185,24 @@ class OverlappedInBackward(Overlapped):
         if scaled(self.optimizer):
             for name in ("found_inf", "grad_scale"):  # of the scaler's own call
                 delattr(self.optimizer, name)
-            raise UserError(
-                "a GradScaler cannot step an optimizer whose updates are made in the backward "
-                "pass; use the option update='step'"
+            self._refuse(
+                "a GradScaler cannot step an optimizer whose updates are made in the backward pass"
             )
         if self._gradients.changed() is not None:
-            raise UserError(
+            self._refuse(
                 "a gradient was changed between backward() and step(), but the backward pass has "
-                "applied it already; use the option update='step'"
+                "applied it already"
             )
         self._schedule.run_if_missing()
         self._schedule.restart()
+        self._applied = False
         self._gradients.forget()
         return None
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
     ) -> NoReturn:
-        raise UserError(
-            "gradients cannot be clipped where updates are made in the backward pass; use the "
-            "option update='step'"
-        )
+        self._refuse("gradients cannot be clipped where updates are made in the backward pass")
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._schedule.paused()
@@ -209,6 +210,12 @@ class OverlappedInBackward(Overlapped):
     def forget(self) -> None:
         self._gradients.forget()
         self._schedule.forget()
+        self._left_out, self._applied = self._applied, False
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Raises `UserError`. The script may go on, so the last updates count as its step."""
+        self._applied = False
+        raise UserError(f"{reason}; use the option update='step'")
 
     def _gradient_arrived(self, param: torch.nn.Parameter) -> None:
         if torch._C._autograd._get_current_graph_task_keep_graph():
@@ -223,21 +230,30 @@ class OverlappedInBackward(Overlapped):
         if not self.buckets:
             return  # the order is not known before the pass has ended
         if unit == 0:
+            if self._left_out:
+                self._left_out = False
+                self._refuse(
+                    "no step() has followed the last backward pass, but parameters were updated in "
+                    "it already"
+                )
             if self._schedule.passed:
                 raise UserError(
                     "a second backward pass before step(): put all but the last one under "
                     "optimizer.no_sync(), or use the option update='step'"
                 )
             self.begin()
+        self._applied = True
         self.ready(self._units[unit])
 
     def _pass_over(self) -> None:
         if not self.buckets:
             self.set_up(self.in_order(self._arrived))
             self.begin()
+            self._applied = True
             self.ready(self.buckets)
         if self.updater.ends_step:
             self._schedule.restart()
+            self._applied = False
         else:
             self._gradients.note()
 

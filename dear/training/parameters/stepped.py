@@ -62,6 +62,8 @@ class CombineThenAdapt(SteppedEngine):
     in `step()`. Both passes hide the transfers.
     """
 
+    when_to_write = "load or change them between step() and the next training forward"
+
     def prepare(self) -> None:
         refuse_writers(self.model)
         super().prepare()
@@ -71,9 +73,7 @@ class CombineThenAdapt(SteppedEngine):
         self._share_if_due()
         averages = bool(self.unmixed)
         if averages:
-            self.refuse_written(
-                self.buckets, "load or change them between step() and the next training forward"
-            )
+            self.arrived(self.buckets)
         self.mix_all()
         self.steps += 1
         return self.adapt(update, averages=averages)

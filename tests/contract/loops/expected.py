@@ -16,7 +16,11 @@ SENDING = "neighbor gradient-tracking"
 ALL = ""
 
 _TOO_LATE = {EARLY: "use the option update='step'"}
-_ON_THE_WAY = {SENDING: "change them after step()"}
+_SENT = {"decentralized": "use an algorithm that ends them"}
+_ON_THE_WAY = {SENDING: "between step() and the next training forward", **_SENT}
+_OWN = {"ddp": "DDP averages in one backward pass after each call of the model"}
+_TAKEN = {"fsdp": "close() the optimizer first"}
+_WHOLE = {"fsdp": "copy or save its state_dict()"}
 _SYNCHRONIZE = {LATER: "optimizer.synchronize()", **_TOO_LATE}
 _NO_SCALER = {TRACKING: "without a scaler", **_TOO_LATE}
 _FSDP_TWICE = {"fsdp": "cannot differentiate twice"}
@@ -25,7 +29,10 @@ _FSDP_PARTS = {"fsdp": "call model(...) itself"}
 REFUSED: dict[Loop, dict[str, str]] = {
     states.unfrozen_later: {ALL: "close() and wrap again after unfreezing"},
     states.group_added: {ALL: "close() it, add the group, and wrap it again"},
-    states.max_norm: {f"{SENDING} decentralized win-put pull-get asyncddp": "use max_norm=None"},
+    states.max_norm: {
+        f"{SENDING} decentralized win-put pull-get asyncddp": "use max_norm=None",
+        "fsdp": "use another algorithm",
+    },
     states.assigned: {ALL: "assign=False"},
     states.lazy: {ALL: "run one forward pass before"},
     passes.graph_of_gradients: {
@@ -39,20 +46,21 @@ REFUSED: dict[Loop, dict[str, str]] = {
         "ddp:zero=True": "use zero=False",
     },
     passes.sam: _ON_THE_WAY,
-    passes.sam_averaged: _ON_THE_WAY,
+    passes.sam_averaged: {**_TOO_LATE, **_ON_THE_WAY},
     passes.accumulated: {EARLY: "optimizer.no_sync()"},
     passes.penalty_after: {
         EARLY: "optimizer.no_sync()",
         "ddp": "call backward() once",
         **_FSDP_TWICE,
     },
-    passes.two_passes_over_a_graph: _TOO_LATE,
-    passes.another_method: _FSDP_PARTS,
-    passes.forward_itself: _FSDP_PARTS,
-    passes.in_parts: _FSDP_PARTS,
-    between.failed_batch: {"ddp": "call backward() once"},
+    passes.two_passes_over_a_graph: {**_TOO_LATE, **_OWN},
+    passes.another_method: {**_FSDP_PARTS, **_OWN},
+    passes.forward_itself: {**_FSDP_PARTS, **_OWN},
+    passes.in_parts: {**_FSDP_PARTS, **_OWN},
+    between.failed_batch: {"ddp": "call backward() once", **_TOO_LATE},
+    between.batch_left_out: _TOO_LATE,
     passes.gan: {EARLY: "optimizer.no_sync()"},
-    between.lookahead: _TOO_LATE,
+    between.lookahead: {**_TOO_LATE, "ddp:zero=True": "use zero=False"},
     between.clipped: _TOO_LATE,
     between.clipped_by_torch: _TOO_LATE,
     between.clipped_by_value: _TOO_LATE,
@@ -63,43 +71,38 @@ REFUSED: dict[Loop, dict[str, str]] = {
     between.scaled: _NO_SCALER,
     between.scaled_and_clipped: {"dadt": "leave unscaling to scaler.step(optimizer)", **_NO_SCALER},
     between.scaled_as_ever: {**_SYNCHRONIZE, **_NO_SCALER},
+    passes.sub_module: _OWN,
+    passes.compiled_later: _OWN,
+    between.no_backward: _OWN,
+    between.lookahead_around: _SENT,
+    between.clamped: _SENT,
+    between.data_assigned: _SENT,
+    between.as_vector: _SENT,
+    between.deep_copied: _WHOLE,
+    between.saved_whole: _WHOLE,
+    states.pruned_later: _TAKEN,
+    states.parametrized_later: {**_TAKEN, **_SENT},
 }
 """Words by the labels of subjects; several labels are one text with spaces."""
 
 
-_DDP = {"ddp": "DDP steps on own gradients"}
-_IN_FLIGHT = {"dear bytescheduler exact-diffusion push-diging": "parameters in flight, by timing"}
-_OVERLAPPED = {**_IN_FLIGHT, "decentralized": "parameters in flight, by timing"}
-_FSDP = {"fsdp": "fsdp: torch's traceback, or a write that is lost"}
+_FSDP = {"fsdp": "torch's traceback"}
 KNOWN: dict[Loop, dict[str, str]] = {
-    passes.compiled: _IN_FLIGHT,
-    between.ema: {**_IN_FLIGHT, **_FSDP},
-    between.lookahead_around: _OVERLAPPED,
-    between.clamped: _OVERLAPPED,
-    between.data_assigned: {**_OVERLAPPED, **_FSDP},
-    between.as_vector: {**_OVERLAPPED, **_FSDP},
-    between.deep_copied: {**_IN_FLIGHT, **_FSDP},
-    between.saved_whole: {**_IN_FLIGHT, **_FSDP},
-    states.loaded_by_root: {"dear fsdp ddp:zero=True": "one rank loads"},
-    states.max_norm: {"dear": "parameters in flight, by timing", **_FSDP},
-    passes.another_method: _DDP,
-    passes.forward_itself: _DDP,
-    passes.in_parts: _DDP,
-    passes.sub_module: _DDP,
-    passes.compiled_later: _DDP,
-    passes.two_passes_over_a_graph: _DDP,
-    between.failed_batch: {EARLY: "a part is applied", **_FSDP},
-    between.batch_left_out: {EARLY: "the backward pass has applied it"},
+    between.ema: _FSDP,
+    between.lookahead_around: {"push-diging": "the write is lost"},
+    between.clamped: {"push-diging": "the write is lost"},
+    between.data_assigned: {"push-diging fsdp": "the write is lost"},
+    between.as_vector: {"push-diging fsdp": "the write is lost"},
+    states.loaded_by_root: {"dear fsdp": "one rank loads"},
+    between.failed_batch: {"fsdp": "a part is averaged"},
     states.used_by_turns: _FSDP,
-    between.no_backward: {**_DDP, **_FSDP},
+    between.no_backward: _FSDP,
     states.normed_and_evaluated_by_root: {"ddp": "one rank alone, by timing", **_FSDP},
-    states.parametrized_later: {**_DDP, **_FSDP},
-    passes.sam: {EARLY: "parameters in flight, by timing", **_FSDP},
-    passes.sam_averaged: {EARLY: "parameters in flight, by timing"},
+    states.parametrized_later: {"ddp": "DDP steps on own gradients"},
+    passes.sam: _FSDP,
     passes.penalty_of_gradients: _FSDP,
     states.evaluated_by_root: _FSDP,
     states.state_read_by_root: _FSDP,
-    states.pruned_later: _FSDP,
 }
 """Reasons why a loop is neither right nor refused yet."""
 UNDEFINED: dict[Loop, str] = {

@@ -196,19 +196,19 @@ def exact_diffusion(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
 
 
 def push_diging(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
-    """Update: u <- C (u - update(y)); v <- C v; x = u / v; y <- C y + g - last g.
+    """Update: u <- C (v x - update(y)); v <- C v; x = u / v; y <- C y + g - last g.
 
-    C splits a rank's values equally among itself and its targets.
+    C splits a rank's values equally among itself and its targets. What a script writes to x counts.
     """
     size = len(ranks.x)
     shares = torch.as_tensor(matrix(splitting(graph(options.topology, size)))).T
-    u, v = ranks.x, torch.ones(size, 1).double()
-    y = last = torch.zeros_like(u)
+    v = torch.ones(size, 1).double()
+    y = last = torch.zeros_like(ranks.x)
     while True:
-        y, last, x = y + ranks.g - last, ranks.g, ranks.x
+        y, last, u = y + ranks.g - last, ranks.g, (v - 1) * ranks.x
         ranks.g = y
         ranks.update()
-        u, v, y = shares @ (u + ranks.x - x), shares @ v, shares @ y
+        u, v, y = shares @ (u + ranks.x), shares @ v, shares @ y
         ranks.x = u / v
         yield
 

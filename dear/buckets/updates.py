@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -248,6 +249,8 @@ class Sharded(Between):
         params_by_group = [group["params"] for group in self._optimizer.param_groups]
         place = {param: i for i, params in enumerate(params_by_group) for param in params}
         self._segments = [_segments(part) for part in self.parts]
+        self._loaded: dict[torch.nn.Parameter, State] = {}
+        """Whole state that was loaded since the last update."""
         self._tables: list[dict[int, list[Segment]]] = []
         """Segments of each bucket by the index of the optimizer's parameter group."""
         for segments in self._segments:
@@ -343,9 +346,11 @@ class Sharded(Between):
         if before is None:
             self.forget_state()
             params = (param for part in self.parts for param in part.bucket.params)
-            states = iter([(param, state.pop(param, None)) for param in params])
+            self._loaded = {param: state.pop(param) for param in params if param in state}
+            states = iter(self._loaded.items())
         else:
             states = before.whole_state()
+            self._loaded = before._loaded
         moved = {
             segments[param].tensor: {
                 key: _cut(key, value, segments[param]) for key, value in whole.items()
@@ -363,7 +368,11 @@ class Sharded(Between):
             self._optimizer.state.pop(segment.tensor, None)
 
     def whole_state(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
-        """Yields each parameter that has state, with its whole state, by bucket; collective."""
+        """Yields each parameter that has state, with its whole state, by bucket; collective.
+
+        Until the first update a rank yields what it has loaded: it may have loaded alone, and be
+        about to broadcast that.
+        """
         pairs = list(zip(self.parts, self._segments, strict=True))
         report = [self._described(part, owned) for part, owned in pairs]
         reports = self._communicator.gather_objects(report)
@@ -372,8 +381,12 @@ class Sharded(Between):
             for rank_report in reports:
                 for place, keys in rank_report[index].items():
                     states.setdefault(place, {}).update(keys)
-            if states:
-                yield from self._gathered(part, owned, states)
+            gathered = self._gathered(part, owned, states) if states else ()
+            if not self._loaded:
+                yield from gathered
+            else:
+                deque(gathered, maxlen=0)  # a collective call, also for what is not used
+        yield from self._loaded.items()
 
     def _step_averaged(self) -> None:
         if self.frozen:
@@ -395,6 +408,7 @@ class Sharded(Between):
         part.bucket.touched()
 
     def _update(self, index: int, unused: set[torch.nn.Parameter]) -> None:
+        self._loaded = {}
         optimizer = self._optimizer
         groups = optimizer.param_groups
         saved = []

@@ -39,11 +39,39 @@ class Passes:
         self._reducer = reducer
         self._armed = self._running = self._averaged = self._unsent = False
         self._last: tuple[torch.Tensor, int] | None = None
+        self._nodes = [self._node(param) for param in self._params]
+        self._versions = self._now()
+        """Version counters after the last step; the script has written to what has another."""
         hooks.on_gradient(params, self._accumulated)
 
     def arm(self) -> None:
         """Notes a forward pass of the model, after which DDP averages once."""
         self._armed, self._running = True, False
+        self._refuse_unhooked()
+
+    def _now(self) -> list[int]:
+        return [param._version for param in self._params]
+
+    @staticmethod
+    def _node(param: torch.Tensor) -> torch.autograd.graph.Node:
+        """Returns the node of the graph on which DDP has its hook for the gradient."""
+        with torch.enable_grad():
+            return torch.autograd.graph.get_gradient_edge(param).node
+
+    def _refuse_unhooked(self) -> None:
+        """Raises `UserError` if a parameter lost DDP's hook, as by `set_()` and `resize_()`."""
+        now = self._now()
+        if now == self._versions:
+            return
+        self._versions = now
+        for param, node in zip(self._params, self._nodes, strict=True):
+            if self._node(param) is not node:
+                raise UserError(
+                    f"ddp does not see the gradients of a parameter of shape {tuple(param.shape)} "
+                    "any more, because set_() was called on it, as register_parametrization does; "
+                    "close() the optimizer and wrap again, or use another algorithm, such as "
+                    "allreduce"
+                )
 
     def _accumulated(self, param: torch.Tensor) -> None:
         if self._running:
@@ -72,6 +100,8 @@ class Passes:
         Args:
             stepping: the optimizer is about to use them.
         """
+        if stepping:
+            self._refuse_unhooked()
         alone = self._unsent
         if stepping and not self._averaged:
             alone = alone or not self._same()
@@ -85,6 +115,7 @@ class Passes:
     def stepped(self) -> None:
         """Notes the gradients, with which another step may follow."""
         self._averaged, self._last = False, self._smallest()
+        self._versions = self._now()
 
     def _same(self) -> bool:
         last, now = self._last, self._smallest()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dear.buckets.flat import Bucket
 from dear.errors import UserError
@@ -98,12 +98,14 @@ class ParameterEngine(Engine[LocalOptions], ABC):
 
     def begin(self) -> None:
         """Prepares the buckets for a step that shares or mixes."""
-        self.refuse_written(self._sent)  # before writes to other memory are taken over
+        written = self._written(self._sent)  # `reclaim` takes over what has other memory
         if not all(bucket.reclaim() for bucket in self.buckets):
             raise UserError(
                 "the model was moved or converted after it was distributed; close() the optimizer "
                 "first, and wrap it again afterwards"
             )
+        if written:
+            self._refuse_written()
         self.exchange.begin(self.steps)
 
     def note_sent(self, buckets: Iterable[Bucket]) -> None:
@@ -111,19 +113,24 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         if self.exchange.sends_in_place:
             self._sent.update({bucket: bucket.versions() for bucket in buckets})
 
-    def refuse_written(self, buckets: Iterable[Bucket]) -> None:
-        """Raises `UserError` if parameters have changed while they were being sent."""
-        for bucket in buckets:
-            if bucket in self._sent and self._sent[bucket] != bucket.versions():
-                raise UserError(
-                    "parameters were changed while they were being sent to other ranks, which get "
-                    f"the values from before; {self.when_to_write}"
-                )
+    def _written(self, buckets: Iterable[Bucket]) -> bool:
+        """Returns True if parameters have changed while they were being sent."""
+        return any(b in self._sent and self._sent[b] != b.versions() for b in buckets)
 
-    def arrived(self, buckets: Iterable[Bucket]) -> None:
-        """Notes that the exchange of `buckets` has ended, before their averages are written."""
-        buckets = list(buckets)
-        self.refuse_written(buckets)
+    def _refuse_written(self) -> NoReturn:
+        raise UserError(
+            "parameters were changed while they were being sent to other ranks, which get the "
+            f"values from before; {self.when_to_write}"
+        )
+
+    def arrived(self, buckets: Sequence[Bucket]) -> None:
+        """Notes that the exchange of `buckets` has ended, before their averages are written.
+
+        Raises:
+            UserError: parameters have changed meanwhile.
+        """
+        if self._written(buckets):
+            self._refuse_written()
         for bucket in buckets:
             self._sent.pop(bucket, None)
 

@@ -81,7 +81,7 @@ REFUSED: dict[Loop, dict[str, str]] = {
     between.deep_copied: _WHOLE,
     between.saved_whole: _WHOLE,
     states.pruned_later: _TAKEN,
-    states.parametrized_later: {**_TAKEN, **_SENT},
+    states.parametrized_later: {**_TAKEN, **_SENT, "ddp": "wrap again"},
 }
 """Words by the labels of subjects; several labels are one text with spaces."""
 
@@ -89,16 +89,13 @@ REFUSED: dict[Loop, dict[str, str]] = {
 _FSDP = {"fsdp": "torch's traceback"}
 KNOWN: dict[Loop, dict[str, str]] = {
     between.ema: _FSDP,
-    between.lookahead_around: {"push-diging": "the write is lost"},
-    between.clamped: {"push-diging": "the write is lost"},
-    between.data_assigned: {"push-diging fsdp": "the write is lost"},
-    between.as_vector: {"push-diging fsdp": "the write is lost"},
-    states.loaded_by_root: {"dear fsdp": "one rank loads"},
+    between.data_assigned: {"fsdp": "the write is lost"},
+    between.as_vector: {"fsdp": "the write is lost"},
+    states.loaded_by_root: {"fsdp": "one rank loads"},
     between.failed_batch: {"fsdp": "a part is averaged"},
     states.used_by_turns: _FSDP,
     between.no_backward: _FSDP,
     states.normed_and_evaluated_by_root: {"ddp": "one rank alone, by timing", **_FSDP},
-    states.parametrized_later: {"ddp": "DDP steps on own gradients"},
     passes.sam: _FSDP,
     passes.penalty_of_gradients: _FSDP,
     states.evaluated_by_root: _FSDP,

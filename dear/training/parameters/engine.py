@@ -52,6 +52,13 @@ def refuse_writers(model: torch.nn.Module) -> None:
         )
 
 
+def _refuse_written(advice: str) -> NoReturn:
+    raise UserError(
+        "parameters were changed while they were being sent to other ranks, which get the values "
+        f"from before; {advice}"
+    )
+
+
 class ParameterEngine(Engine[LocalOptions], ABC):
     """Base of the engines that update locally and average parameters.
 
@@ -105,7 +112,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
                 "first, and wrap it again afterwards"
             )
         if written:
-            self._refuse_written()
+            _refuse_written(self.when_to_write)
         self.exchange.begin(self.steps)
 
     def note_sent(self, buckets: Iterable[Bucket]) -> None:
@@ -117,12 +124,6 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         """Returns True if parameters have changed while they were being sent."""
         return any(b in self._sent and self._sent[b] != b.versions() for b in buckets)
 
-    def _refuse_written(self) -> NoReturn:
-        raise UserError(
-            "parameters were changed while they were being sent to other ranks, which get the "
-            f"values from before; {self.when_to_write}"
-        )
-
     def arrived(self, buckets: Sequence[Bucket]) -> None:
         """Notes that the exchange of `buckets` has ended, before their averages are written.
 
@@ -130,7 +131,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
             UserError: parameters have changed meanwhile.
         """
         if self._written(buckets):
-            self._refuse_written()
+            _refuse_written(self.when_to_write)
         for bucket in buckets:
             self._sent.pop(bucket, None)
 

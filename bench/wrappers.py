@@ -9,7 +9,8 @@ there is nothing to compute and nothing to send: the cost of hooks, bookkeeping 
 With 1 rank there is no communication; with 2 ranks on this machine (shared memory, no limit of the
 bandwidth) a byte is communicated. Every round times all algorithms in turn in the same process,
 plain torch included. The table has medians over rounds, and the range. `us/tensor` is the added
-time over the number of tensors.
+time over the number of tensors; `CPU us/tensor` is that for which the training thread ran on a
+core, without the time in which it waited for the other rank or for a core.
 
 memory: the peak of the resident memory of a rank after the model was built, minus the memory before
 (interpreter, libraries). It contains parameters, gradients, the state of the optimizer, buffers of
@@ -25,6 +26,7 @@ import importlib
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,6 +49,8 @@ MIB = 2**20
 MEMORY_STEPS = 3
 LIMIT_S, _END_S = 600.0, 10.0
 PLAIN = "plain"
+CLOCKS = {"seconds_per_step": time.perf_counter, "cpu_seconds_per_step": time.thread_time}
+"""Elapsed time, and time that the training thread ran on a core."""
 # Its threads never sleep, and would slow down what is measured beside it.
 _NOT_BY_DEFAULT = "horovod"
 
@@ -72,8 +76,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     verb = verbs.add_parser("overhead", help="time per step that each wrapper adds")
     program.add_json(verb)
     add = verb.add_argument
-    add("--algorithms", nargs="+", help=f"default: all synchronous ones but {_NOT_BY_DEFAULT}")
-    add("--tensors", type=int, nargs="+", default=[1, 100], help="parameter tensors of the model")
+    add("--algorithms", nargs="+", help=f"default: all but {_NOT_BY_DEFAULT}")
+    add("--tensors", type=int, nargs="+", default=[1, 160], help="parameter tensors of the model")
     add("--ranks", type=int, nargs="+", default=[1, 2], help="worlds to measure")
     add("--backend", help="default: as for training")
     add("--steps", type=int, default=20, help="steps of a timing")
@@ -97,9 +101,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     args.algorithms = args.algorithms or [
         name
         for name in algorithm_names()
-        if name != _NOT_BY_DEFAULT
-        and algorithm_class(name).unavailable() is None
-        and algorithm_class(name).capabilities.consistency == "synchronous"
+        if name != _NOT_BY_DEFAULT and algorithm_class(name).unavailable() is None
     ]
     # An unknown algorithm is an error before anything starts.
     args.chosen = {text: parsed_algorithm(text) for text in args.algorithms}
@@ -167,26 +169,30 @@ def overhead(args: argparse.Namespace) -> Iterator[Row]:
         for tensors in args.tensors:
             results = run_ranks(_timings, ranks, args, tensors, backend=args.backend)
             for name in results[0]:
-                times = table.slowest([result[name] for result in results])
                 row = {"algorithm": name, "ranks": ranks, "tensors": tensors}
-                yield {**row, "seconds_per_step": times}
+                for clock in CLOCKS:
+                    row[clock] = table.slowest([result[name][clock] for result in results])
+                yield row
 
 
-def _timings(args: argparse.Namespace, tensors: int) -> dict[str, list[float]]:
-    """Returns this rank's seconds per step, by algorithm and round."""
+def _timings(args: argparse.Namespace, tensors: int) -> dict[str, dict[str, list[float]]]:
+    """Returns this rank's seconds per step, by algorithm, clock and round."""
     from dear.comm import runtime
 
     communicator = runtime.communicator()
     trainings = {name: _Training(name, tensors) for name in (PLAIN, *args.algorithms)}
     for training in trainings.values():
         training.run(args.warmup)
-    seconds: dict[str, list[float]] = {name: [] for name in trainings}
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {clock: [] for clock in CLOCKS} for name in trainings
+    }
     for _ in range(args.rounds):
         for name, training in trainings.items():
             communicator.barrier()
-            began = communicator.clock()
+            began = [clock() for clock in CLOCKS.values()]
             training.run(args.steps)
-            seconds[name].append((communicator.clock() - began) / args.steps)
+            for (clock, read), start in zip(CLOCKS.items(), began, strict=True):
+                seconds[name][clock].append((read() - start) / args.steps)
     communicator.barrier()
     return seconds
 
@@ -219,28 +225,21 @@ class _Training:
 
 
 def overhead_table(rows: list[Row]) -> str:
-    """Returns medians over rounds; the added time is the median of the rounds' differences."""
-    plain = {
-        (row["ranks"], row["tensors"]): row["seconds_per_step"]
-        for row in rows
-        if row["algorithm"] == PLAIN
-    }
-    header = ["algorithm", "ranks", "tensors", "us/step", "added us", "range", "us/tensor"]
+    """Returns the added time per tensor by each clock: median of the rounds' differences, range."""
+    plain = {(row["ranks"], row["tensors"]): row for row in rows if row["algorithm"] == PLAIN}
+    header = ["algorithm", "ranks", "tensors", "us/step", "us/tensor", "range"]
     lines = []
     for row in rows:
-        times = row["seconds_per_step"]
         base = plain[row["ranks"], row["tensors"]]
-        added = sorted((a - b) * 1e6 for a, b in zip(times, base, strict=True))
-        middle = statistics.median(added)
         line = [row["algorithm"], str(row["ranks"]), str(row["tensors"])]
-        line.append(f"{statistics.median(times) * 1e6:.0f}")
-        if row["algorithm"] == PLAIN:
-            line += ["-", "-", "-"]
-        else:
-            line += [f"{middle:.0f}", f"{added[0]:.0f}..{added[-1]:.0f}"]
-            line.append(f"{middle / row['tensors']:.1f}")
+        line.append(f"{statistics.median(row['seconds_per_step']) * 1e6:.0f}")
+        for clock in CLOCKS:
+            pairs = zip(row[clock], base[clock], strict=True)
+            added = sorted((a - b) * 1e6 / row["tensors"] for a, b in pairs)
+            line.append(f"{statistics.median(added):.1f}" if row is not base else "-")
+            line.append(f"{added[0]:.1f}..{added[-1]:.1f}" if row is not base else "-")
         lines.append(line)
-    return table.layout(header, lines)
+    return table.layout([*header, "CPU us/tensor", "range"], lines)
 
 
 def memory(args: argparse.Namespace) -> Iterator[Row]:

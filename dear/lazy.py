@@ -9,21 +9,24 @@ strings (`from __future__ import annotations`).
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 
 class LazyModule:
-    """Proxy of a module that imports it at the first access to an attribute."""
+    """Proxy of a module that imports it at the first access to an attribute.
+
+    From then on the proxy shares the module's namespace: training loops look up many attributes.
+    """
+
+    __slots__ = ("__dict__", "_name")
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._module: ModuleType | None = None
 
     def __getattr__(self, attribute: str) -> object:
-        if self._module is None:  # cached: training loops call this many times per step
-            self._module = importlib.import_module(self._name)
-        return getattr(self._module, attribute)
+        module = importlib.import_module(self._name)
+        self.__dict__ = module.__dict__
+        return getattr(module, attribute)  # the module may have a `__getattr__` of its own
 
 
 if TYPE_CHECKING:

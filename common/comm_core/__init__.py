@@ -11,12 +11,11 @@ transport, the network interface and the host identity; see the README in this f
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,6 +56,8 @@ def _check_build() -> None:
 _check_build()
 from comm_core import _core  # noqa: E402  (the check explains a missing or foreign build)
 
+Batch = _core.Batch
+divide = _core.divide
 Work = _core.Work
 Times = _core.Times
 
@@ -91,19 +92,24 @@ def register() -> None:
         )
 
 
-@contextlib.contextmanager
-def priority(level: int) -> Iterator[None]:
+class priority:  # noqa: N801  (used as a function)
     """Context in which the operations that this thread submits have priority `level`.
 
     Operations of a higher level run before those of a lower level (default 0) in other process
     groups. The operations of one group always run in the order of the calls.
     """
-    previous = _core.priority()
-    _core.set_priority(level)
-    try:
-        yield
-    finally:
-        _core.set_priority(previous)
+
+    __slots__ = ("_level", "_previous")
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def __enter__(self) -> None:
+        self._previous = _core.priority()
+        _core.set_priority(self._level)
+
+    def __exit__(self, *exception: object) -> None:
+        _core.set_priority(self._previous)
 
 
 def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -78,8 +78,8 @@ class BackwardSchedule:
         """Units in the order in which all ranks launch them."""
         self._learnt = not learn
         self._in_pass = False
-        self._seen: set[torch.nn.Parameter] = set()
-        """Parameters whose gradients have arrived in this pass."""
+        self._awaited: dict[torch.nn.Parameter, int] = {}
+        """Units of the parameters whose gradients have not arrived in this pass."""
         self._paused = False
         self.passed = False
         """True if a pass has ended since `restart`."""
@@ -112,6 +112,8 @@ class BackwardSchedule:
 
     def forget(self) -> None:
         """Forgets discarded gradients, also those of a pass that ended with an error."""
+        if self._in_pass:
+            self._communicator.follow(False)
         self._in_pass = self.passed = self.unsent = False
 
     def run_if_missing(self) -> None:
@@ -130,9 +132,10 @@ class BackwardSchedule:
 
     def _begin(self) -> None:
         self._in_pass = True
+        self._communicator.follow(True)
         self.unsent = False
         self._next = 0
-        self._seen.clear()
+        self._awaited = dict(self._unit_of)
         self._missing = [len(unit) for unit in self._units]
         self._completed: list[int] = []
 
@@ -153,15 +156,14 @@ class BackwardSchedule:
         if not self._in_pass:
             self._begin()
             at_end_of_backward(self._end)
-        if param in self._seen:
+        unit = self._awaited.pop(param, None)
+        if unit is None:
             self._in_pass = False
             raise UserError(
                 f"a parameter of shape {tuple(param.shape)} got its gradient twice in one backward "
                 "pass (reentrant checkpointing?); use torch.utils.checkpoint with "
                 "use_reentrant=False"
             )
-        self._seen.add(param)
-        unit = self._unit_of[param]
         self._missing[unit] -= 1
         if self._missing[unit] == 0:
             self._completed.append(unit)
@@ -177,6 +179,7 @@ class BackwardSchedule:
             return
         while self._next < len(self.order):
             self._launch_next()
+        self._communicator.follow(False)
         self._in_pass = False
         self.passed = True
         self._finish()

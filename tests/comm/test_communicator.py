@@ -72,6 +72,23 @@ def test_operations(c: Communicator) -> None:
 
 
 @on_ranks(_shared, 2)
+def test_small_transfers_that_follow_each_other_all_start(c: Communicator) -> None:
+    parts = [torch.ones(3), torch.ones(4, 2).t(), torch.ones(2).half(), torch.ones(2000)]
+    parts += [torch.ones(1) for _ in range(100)]
+    total, batch = torch.ones(1), c.batch()
+    c.follow(True)
+    for part in parts:
+        batch.start(part.mul_(1 + 2 * c.rank))
+    asked, end_s = c.all_reduce(total, op="sum"), c.clock() + 60
+    while not asked.done():  # nobody waits for it
+        assert c.clock() < end_s
+        c.pause(1e-3)
+    batch.wait()
+    c.follow(False)
+    assert total.item() == 2 and all(bool((part == 2).all()) for part in parts)
+
+
+@on_ranks(_shared, 2)
 def test_mean_in_half_precision_overflows_no_sooner_than_its_inputs(c: Communicator) -> None:
     tensor = torch.full((3,), 49152.0, dtype=torch.float16)
     c.all_reduce(tensor, op="mean").wait()

@@ -176,6 +176,10 @@ class FlagOfFibers {
     fibers->yield();
     set_ = set;
   }
+  bool exchange(bool set) {
+    fibers->yield();
+    return std::exchange(set_, set);
+  }
 
  private:
   bool set_;
@@ -413,6 +417,23 @@ void a_caller_whose_message_comes() {
   });
 }
 
+// Without a waiting caller, the engine thread must take all work.
+void two_that_nobody_waits_for() {
+  go_through("two that nobody waits for", 2, [](World& world, Fibers& here) {
+    Operation& first = world.make(true, kNever);
+    Operation& second = world.make(true, kNever);
+    here.start([&] {
+      world.bring(first, true);
+      world.bring(second, false);
+      world.turns.announce();
+    });
+    here.start([&] {
+      world.answer(first);
+      world.answer(second);
+    });
+  });
+}
+
 void a_peer_that_never_answers() {
   go_through("nobody answers", 2, [](World& world, Fibers& here) {
     Operation& collective = world.make(true, 2);
@@ -433,5 +454,6 @@ int main(int argc, char** argv) {
                              {"two callers", two_callers},
                              {"a caller and another's messages", a_caller_and_messages_of_another},
                              {"a caller whose message comes", a_caller_whose_message_comes},
+                             {"two that nobody waits for", two_that_nobody_waits_for},
                              {"a peer that never answers", a_peer_that_never_answers}});
 }

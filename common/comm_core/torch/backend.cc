@@ -1,5 +1,6 @@
 #include "backend.h"
 
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <mutex>
@@ -155,13 +156,16 @@ WorkPtr CoreBackend::each(size_t count, const std::function<WorkPtr(size_t)>& on
 WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseconds timeout,
                             bool async) {
   OpSpec& spec = call.spec;
-  // torch's profiler tests and tools expect this name for a receive without a peer.
-  const std::string title = std::string("comm_core:") +
-                            (type == OpType::RECVANYSOURCE ? "recvAnySource" : name(spec.kind));
+  std::string title;  // of the profiler's event
+  if (!Parts::under_way && at::hasCallbacks()) {
+    // torch's profiler tests and tools expect this name for a receive without a peer.
+    title = type == OpType::RECVANYSOURCE ? "recvAnySource" : name(spec.kind);
+    title.insert(0, "comm_core:");
+  }
   call.prepare(spec);
   spec.priority = current_priority;
   if (timeout.count() > 0) spec.timeout_s = std::chrono::duration<double>(timeout).count();
-  // A caller that waits at once advances the operation itself, so the engine need not wake.
+  // A caller that waits soon advances the operation itself, so the engine need not wake.
   const bool coalescing = block().backend == this;
   spec.wake = async || spec.held || coalescing;
   const bool held = spec.held;
@@ -172,8 +176,9 @@ WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseco
     throw_as_torch(std::current_exception());
   }
   if (held) release_when_ready(group_, op, call.ready());
-  auto work = c10::make_intrusive<CoreWork>(rank_, type, Parts::under_way ? nullptr : title.c_str(),
-                                            call.shown(), std::vector<OpPtr>{op}, std::move(result),
+  auto work = c10::make_intrusive<CoreWork>(rank_, type, title.empty() ? nullptr : title.c_str(),
+                                            title.empty() ? TensorList() : call.shown(),
+                                            std::vector<OpPtr>{op}, std::move(result),
                                             call.synchronize());
   if (coalescing) block().add(op, call.synchronize());
   return work;

@@ -120,6 +120,21 @@ class CoreBackend : public c10d::Backend {
   std::map<int64_t, at::Tensor> window_memory_;
 };
 
+// All-reduces that a caller starts one by one and awaits together, without a Work for each.
+class Batch {
+ public:
+  explicit Batch(c10::intrusive_ptr<CoreBackend> backend) : backend_(std::move(backend)) {}
+  // Starts to sum `tensor` in place. `wake`: the engine takes it at once; otherwise with
+  // the next operation that wakes it, or when the caller waits.
+  void start(const at::Tensor& tensor, bool wake);
+  // Waits for all; throws the first error.
+  void wait();
+
+ private:
+  c10::intrusive_ptr<CoreBackend> backend_;
+  std::vector<OpPtr> ops_;
+};
+
 // Throws ValueError if the core does not support the reduction.
 ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what);
 

@@ -52,11 +52,20 @@ PYBIND11_MODULE(_core, m) {
           Unlocked())
       .def("regimes", [](CoreBackend& b,
                          const std::string& operation) { return rows_of(b.regimes_of(operation)); })
+      .def(
+          "announce", [](CoreBackend& b) { b.group()->engine().announce(); },
+          "Lets the engine take operations that were submitted with asyncOp=False.")
       .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
       .def(
           "dropped_connections", [](CoreBackend& b) { return b.group()->dropped_connections(); },
           Unlocked());
 
+  py::class_<Batch>(m, "Batch", "All-reduces that are started one by one and awaited together.")
+      .def(py::init<c10::intrusive_ptr<CoreBackend>>())
+      .def("start", &Batch::start)
+      .def("wait", &Batch::wait, Unlocked());
+
+  m.def("divide", &divide);
   m.def("shared_bytes", [](int64_t bytes) {
     try {
       return shared_bytes(bytes);

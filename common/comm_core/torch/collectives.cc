@@ -35,6 +35,20 @@ WorkPtr CoreBackend::allreduce(TensorList& tensors, const c10d::AllreduceOptions
   return submit(std::move(call), OpType::ALLREDUCE, tensors, options);
 }
 
+void Batch::start(const at::Tensor& tensor, bool wake) {
+  c10d::AllreduceOptions options;
+  options.asyncOp = wake;
+  TensorList tensors{tensor};
+  const WorkPtr work = backend_->allreduce(tensors, options);
+  ops_.push_back(static_cast<CoreWork&>(*work).ops()[0]);
+}
+
+void Batch::wait() {
+  if (ops_.empty()) return;
+  CoreWork(backend_->getRank(), OpType::COALESCED, nullptr, {}, std::exchange(ops_, {}), {}, nullptr)
+      .wait(Milliseconds(0));
+}
+
 WorkPtr CoreBackend::allreduce_coalesced(TensorList& tensors,
                                          const c10d::AllreduceCoalescedOptions& options) {
   const auto one = [&](size_t i) {

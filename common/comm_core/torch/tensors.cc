@@ -25,7 +25,24 @@ std::vector<Bytes> equal_parts(const Bytes& whole, size_t n) {
   return parts;
 }
 
+// Tensors up to this size are divided here; larger ones by torch, in several threads.
+constexpr int64_t kFew = 1024;
+
+template <typename Number>
+void divide_all(const at::Tensor& tensor, int64_t divisor) {
+  Number* const data = tensor.mutable_data_ptr<Number>();
+  for (int64_t i = 0; i < tensor.numel(); ++i) data[i] /= Number(divisor);
+}
+
 }  // namespace
+
+void divide(const at::Tensor& tensor, int64_t divisor) {
+  const NoAutograd guard;
+  const bool few = tensor.numel() <= kFew && tensor.is_contiguous();
+  if (few && tensor.scalar_type() == at::kFloat) return divide_all<float>(tensor, divisor);
+  if (few && tensor.scalar_type() == at::kDouble) return divide_all<double>(tensor, divisor);
+  tensor.div_(divisor);
+}
 
 DType dtype_of(const at::Tensor& tensor, const std::string& what) {
   switch (tensor.scalar_type()) {

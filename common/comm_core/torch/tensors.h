@@ -21,6 +21,10 @@ DType dtype_of(const at::Tensor& tensor, const std::string& what);
 // ValueError for a negative size.
 at::Tensor shared_bytes(int64_t bytes);
 
+// Divides a floating-point CPU tensor by `divisor`, in place, with the same bits as `div_`, which
+// takes microseconds for a few elements.
+void divide(const at::Tensor& tensor, int64_t divisor);
+
 // The tensors of one operation. Call `input` and `output` for each tensor, then `prepare` once.
 class Tensors {
  public:

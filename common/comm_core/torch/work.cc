@@ -174,7 +174,7 @@ CoreWork::CoreWork(int rank, c10d::OpType type, const char* title,
 }
 
 bool CoreWork::isCompleted() {
-  return std::all_of(ops_.begin(), ops_.end(), [](const OpPtr& op) { return op->done(); });
+  return std::all_of(ops_.begin(), ops_.end(), [](const OpPtr& op) { return op->ends(); });
 }
 
 std::exception_ptr CoreWork::error() const {
@@ -215,12 +215,16 @@ bool CoreWork::wait(std::chrono::milliseconds timeout) {
   const double until_s = now_s() + given_s;
   const std::vector<OpPtr>& parts = block().ops;
   if (!ops_.empty() && std::find(parts.begin(), parts.end(), ops_[0]) != parts.end()) block() = {};
-  for (const OpPtr& op : ops_) {
+  // The last one first: it mostly ends last, and the caller then sleeps once.
+  for (auto op = ops_.rbegin(); op != ops_.rend(); ++op) {
     // The time-out covers all operations together; 0 means no limit.
-    const bool ended = op->wait(given_s > 0 ? std::max(1e-6, until_s - now_s()) : 0);
+    const bool ended = (*op)->wait(given_s > 0 ? std::max(1e-6, until_s - now_s()) : 0);
     stay_if_ending();
     if (!ended) {
-      C10_THROW_ERROR(DistBackendError, op->describe() + ": still running after a wait of " +
+      const auto running = [](const OpPtr& one) { return !one->done(); };
+      const auto first = std::find_if(ops_.begin(), ops_.end(), running);
+      const OpPtr& shown = first == ops_.end() ? *op : *first;
+      C10_THROW_ERROR(DistBackendError, shown->describe() + ": still running after a wait of " +
                                             std::to_string(timeout.count()) + " ms");
     }
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dear.buckets.carriers import make_carrier
+from dear.buckets.carriers import Dense, make_carrier
 from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.grouping import Arrived, Cost, Groups, by_count
 from dear.buckets.halves import Usage
@@ -83,7 +83,9 @@ class AveragingEngine(GradientEngine[HalfOptions]):
         self._channels = channels
         communicator.ensure_channels(channels)
         self._usage = Usage(params, communicator) if params else None
-        self._running: list[tuple[torch.nn.Parameter, torch.Tensor, Work]] = []
+        self._batches = [communicator.batch(channel) for channel in range(channels)]
+        self._running: list[tuple[torch.nn.Parameter, torch.Tensor, Work | None]] = []
+        """Gradients under way; without a work in one of the batches."""
         # Without overlap the whole model is one unit, complete at the end of the pass only: even
         # if every gradient arrives, the last one arrives last.
         self._units = [[param] for param in params] if overlap else [list(params)]
@@ -98,16 +100,23 @@ class AveragingEngine(GradientEngine[HalfOptions]):
             present = param.grad is not None
             gradient = torch.zeros_like(param) if param.grad is None else param.grad
             channel = len(self._running) % self._channels
-            work = self._carriers[param].send(gradient, [present], channel=channel)
+            carrier, work = self._carriers[param], None
+            if isinstance(carrier, Dense):
+                self._batches[channel].start(gradient)
+            else:
+                work = carrier.send(gradient, [present], channel=channel)
             self._running.append((param, gradient, work))
 
     def passed(self) -> None:
         if self._usage is None:
             return
         self._usage.start()
+        for batch in self._batches:
+            batch.wait()
         for param, gradient, work in self._running:
-            work.wait()
-            self._carriers[param].receive(gradient)
+            if work is not None:
+                work.wait()
+                self._carriers[param].receive(gradient)
         unused = self._usage.unused()
         for param, gradient, _ in self._running:
             if param.grad is None and param not in unused:
@@ -115,5 +124,9 @@ class AveragingEngine(GradientEngine[HalfOptions]):
         self._running.clear()
 
     def drop(self) -> None:
+        for batch in self._batches:
+            batch.wait()
         while self._running:
-            self._running.pop()[2].wait()
+            work = self._running.pop()[2]
+            if work is not None:
+                work.wait()

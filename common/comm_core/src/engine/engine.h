@@ -66,6 +66,8 @@ class Engine {
 
   // Thread-safe, for callers:
   void submit(OpPtr op);
+  // Lets the engine thread take the operations that were submitted without waking it.
+  void announce() { turns_.announce(); }
   // Blocks until `op` has finished. Returns false if `timeout_s` (> 0) passed first.
   bool wait(Op& op, double timeout_s);
   // Runs `work` between two steps of the engine, blocks until it has run, and rethrows its error.

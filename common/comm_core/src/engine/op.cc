@@ -37,6 +37,12 @@ bool Op::wait(double timeout_s) {
   return done;
 }
 
+bool Op::ends() const {
+  if (done()) return true;
+  engine_->announce();
+  return false;
+}
+
 double last_awaited_s() { return awaited_s; }
 
 void note_awaited(double finished_s) { awaited_s = std::max(awaited_s, finished_s); }

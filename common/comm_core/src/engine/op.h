@@ -77,7 +77,8 @@ struct OpSpec {
   uint32_t slot = 0;
   uint64_t offset = 0;  // bytes
   bool held = false;    // starts only after Group::release: its input is not ready yet
-  bool wake = true;     // false: the caller waits for it at once and so drives the engine itself
+  // false: the caller waits for it soon, and so drives the engine itself, or announces it.
+  bool wake = true;
   // Runs in the engine when the result is complete. Each call does a part; the last returns true.
   std::function<bool()> epilogue;
   std::shared_ptr<void> keep_alive;  // held until the end; destroyed in a caller's thread
@@ -97,6 +98,8 @@ class Op {
   ~Op();
 
   bool done() const { return done_.load(std::memory_order_acquire); }
+  // Like done(), for callers that do not wait: the operation will end without them.
+  bool ends() const;
   // Blocks until the operation has finished or failed. Returns false if `timeout_s` (> 0) passed
   // first. Throws AbortedError in a forked child.
   bool wait(double timeout_s = 0);

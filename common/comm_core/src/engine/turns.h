@@ -11,9 +11,13 @@
 //   a caller while another    the operation it waits for is done       the thread that completes it
 //   thread drives
 //
+// A wake-up costs the waking thread microseconds in the kernel. `attended_` tells a thread that
+// brings work that it needs none: a driver is awake, or a wake-up is pending. A driver clears it
+// before it sleeps or leaves, and then looks for work once more.
+//
 // Invariants while no thread drives, is about to drive, or is being woken:
-//   1. No queued work is left. A thread that brings work quietly must wait at once: it then drives,
-//      or wakes the thread that drives, which may have checked for work already.
+//   1. No queued work is left but quiet work. A thread that brings work quietly must wait for it or
+//      announce it soon. If it waits, it drives, or wakes the thread that drives, if that sleeps.
 //   2. No collective is in flight. A driver that leaves one behind wakes the engine thread.
 //   3. The engine thread's alarm is not later than the earliest deadline. A driver that leaves an
 //      earlier deadline behind, such as that of a message without a waiting caller, wakes it.
@@ -37,7 +41,12 @@ class Turns {
   // `aloud` wakes a sleeping driver.
   void brought(bool aloud) {
     incoming_.store(true);
-    if (aloud) world_.wake();
+    if (aloud) alert();
+  }
+
+  // Announces work that was brought quietly, if a driver has not taken it yet.
+  void announce() {
+    if (incoming_.load()) alert();
   }
 
   // Drives or sleeps until `until` is done, or until the deadline, in seconds of the world's clock.
@@ -46,7 +55,7 @@ class Turns {
       drive(&until, deadline_s);
       leave();
     } else {
-      world_.wake();
+      alert();
     }
     world_.await(until, deadline_s);
   }
@@ -64,20 +73,27 @@ class Turns {
       driving_.lock();
       world_.look();
       drive(nullptr, kNever);
+      attended_.store(false);
       const double alarm_s = alarm_s_ = world_.next_deadline_s();
+      const bool more = incoming_.load();
       driving_.unlock();
-      if (!world_.stopped()) world_.nap(alarm_s);
+      if (!more && !world_.stopped()) world_.nap(alarm_s);
     }
   }
 
   bool incoming() const { return incoming_.load(); }
 
  private:
+  void alert() {
+    if (!attended_.exchange(true)) world_.wake();
+  }
+
   void leave() {
+    attended_.store(false);
     const bool wakes =
         incoming_.load() || world_.under_way() || world_.next_deadline_s() < alarm_s_;
     driving_.unlock();
-    if (wakes) world_.wake();
+    if (wakes) alert();
   }
 
   void take() {
@@ -88,6 +104,7 @@ class Turns {
 
   void drive(Until* until, double deadline_s) {
     const auto over = [&] { return until != nullptr && until->done(); };
+    attended_.store(true);
     for (;;) {
       take();
       const bool moved = world_.pass();
@@ -103,12 +120,14 @@ class Turns {
       // Announce the sleep, check once more, then sleep: a thread that acts after the check sees
       // the announcement.
       world_.announce_sleep(true);
+      attended_.store(false);
       bool late = false;
-      if (!world_.pass()) {
+      if (!incoming_.load() && !world_.pass()) {
         const double next_s = world_.next_deadline_s();
         late = world_.now_s() >= deadline_s;
         if (!late && !over()) world_.sleep(next_s < deadline_s ? next_s : deadline_s);
       }
+      attended_.store(true);
       world_.announce_sleep(false);
       if (late || over()) return;
     }
@@ -117,6 +136,7 @@ class Turns {
   World& world_;
   typename World::Mutex driving_;
   typename World::Flag incoming_{false};
+  typename World::Flag attended_{false};
   double alarm_s_ = kNever;  // end of the engine thread's sleep; guarded by driving_
 };
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.paths import COMMAND, LOGS, RECORDS, short
 from common.results.exports.reference_reports import reports
 from common.results.records import Record, fabric_words, is_learning
-from common.results.report.overview import overview
+from common.results.report.overview import has_valid, no_answer, overview
 from common.results.tables.table import csv_text
 from common.results.timed import rows
 from common.results.validity import flag_text, incorrect
@@ -55,6 +55,8 @@ def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
 def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     """Prints the table, its answers, all failures with their logs, and where to find more."""
     summary = overview(records, compare_to)
+    if not has_valid(records):
+        print(no_answer(records))
     summary.table.print(_title(folder, records))
     for line in summary.lines:
         print(line)

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.results.records import Record
-from common.results.timed.bounds import LIMITS
 
 APART = 0.05
 """Relative difference between the measured step and the event model's above which both are
 flagged."""
+BEYOND = 1.1
+"""Lower bound over step time above which a record is flagged. Measured costs have errors of some
+per cent; beyond these, compute, costs, bytes or the step are wrong."""
 OVERSUBSCRIBED = 0.1
 """Largest share of the time for which a training thread may wait for a core on a real machine."""
 
@@ -91,7 +93,7 @@ def _off_the_model(record: Record) -> Flag | None:
 def _beyond_the_bound(record: Record) -> Flag | None:
     """Either the bound or the step is wrong, and nothing tells which."""
     bound = record.bound and record.bound.step_s
-    if bound is None or not record.timed or bound / record.step_s <= LIMITS.flagged:
+    if bound is None or not record.timed or bound / record.step_s <= BEYOND:
         return None
     text = (
         f"beyond the bound: the step takes {1e3 * record.step_s:.3g} ms, and none can take less "

@@ -251,7 +251,7 @@ def test_a_sweep_without_an_answer_says_why(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "failed")]) == 4
     assert "No answer: no trial has a valid result (2 failed, 1 inc" in capsys.readouterr().err
     kept = store.load(RECORDS / "merging" / "records.jsonl")
-    late = sweep(tmp_path / "late", [with_notes(one, "disturbed: by others") for one in kept])
+    late = sweep(tmp_path / "late", [with_notes(record, "disturbed: by others") for record in kept])
     assert cli.main(["show", str(late)]) == 0
     assert capsys.readouterr().out.startswith("No answer: no trial has a valid result (")
 

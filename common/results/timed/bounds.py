@@ -14,9 +14,6 @@ class Limits:
 
     most: float = 1.02
     """A shorter step proves that its bound is wrong, because clocks are good to a percent."""
-    flagged: float = 1.1
-    """A step that is still shorter is flagged: measured costs have errors of some per cent, so
-    compute, costs or bytes are wrong, or the step is."""
     least: float = 0.5
     """A step of more than twice its bound has costs that the bound does not know, such as the
     start-ups of many messages, or a rank without a core. Lack of overlap is no explanation: two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
         (folder / "reports.json").write_text(
             json.dumps(reports(records), indent=2), encoding="utf-8"
         )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that is whole at any moment; raises `UserError` if that is not possible."""
+    try:
+        half = path.with_name(f".{path.name}.{os.getpid()}")
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:

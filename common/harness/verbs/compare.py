@@ -15,13 +15,13 @@ from common.harness.verbs import Status
 from common.paths import RECORDS
 from common.results.records import Record, fabric_words, is_learning
 from common.results.store import Comparison
+from common.results.tables.fields import AXES
 from dear.errors import UserError, one_of
 
 if TYPE_CHECKING:
     from common.results.timed.gate import Summary
 
 HELP = "compare two sweeps, or two algorithms of one"
-_AXES = ("model", "batch_size", "world_size", "network", "fault")
 _STATUS = {
     "compared": Status.OK,
     "worse": Status.REGRESSION,
@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--across",
         metavar="KEY[,KEY]",
-        help=f"compare trials that differ in these keys ({', '.join(_AXES)}); the same as "
+        help=f"compare trials that differ in these keys ({', '.join(AXES)}); the same as "
         "first@KEY=A second@KEY=B",
     )
     how = parser.add_mutually_exclusive_group()
@@ -72,6 +72,7 @@ def main(options: argparse.Namespace) -> int:
         raise UserError("compare: two sweeps; only reports.json of several stand side by side")
     if options.junit and not options.fail_on:
         raise UserError("compare: --junit shows what fails; give --fail-on, too")
+    from common.harness.output import write_text
     from common.results.exports import junit
     from common.results.timed import compare as comparing
     from common.results.timed import gate
@@ -91,14 +92,15 @@ def main(options: argparse.Namespace) -> int:
         share=share,
         other_labels=share is None or ("@" in options.first and "@" in options.second),
     )
-    if options.json or options.summary:
-        text = json.dumps(dataclasses.asdict(summary))
-        _write(options.summary, f"{text}\n")
+    data = json.dumps(dataclasses.asdict(summary))
+    if options.summary:
+        write_text(options.summary, f"{data}\n")
     if options.junit:
-        _write(options.junit, junit.text(summary))
+        write_text(options.junit, junit.text(summary))
     if options.json:
-        print(text)
-        print("\n".join(summary.lines), file=sys.stderr)
+        print(data)
+        for line in summary.lines:
+            print(line, file=sys.stderr)
     else:
         shown = [pair for pair in summary.pairs if pair.status != "missing"]
         table = comparing.table(shown, across)
@@ -106,7 +108,8 @@ def main(options: argparse.Namespace) -> int:
             print(table.markdown())
         elif shown:
             table.print(f"{options.first} -> {options.second}: {fabric_words([*before, *after])}")
-        print("\n".join("- " * options.markdown + line for line in _lines(summary)))
+        for line in _lines(summary):
+            print("- " * options.markdown + line)
     return _STATUS[summary.outcome]
 
 
@@ -116,31 +119,23 @@ def _lines(summary: Summary) -> list[str]:
     if summary.geometric_mean is not None:
         trials = "1 trial" if summary.compared == 1 else f"{summary.compared} trials"
         lines.insert(0, f"geometric mean of {trials}: {summary.geometric_mean:.3f}x")
-    missing = sum(pair.status == "missing" for pair in summary.pairs)
+    missing = sum(pair.status == "missing" for pair in summary.pairs) if not summary.fail_on else 0
     for count, sweep in ((missing, "first"), (summary.unmatched, "second")):
         if count and summary.unmatched_reason is None:
             lines.append(f"trials of the {sweep} sweep without a counterpart: {count}")
     return lines + summary.lines
 
 
-def _write(path: Path | None, text: str) -> None:
-    try:
-        if path is not None:
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
 def _across(options: argparse.Namespace) -> list[str]:
     """Returns the keys of `--across`, and those for which each operand has a value of its own."""
     keys = options.across.split(",") if options.across else []
     for key in keys:
-        one_of("key of --across", key, dict.fromkeys(_AXES))
+        one_of("key of --across", key, AXES)
     parts = [text.partition("@")[2].partition("=") for text in (options.first, options.second)]
     (first, _, value), (second, _, other) = parts
-    if first == second and first in _AXES and value != other:
+    if first == second and first in AXES and value != other:
         keys.append(first)
-    return [key for key in _AXES if key in keys]
+    return [key for key in AXES if key in keys]
 
 
 def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> int:

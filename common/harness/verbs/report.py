@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page of a sweep and prints its path; the exit status is 0, or `NO_ANSWER`."""
-    from common.harness.output import find_sweep
+    from common.harness.output import find_sweep, write_text
     from common.results.report import page
     from common.results.report.overview import has_valid, no_answer
     from common.results.store import Comparison
@@ -42,13 +41,7 @@ def main(options: argparse.Namespace) -> int:
     folder = find_sweep(options.sweep, options.logs, begun=True)
     out = options.out or folder / "report.html"
     text = page.build(folder, commands=_commands(folder), figures=embedded.figures)
-    try:
-        # Renamed into place: a reader of an older page never sees half of this one.
-        half = out.with_name(f".{out.name}.{os.getpid()}")
-        half.write_text(text, encoding="utf-8")
-        half.replace(out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    write_text(out, text)
     here = Path.cwd()
     print(out.relative_to(here) if out.is_relative_to(here) else out)
     records = Comparison.load(folder).results(folder)

@@ -27,7 +27,7 @@ from common.results.tables.cells import (
     number,
     word,
 )
-from common.results.tables.fields import NOTES, PLACE, Identity, Validity, identity
+from common.results.tables.fields import AXES, NOTES, PLACE, Identity, Validity, identity
 from common.results.tables.table import Table
 from common.results.timed.rows import difference
 from common.results.validity import flag, flag_text
@@ -35,15 +35,6 @@ from dear.errors import UserError
 
 MOST_REPEATS = 100
 """Largest number of further repeats that a table shows."""
-AXES = {
-    "model": "model",
-    "batch_size": "batch",
-    "world_size": "workers",
-    "network": "network",
-    "fault": "fault",
-}
-"""Keys that the trials of a pair have in common, unless the user names them, and the titles of
-their columns."""
 Worse = Literal["slower", "failed", "incorrect", "flagged", "missing"]
 Matched = tuple[Record, Record | None]
 """Trial of the first sweep and its counterpart in the second; None: it has none."""

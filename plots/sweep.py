@@ -81,15 +81,16 @@ def title(row: Row, free: str = "") -> str:
     )
 
 
-def variants(records: Sequence[Record], *free: str) -> list[list[Record]]:
-    """Groups the valid records of several workers by everything but the keys `free`.
+def variants(records: Sequence[Record], *free: str, flagged: bool = False) -> list[list[Record]]:
+    """Groups the records of several workers by everything but the keys `free`.
 
     Args:
         free: keys of a trial in which the records of a group may differ, such as `world_size`.
+        flagged: whether records that are not valid count, too.
     """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in timed(records):
-        if record.trial["algorithm"] != SINGLE and flag_text(record) is None:
+        if record.trial["algorithm"] != SINGLE and (flagged or flag_text(record) is None):
             key = tuple(
                 str(record.trial.get(name)) for name in (*_PLACE, "label") if name not in free
             )

@@ -22,7 +22,7 @@ from common.harness.experiment_file import (
 from common.harness.trial import Trial
 from common.harness.verbs import Status
 from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE, short
-from common.results.records import Record, is_learning
+from common.results.records import Record
 
 HELP = "run an experiment"
 TRACE = "write timelines of each trial there, for Perfetto"
@@ -270,10 +270,9 @@ def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("no figure: matplotlib is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
         return
-    from plots import learning, throughput
+    from plots import gallery
 
-    draw = learning.draw if is_learning(records) else throughput.draw
-    paths = draw(folder, folder / "figures")
+    paths = gallery.main_figure(records).draw(folder, folder / "figures")
     if not quiet:
         kinds = ", ".join(path.suffix[1:] for path in paths[1:])
         print(f"figure: {short(str(paths[0]))} (and {kinds})")

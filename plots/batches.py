@@ -1,0 +1,36 @@
+"""Throughput and efficiency over the size of batches: `python -m plots.batches SWEEP`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.results.records import Record
+from plots import lines, style, sweep
+
+TITLE = "Batch sizes"
+NEEDS = "an algorithm at two batch sizes"
+
+
+def fits(records: Sequence[Record]) -> bool:
+    return lines.fits(records, "batch_size", lambda record: record.trial["batch_size"])
+
+
+def figure(folder: Path) -> style.Drawn:
+    """Draws throughput and efficiency over samples per worker and step."""
+    marks, _ = sweep.load(folder)
+    return lines.figure(
+        marks,
+        "batch_size",
+        lambda mark: mark.row.batch_size,
+        lambda size: f"{size}",
+        ("efficiency", "efficiency"),
+        "Samples per worker and step. Efficiency: throughput over workers times the single "
+        "worker's with the same batch size",
+    )
+
+
+draw = style.writer("batches", figure)
+
+if __name__ == "__main__":
+    style.program(fits, NEEDS, draw)

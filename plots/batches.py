@@ -17,16 +17,15 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws throughput and efficiency over samples per worker and step."""
+    """Draws throughput and efficiency over the samples of a worker and step."""
     marks, _ = sweep.load(folder)
     return lines.figure(
-        marks,
+        [mark for mark in marks if mark.algorithm != sweep.SINGLE],
         "batch_size",
         lambda mark: mark.row.batch_size,
-        lambda size: f"{size}",
+        lambda size: f"{size} samples",
         ("efficiency", "efficiency"),
-        "Samples per worker and step. Efficiency: throughput over workers times the single "
-        "worker's with the same batch size",
+        "Efficiency: throughput over workers times the single worker's with the same batch size",
     )
 
 

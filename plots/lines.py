@@ -57,6 +57,8 @@ def figure(
         right.axhline(1.0, color="#777777", lw=1, ls="--")
         _draw(right, rivals, steps, step, relative[0], relative[0])
         right.set_ylabel(relative[1], fontsize=8)
+        if relative[0] == "efficiency":  # a share of what is possible
+            right.set_ylim(0, max(1.08, *right.get_ylim()))
         if all(getattr(mark.row, relative[0]) is None for mark in rivals):
             look = {"transform": right.transAxes, "ha": "center", "va": "center", "fontsize": 8}
             flagged = all(mark.row.flag for mark in rivals)
@@ -85,7 +87,7 @@ def _draw(
     """
     labels = list(dict.fromkeys(mark.row.algorithm for mark in panel))
     for number, label in enumerate(labels):
-        aside = 0.2 * ((2 * number + 1) / len(labels) - 1)
+        aside = 0.12 * ((2 * number + 1) / len(labels) - 1)
         points = sorted(
             (steps.index(step(mark)) + aside, getattr(mark.row, field), mark.row)
             for mark in panel
@@ -98,7 +100,7 @@ def _draw(
         for x, y, row in points:
             low, high = (getattr(row, f"{ends}_{end}") for end in ("low", "high"))
             if row.flag:
-                axis.plot([x], [y], **look.hollow)
+                axis.plot([x], [y], zorder=3, **look.hollow)
             elif low is not None:
                 error = [[y - low], [high - y]]
                 axis.errorbar(x, y, error, capsize=2, lw=0.8, color=look.colour)

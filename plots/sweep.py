@@ -75,10 +75,9 @@ def panels(marks: Iterable[Mark], *free: str) -> list[list[Mark]]:
 def title(row: Row, free: str = "") -> str:
     """Returns the title of a panel: what its trials have in common, without the field `free`."""
     workers = "1 worker" if row.world_size == 1 else f"{row.world_size} workers"
-    parts = {"world_size": workers, "network": row.network, "fault": row.fault}
-    return f"{row.model}, batch {row.batch_size} per worker" + "".join(
-        f", {part}" for name, part in parts.items() if part and name != free
-    )
+    parts = {"model": row.model, "batch_size": f"batch {row.batch_size} per worker"}
+    parts |= {"world_size": workers, "network": row.network, "fault": row.fault}
+    return ", ".join(part for name, part in parts.items() if part and name != free)
 
 
 def variants(records: Sequence[Record], *free: str, flagged: bool = False) -> list[list[Record]]:

@@ -86,7 +86,7 @@ class InFlight:
     mixin: type[Mixin] = Mixin
     """First base class of the classes of parameters in flight."""
     function: Callable[..., object] = staticmethod(touched)
-    """Their `__torch_function__`."""
+    """`__torch_function__` of these classes."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, TypeGuard, TypeVar, cast
 
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import HalfOptions
@@ -294,10 +294,6 @@ class ShardedModel:
     def __init__(self, replica: Replica[Fsdp.Options]) -> None:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-        from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-            DefaultAllGather,
-            DefaultReduceScatter,
-        )
 
         model, params, communicator = replica.model, replica.params, replica.communicator
         keep = replica.options.stage == 2
@@ -337,11 +333,7 @@ class ShardedModel:
         self._empty = InFlight(_refuse_empty)
         self._parts = _Parts()
         self._parts.launch(self.of.values())
-        for module in self._sharding:
-            module.set_custom_all_gather(cast("AllGather", _Together(DefaultAllGather())))
-            module.set_custom_reduce_scatter(
-                cast("ReduceScatter", _Together(DefaultReduceScatter()))
-            )
+        self._guard_collectives()
         self._communicator = communicator
         self._give_up_own()
         # They must run before torch's hooks, which read whole parameters as if they were parts.
@@ -357,6 +349,17 @@ class ShardedModel:
         self.gather()  # torch registers the rest of its hooks, which `release` must know
         self.reshard()
         self._after = [_Traces(module) for module in self._modules]
+
+    def _guard_collectives(self) -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+            DefaultAllGather,
+            DefaultReduceScatter,
+        )
+
+        for module in self._sharding:
+            module.set_custom_all_gather(cast("AllGather", _Together(DefaultAllGather())))
+            scatter = cast("ReduceScatter", _Together(DefaultReduceScatter()))
+            module.set_custom_reduce_scatter(scatter)
 
     def _give_up_own(self) -> None:
         """Empties the script's own parameters, and refuses what needs them or the whole model."""
@@ -533,13 +536,13 @@ def _together() -> Iterator[None]:
 class _Together:
     """Collective of torch's FSDP; raises `UserError` where the ranks call different operations."""
 
-    def __init__(self, collective: Any) -> None:
-        self._collective = collective
+    def __init__(self, collective: AllGather | ReduceScatter) -> None:
+        self._call: Callable[..., object] = collective.__call__
         self.allocate = collective.allocate
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         with _together():
-            return self._collective(*args, **kwargs)
+            return self._call(*args, **kwargs)
 
 
 class _Part(Mixin):

@@ -40,7 +40,7 @@ from common.paths import ROOT
 from common.results import readme, store
 from common.results.committed import catalogue
 from common.results.committed.catalogue import Recipe
-from common.results.records import Record, is_learning
+from common.results.records import Record
 from dear.errors import UserError, unknown
 
 _SWEEP_FILES = ("experiment.json", "records.jsonl", "table.md")
@@ -210,15 +210,13 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
         command += ["--set", override]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
         return False
-    from plots import throughput
-    from plots.learning import draw as draw_learning
+    from plots import gallery
 
     folder = logs / load(experiment, recipe.set).name
     for name in _SWEEP_FILES:
         shutil.copy2(folder / name, out / name)
     records = store.Comparison.load(folder).results(folder)
-    draw = draw_learning if is_learning(records) else throughput.draw
-    shutil.copy2(draw(folder, work / "plots")[0], out)
+    shutil.copy2(gallery.main_figure(records).draw(folder, work / "plots")[0], out)
     return True
 
 

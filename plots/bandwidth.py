@@ -13,8 +13,7 @@ NEEDS = "an algorithm on networks of two bandwidths"
 
 
 def fits(records: Sequence[Record]) -> bool:
-    groups = sweep.variants(records, "network")
-    return any(len({_gbps(each) for each in group} - {None}) > 1 for group in groups)
+    return lines.fits(records, "network", _gbps)
 
 
 def figure(folder: Path) -> style.Drawn:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from common.results.records import Record, is_learning
 from common.results.store import Comparison
-from plots import style
+from plots import batches, learning, scaling, style, throughput
 
-_GENERAL = ("throughput", "speedup", "scaling", "bandwidth", "breakdown", "learning")
+_GENERAL = ("throughput", "speedup", "scaling", "batches", "bandwidth", "breakdown", "learning")
 _PAPERS = ("paper_dear", "paper_suite", "paper_dadt", "paper_decent_dp")
 FIGURES = tuple(importlib.import_module(f"{__package__}.{name}") for name in _GENERAL + _PAPERS)
 """Figures in the order of a report. Each module has `TITLE`, `NEEDS` (the records that `fits` asks
@@ -24,6 +26,13 @@ def fitting(folder: Path) -> list[ModuleType]:
     """
     records = Comparison.load(folder).results(folder)
     return [module for module in FIGURES if module.fits(records)]
+
+
+def main_figure(records: Sequence[Record]) -> ModuleType:
+    """Returns the figure that is drawn at the end of a sweep and belongs to its record."""
+    if is_learning(records):
+        return learning
+    return next((module for module in (scaling, batches) if module.fits(records)), throughput)
 
 
 def name(module: ModuleType) -> str:

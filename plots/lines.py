@@ -8,12 +8,23 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from common.results.records import Record
 from plots import style, sweep
-from plots.looks import GREY
 from plots.sweep import Mark
 
 Step = Callable[[Mark], Any]
 """Sort key of the step on the x axis that a mark belongs to."""
+
+
+def fits(records: Sequence[Record], free: str, step: Callable[[Record], Any]) -> bool:
+    """Returns whether an algorithm has two steps on the x axis; flagged ones count.
+
+    Args:
+        free: key of a trial in which the records of a line differ.
+        step: returns the step of a record, or None.
+    """
+    groups = sweep.variants(records, free, flagged=True)
+    return any(len(set(map(step, group)) - {None}) > 1 for group in groups)
 
 
 def figure(
@@ -46,17 +57,22 @@ def figure(
         right.axhline(1.0, color="#777777", lw=1, ls="--")
         _draw(right, rivals, steps, step, relative[0], relative[0])
         right.set_ylabel(relative[1], fontsize=8)
+        if relative[0] == "efficiency":  # a share of what is possible
+            right.set_ylim(0, max(1.08, *right.get_ylim()))
         if all(getattr(mark.row, relative[0]) is None for mark in rivals):
             look = {"transform": right.transAxes, "ha": "center", "va": "center", "fontsize": 8}
-            right.text(0.5, 0.5, f"no {relative[0]}: there is no valid baseline", **look)
+            flagged = all(mark.row.flag for mark in rivals)
+            why = "all points are flagged" if flagged else "there is no valid baseline"
+            right.text(0.5, 0.5, f"no {relative[0]}: {why}", **look)
         for axis in (left, right):
             axis.set_xticks(range(len(steps)), map(tick, steps))
             axis.set_xlim(-0.35, len(steps) - 0.65)
-    style.legend(drawn, {mark.row.algorithm: mark.look for mark in marks})
+    hollow = any(mark.row.flag for mark in marks)
+    style.legend(drawn, {mark.row.algorithm: mark.look for mark in marks}, hollow=hollow)
     records = [mark.record for mark in marks]
-    text += f"; {sweep.sample_size(marks)}; whiskers: 95 % t interval; hollow and grey: flagged, "
-    text += "and on no line"
-    style.caption(drawn, text + style.flags(records), records, 150)
+    text += f"; {sweep.sample_size(marks)}; whiskers: 95 % t interval"
+    text += style.flags(records, "hollow, and on no line")
+    style.caption(drawn, text, records, 150)
     fields = [f"{name}{end}" for name in (relative[0],) for end in ("", "_low", "_high")]
     fields += ["throughput", "ci_low", "ci_high", "unit", "compared_to", "flag"]
     return drawn, style.data(mark.data(*fields) for mark in marks)
@@ -65,13 +81,13 @@ def figure(
 def _draw(
     axis: Axes, panel: Sequence[Mark], steps: Sequence[Any], step: Step, field: str, ends: str
 ) -> None:
-    """Draws a line for each algorithm through its valid results; flagged ones are hollow and grey.
+    """Draws a line for each algorithm through its valid results; flagged ones are hollow.
 
     Algorithms are moved aside, so that they do not hide each other.
     """
     labels = list(dict.fromkeys(mark.row.algorithm for mark in panel))
     for number, label in enumerate(labels):
-        aside = 0.2 * ((2 * number + 1) / len(labels) - 1)
+        aside = 0.12 * ((2 * number + 1) / len(labels) - 1)
         points = sorted(
             (steps.index(step(mark)) + aside, getattr(mark.row, field), mark.row)
             for mark in panel
@@ -84,7 +100,7 @@ def _draw(
         for x, y, row in points:
             low, high = (getattr(row, f"{ends}_{end}") for end in ("low", "high"))
             if row.flag:
-                axis.plot([x], [y], marker=look.marker, mfc="none", mec=GREY, ms=6.5, ls="none")
+                axis.plot([x], [y], zorder=3, **look.hollow)
             elif low is not None:
                 error = [[y - low], [high - y]]
                 axis.errorbar(x, y, error, capsize=2, lw=0.8, color=look.colour)

@@ -40,6 +40,12 @@ class Look:
         return {"color": self.colour, "linestyle": self.line, "marker": self.marker, **edge}
 
     @property
+    def hollow(self) -> dict[str, Any]:
+        """Arguments of `Axes.plot` for flagged points."""
+        edge = {"markeredgecolor": self.colour, "markeredgewidth": 1.2, "markersize": self.size}
+        return {"linestyle": "none", "marker": self.marker, "markerfacecolor": "none", **edge}
+
+    @property
     def size(self) -> float:
         """Size of the marker in points; stars look smaller than they are."""
         return 6.5 if isinstance(self.marker, str) and self.marker != "*" else 9.0

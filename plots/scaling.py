@@ -13,8 +13,7 @@ NEEDS = "an algorithm at two numbers of workers"
 
 
 def fits(records: Sequence[Record]) -> bool:
-    groups = sweep.variants(records, "world_size")
-    return any(len({each.trial["world_size"] for each in group}) > 1 for group in groups)
+    return lines.fits(records, "world_size", lambda record: record.trial["world_size"])
 
 
 def figure(folder: Path) -> style.Drawn:

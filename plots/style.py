@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 from common.results.validity import flag_text
 from dear.errors import UserError
-from plots.looks import FLAGGED, Look
+from plots.looks import FLAGGED, GREY, LOOKS, Look
 
 Drawn = tuple[Figure, pd.DataFrame]
 """Figure, and the data behind it."""
@@ -127,10 +128,13 @@ def row_bar(
     write_at(axis, text, at, (5, 0), va="center", bbox=_BOX)
 
 
-def legend(figure: Figure, looks: Mapping[str, Look]) -> None:
-    """Writes the legend of lines to the right of the panels."""
+def legend(figure: Figure, looks: Mapping[str, Look], *, hollow: bool = False) -> None:
+    """Writes the legend of lines, and of hollow points, to the right of the panels."""
     handles = [Line2D([], [], **look.curve) for look in looks.values()]
     names = [textwrap.fill(label, 26) for label in looks]
+    if hollow:
+        handles.append(Line2D([], [], **dataclasses.replace(LOOKS["ddp"], colour=GREY).hollow))
+        names.append("hollow: flagged")
     place = {"loc": "outside right upper", "frameon": False, "fontsize": 8, "handlelength": 3.2}
     figure.legend(handles, names, **place)
 
@@ -155,10 +159,10 @@ def count(values: Iterable[int]) -> str:
     return f"{least}" if least == most else f"{least} to {most}"
 
 
-def flags(records: Iterable[Record]) -> str:
-    """Returns the end of a caption, which explains grey; empty if no record is flagged."""
+def flags(records: Iterable[Record], look: str = "grey") -> str:
+    """Returns the end of a caption, which explains `look`; empty if no record is flagged."""
     reasons = dict.fromkeys(str(why).split(":")[0] for each in records if (why := flag_text(each)))
-    return f"; grey: flagged ({', '.join(reasons)})" if reasons else ""
+    return f"; {look}: flagged ({', '.join(reasons)})" if reasons else ""
 
 
 def data(marks: Iterable[Mapping[str, Any]], columns: Sequence[str] = ()) -> pd.DataFrame:

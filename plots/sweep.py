@@ -75,21 +75,21 @@ def panels(marks: Iterable[Mark], *free: str) -> list[list[Mark]]:
 def title(row: Row, free: str = "") -> str:
     """Returns the title of a panel: what its trials have in common, without the field `free`."""
     workers = "1 worker" if row.world_size == 1 else f"{row.world_size} workers"
-    parts = {"world_size": workers, "network": row.network, "fault": row.fault}
-    return f"{row.model}, batch {row.batch_size} per worker" + "".join(
-        f", {part}" for name, part in parts.items() if part and name != free
-    )
+    parts = {"model": row.model, "batch_size": f"batch {row.batch_size} per worker"}
+    parts |= {"world_size": workers, "network": row.network, "fault": row.fault}
+    return ", ".join(part for name, part in parts.items() if part and name != free)
 
 
-def variants(records: Sequence[Record], *free: str) -> list[list[Record]]:
-    """Groups the valid records of several workers by everything but the keys `free`.
+def variants(records: Sequence[Record], *free: str, flagged: bool = False) -> list[list[Record]]:
+    """Groups the records of several workers by everything but the keys `free`.
 
     Args:
         free: keys of a trial in which the records of a group may differ, such as `world_size`.
+        flagged: whether records that are not valid count, too.
     """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in timed(records):
-        if record.trial["algorithm"] != SINGLE and flag_text(record) is None:
+        if record.trial["algorithm"] != SINGLE and (flagged or flag_text(record) is None):
             key = tuple(
                 str(record.trial.get(name)) for name in (*_PLACE, "label") if name not in free
             )

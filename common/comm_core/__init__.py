@@ -60,6 +60,7 @@ Batch = _core.Batch
 divide = _core.divide
 Work = _core.Work
 Times = _core.Times
+MismatchError = _core.MismatchError
 
 
 def _rendezvous_host() -> str:

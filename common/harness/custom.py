@@ -64,7 +64,9 @@ def bring_model(
     replayed = f"{name}@{device}"
     sizes = profiles.batch_sizes().get(replayed, [])
     if sizes and batch_size in (None, *sizes):
-        shipped = registry.profile_of(replayed, batch_size or sizes[0])
+        shipped = registry.profile_of(
+            replayed, batch_size or registry.model_entry(replayed).batch_size
+        )
         if sentence_len in (None, shipped.sentence_len):
             return replayed, batch_size, sentence_len
     entry = registry.model_entry(name)

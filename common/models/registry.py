@@ -107,13 +107,17 @@ _COMPUTED: dict[str, ModelEntry] = {
     "mnist_cnn": ModelEntry(builder=f"{_PACKAGE}.mnist:build", learns="digits"),
 }
 _REPLAY_BUILDER = "common.models.replay.model:build"
+_USUAL_BATCH = 64
+"""Default batch size of a model with a profile for it; of others, it is their smallest."""
 
 
 def _replayed() -> dict[str, ModelEntry]:
     """Returns the entries of models with a profile; reads no profile."""
     return {
         name: dataclasses.replace(
-            _COMPUTED[name.partition("@")[0]], builder=_REPLAY_BUILDER, batch_size=sizes[0]
+            _COMPUTED[name.partition("@")[0]],
+            builder=_REPLAY_BUILDER,
+            batch_size=_USUAL_BATCH if _USUAL_BATCH in sizes else sizes[0],
         )
         for name, sizes in profiles.batch_sizes().items()
         if name.partition("@")[0] in _COMPUTED

@@ -20,11 +20,12 @@ _ELSEWHERE = ("rtx3090-fp16", "l4-tf32")
 
 
 def times() -> str:
-    """Returns a table of the profiles in this project, each followed by published times."""
+    """Returns a table of all profiles, the first of a model followed by its published times."""
     lines = [
         "| model | of what | batch | forward ms | backward ms | backward / forward | samples/s |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
+    models = set()
     for case in modelled.CASES.values():
         path = profiles.path_of(case.model, modelled.FOLDER_NAME, case.batch_size)
         profile = profiles.load(path)
@@ -41,8 +42,9 @@ def times() -> str:
         lines += [
             _published_line(row, case)
             for row in published.rows()
-            if row.model == case.model and row.device not in _ELSEWHERE
+            if row.model == case.model not in models and row.device not in _ELSEWHERE
         ]
+        models.add(case.model)
     return "\n".join(lines)
 
 

@@ -102,6 +102,7 @@ CASES = {
     case.name: case
     for case in (
         Case(model="resnet50", batch_size=64, total=64, split=12),
+        *(Case(model="resnet50", batch_size=n, like="resnet50-bs64") for n in (16, 32, 128)),
         Case(model="densenet201", batch_size=32, total=12, split=12),
         Case(model="inceptionv4", batch_size=64, like="resnet50-bs64"),
         Case(model="vgg16", batch_size=64, total=12, split=12),

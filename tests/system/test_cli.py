@@ -51,7 +51,7 @@ def refused(capsys, *arguments: str) -> str:
         ([*EMULATED, "--hosts", "4000", "--dry-run"], "GiB are available"),
         ([*EMULATED, "--set", "faults=[{kind: link_up, host: 1}]"], "did you mean 'link_"),
         ([*EMULATED, "--set", "faults=[{kind: link_down, host: 9}]"], "host 9 runs no rank"),
-        ([*EMULATED, "--set", "models.0.batch_size=63"], "allowed: 64"),
+        ([*EMULATED, "--set", "models.0.batch_size=63"], "allowed: 16, 32, 64, 128"),
         ([*EMULATED, "--set", "launcher=slurm"], "does not run on virtual hosts"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from common.harness import experiment as experiments
 from common.harness.experiment_file import load
 from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
 from common.harness.trial import BASELINE, Cuda, Trial, options_of
+from common.harness.verbs import run
 from common.harness.verbs.run import cluster_overrides
 from common.models.registry import Brought
 from dear.errors import UserError
@@ -437,3 +439,32 @@ def test_flags_about_virtual_hosts_are_overrides(given, wanted):
 def test_a_batch_size_is_at_least_one(read):
     models = [{"name": "mnist_cnn", "batch_size": 0}]
     assert one_line(read, GOOD | {"models": models}).startswith("batch_size")
+
+
+@pytest.mark.parametrize("name", ["emulated-quick", "quick"])
+def test_the_default_sweep_names_its_axes_and_flags_that_change_them(
+    name, tmp_path, monkeypatch, capsys
+):
+    logs = ["-n", "--json", "--logs", str(tmp_path)]
+
+    def planned(*flags):
+        assert cli.main([*flags, *logs]) == 0
+        output = capsys.readouterr()
+        return [entry["trial"] for entry in json.loads(output.out)], output.err
+
+    monkeypatch.setattr(run, "default_experiment", lambda: CONFIGS[0].parent / f"{name}.yaml")
+    trials, text = planned()
+    first, *lines = text.splitlines()
+    assert first.startswith(f"{name} sweeps these axes")
+    keys = {"models": "model", "batch sizes": "batch_size", "workers": "world_size"}
+    keys |= {"networks": "network", "algorithms": "label"}
+    for (axis, key), line in zip(keys.items(), lines, strict=False):
+        there = {trial[key] for trial in trials if trial["algorithm"] != BASELINE}
+        assert line.strip().startswith(f"{axis}: ")
+        assert all(str(value) in line for value in there - {None})
+        flags = re.search(r"\((--set .*)\)", line)
+        if flags is None:
+            assert (name, axis) == ("quick", "networks") and "virtual hosts" in line
+            continue
+        changed, _ = planned(*shlex.split(flags[1]))
+        assert {trial[key] for trial in changed} - there - {"single worker"}

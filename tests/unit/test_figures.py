@@ -18,6 +18,7 @@ from common.results.timed import rows
 from dear.training.algorithm import algorithm_names
 from plots import (
     bandwidth,
+    batches,
     breakdown,
     gallery,
     learning,
@@ -95,6 +96,7 @@ EVERYTHING = [
     *(made("wfbp", 1.1 / g, 8, gbps=g) for g in (10.0, 2.5)),
     *(made("allreduce", 1.2 / g, 8, gbps=g) for g in (10.0, 2.5)),
     made("horovod", 0.11, 8, gbps=10.0),
+    made("ddp", 0.05, 8, gbps=10.0, batch_size=16),
     made("dadt", 0.1, 8, gbps=10.0),
     made("dear", 0.13, 8, gbps=10.0, label="notf", options={"fusion": "none"}),
     made("decentralized", 0.05, 8, gbps=10.0, options={"topology": "one-peer-exp"}),
@@ -116,20 +118,24 @@ def test_a_sweep_has_the_figures_that_its_records_have_the_data_for(tmp_path):
 
 
 WFBP = made("wfbp", gbps=10.0)
+LADDERS = {
+    module: ([made("ddp", **a), made("ddp", **b)], [made("ddp", **a), made("dear", **b)])
+    for module, a, b in (
+        (scaling, {"world": 4}, {"world": 8}),
+        (batches, {"batch_size": 16}, {"batch_size": 64}),
+        (bandwidth, {"gbps": 1.0}, {"gbps": 10.0}),
+    )
+}
+"""Figures of lines, with records of which they need two, and records of different algorithms."""
 
 
 @pytest.mark.parametrize(
     ("figure", "needed", "lacking"),
     [
         (speedup, [made("ddp"), made("dear")], [made("ddp"), made("dear", world=8)]),
-        (scaling, [made("ddp"), made("ddp", world=8)], [made("ddp"), made("none")]),
-        (scaling, [made("ddp"), made("ddp", world=8)], [made("ddp"), made("dear", world=8)]),
+        *((each, needed, lacking) for each, (needed, lacking) in LADDERS.items()),
+        (scaling, LADDERS[scaling][0], [made("ddp"), made("none")]),
         (breakdown, [made("ddp", phases=True)], [made("ddp")]),
-        (
-            bandwidth,
-            [made("ddp", gbps=1.0), made("ddp", gbps=10.0)],
-            [made("ddp", gbps=1.0), made("dear", gbps=10.0)],
-        ),
         (
             paper_dear,
             [made("wfbp"), made("dear", options={"fusion": "none"})],
@@ -154,8 +160,31 @@ WFBP = made("wfbp", gbps=10.0)
 )
 def test_a_figure_is_drawn_only_where_it_says_something(figure, needed, lacking):
     assert figure.fits(needed) and not figure.fits(lacking)
-    if len(needed) > 1:  # a flagged trial is no second point of a comparison
-        assert not figure.fits([needed[0], with_notes(needed[1], DISTURBED)])
+    if len(needed) > 1:  # a flagged trial is no second point of a comparison, but one of an axis
+        assert figure.fits([needed[0], with_notes(needed[1], DISTURBED)]) == (figure in LADDERS)
+
+
+@pytest.mark.parametrize("module", LADDERS)
+def test_a_sweep_of_flagged_points_alone_is_drawn_hollow_with_a_legend(module, tmp_path):
+    needed, _ = LADDERS[module]
+    flagged = [with_notes(each, DISTURBED) for each in needed]
+    assert module.fits(flagged)
+    drawn, _ = module.figure(sweep(tmp_path / "s", flagged))
+    left, right = drawn.axes
+    assert [line.get_markerfacecolor() for line in left.lines] == ["none", "none"]
+    assert "all points are flagged" in right.texts[0].get_text()
+    assert drawn.legends[0].get_texts()[-1].get_text() == "hollow: flagged"
+    assert "hollow, and on no line: flagged (disturbed)" in drawn.get_supxlabel().replace("\n", " ")
+    plt.close(drawn)
+
+
+@pytest.mark.parametrize(
+    ("records", "module"),
+    [([made("ddp"), made("dear")], throughput), (LEARNED, learning)]
+    + [(needed, each) for each, (needed, _) in LADDERS.items() if each is not bandwidth],
+)
+def test_the_main_figure_shows_the_axis_of_the_sweep(records, module):
+    assert gallery.main_figure(records) is module
 
 
 @pytest.fixture(scope="module")

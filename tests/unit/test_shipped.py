@@ -13,9 +13,10 @@ from bench import records as maker
 from common.results import readme
 from common.results.committed import catalogue
 from common.results.committed.catalogue import Recipe
-from common.results.records import Failure, Record, is_learning
+from common.results.records import Failure, Record
 from common.results.store import Comparison, append
 from dear.errors import UserError
+from plots import gallery
 
 RECIPES = catalogue.recipes()
 HEAD = maker._git("rev-parse", "--short=12", "HEAD").strip() or "0123456789ab"
@@ -250,7 +251,7 @@ def test_marked_places_ask_for_what_their_record_would_have_today(name, tmp_path
     if recipe.sweep is not None:
         _write(made, recipe)
         found = Comparison.load(made).results(made)
-        files = ["learning.png" if is_learning(found) else "throughput.png", "table.md"]
+        files = [f"{gallery.name(gallery.main_figure(found))}.png", "table.md"]
         (made / "table.md").write_text("")
     for one in asked:
         if one.kind in ("output", "figure"):

@@ -19,10 +19,11 @@ from common.harness.experiment_file import (
     find_experiment,
     load,
 )
-from common.harness.trial import Trial
+from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
 from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE, short
-from common.results.records import Record, is_learning
+from common.profiling import gpus
+from common.results.records import Record
 
 HELP = "run an experiment"
 TRACE = "write timelines of each trial there, for Perfetto"
@@ -152,6 +153,7 @@ def main(options: argparse.Namespace) -> int:
     An experiment on virtual hosts runs in a process of its own, which gets the same arguments.
     """
     command_line = CommandLine.of(options)
+    unnamed = options.experiment is None and not command_line.models
     if options.experiment is None:
         options.experiment = CUSTOM_MODELS if command_line.models else default_experiment()
     path = find_experiment(options.experiment)
@@ -159,7 +161,8 @@ def main(options: argparse.Namespace) -> int:
         experiment = load(path, [*cluster_overrides(options), *options.set], command_line)
         everything = experiment.trials()
     assumption = command_line.assumption([model.name for model in experiment.models])
-    for line in filter(None, (assumption, experiment.fallback)):
+    axes = _axes(experiment, everything) if unnamed else None
+    for line in filter(None, (assumption, experiment.fallback, axes)):
         if not sandbox.inside():  # the process outside has printed it
             print(line, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
@@ -187,6 +190,35 @@ def main(options: argparse.Namespace) -> int:
     if not options.no_plot and ok:
         _draw(folder, records, quiet=options.json or options.quiet)
     return _status(trials, records)
+
+
+def _axes(experiment: Experiment, trials: Sequence[Trial]) -> str:
+    """Returns what the default sweep varies, a line per axis, and a `--set` that widens each."""
+
+    def now(key: str) -> str:
+        values = dict.fromkeys(getattr(t, key) for t in trials if t.algorithm != BASELINE)
+        return ", ".join(map(str, values))
+
+    virtual = experiment.cluster is not None
+    device = f"@{gpus.find(gpus.DEFAULT).folder_name}" if virtual else ""
+    more_hosts = " --hosts 4" if virtual else ""
+    network = "'networks=[1gbe,10gbe]'" if virtual else None
+    axes = (
+        ("models", now("model"), f"'models=[resnet50{device},vgg16{device}]'"),
+        ("batch sizes", now("batch_size"), f"models.0.batch_size={32 if virtual else 8}"),
+        ("workers", now("world_size"), f"'world_sizes=[1,2,4]'{more_hosts}"),
+        ("networks", now("network") if virtual else "this machine", network),
+        ("algorithms", now("label"), "'algorithms=[ddp,dear,fsdp]'"),
+    )
+    lines = [f"{experiment.name} sweeps these axes (each with a flag that changes it):"]
+    for axis, values, text in axes:
+        flag = f"--set {text}" if text else "needs virtual hosts"
+        lines.append(f"  {axis + ':':12} {values} ({flag})")
+    lines.append(
+        "  `run scaling` sweeps 1 to 8 workers, `run batches` four batch sizes, `run suite` models "
+        "and networks; `list --keys` explains every key"
+    )
+    return "\n".join(lines)
 
 
 def cluster_overrides(options: argparse.Namespace) -> list[str]:
@@ -270,10 +302,9 @@ def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("no figure: matplotlib is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
         return
-    from plots import learning, throughput
+    from plots import gallery
 
-    draw = learning.draw if is_learning(records) else throughput.draw
-    paths = draw(folder, folder / "figures")
+    paths = gallery.main_figure(records).draw(folder, folder / "figures")
     if not quiet:
         kinds = ", ".join(path.suffix[1:] for path in paths[1:])
         print(f"figure: {short(str(paths[0]))} (and {kinds})")

@@ -53,7 +53,7 @@ def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
         )
 
 
-def write_text(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Writes a file that is whole at any moment; raises `UserError` if that is not possible."""
     try:
         half = path.with_name(f".{path.name}.{os.getpid()}")

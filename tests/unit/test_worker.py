@@ -99,7 +99,7 @@ def test_ranks_that_are_out_of_phase_do_not_lengthen_a_block_on_one_clock():
 class _Alone:
     """A communicator of one rank."""
 
-    bytes_sent, blocked_s = 0, 0.0
+    size, bytes_sent, blocked_s = 1, 0, 0.0
 
     def __init__(self) -> None:
         self.calls = []

@@ -72,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
         raise UserError("compare: two sweeps; only reports.json of several stand side by side")
     if options.junit and not options.fail_on:
         raise UserError("compare: --junit shows what fails; give --fail-on, too")
-    from common.harness.output import write_text
+    from common.harness.output import write_whole
     from common.results.exports import junit
     from common.results.timed import compare as comparing
     from common.results.timed import gate
@@ -94,9 +94,9 @@ def main(options: argparse.Namespace) -> int:
     )
     data = json.dumps(dataclasses.asdict(summary))
     if options.summary:
-        write_text(options.summary, f"{data}\n")
+        write_whole(options.summary, f"{data}\n")
     if options.junit:
-        write_text(options.junit, junit.text(summary))
+        write_whole(options.junit, junit.text(summary))
     if options.json:
         print(data)
         for line in summary.lines:

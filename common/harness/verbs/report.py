@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page of a sweep and prints its path; the exit status is 0, or `NO_ANSWER`."""
-    from common.harness.output import find_sweep, write_text
+    from common.harness.output import find_sweep, write_whole
     from common.results.report import page
     from common.results.report.overview import has_valid, no_answer
     from common.results.store import Comparison
@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> int:
     folder = find_sweep(options.sweep, options.logs, begun=True)
     out = options.out or folder / "report.html"
     text = page.build(folder, commands=_commands(folder), figures=embedded.figures)
-    write_text(out, text)
+    write_whole(out, text)
     here = Path.cwd()
     print(out.relative_to(here) if out.is_relative_to(here) else out)
     records = Comparison.load(folder).results(folder)

@@ -106,7 +106,9 @@ def _regression(text: str | None) -> float | None:
 
 def _operand(text: str, logs: Path) -> list[Record]:
     """Returns the records of `SWEEP`, or of `SWEEP@TEXT` with that label or `key=value`."""
-    name, _, chosen = text.partition("@")
+    name, at, chosen = text.partition("@")
+    if at and not chosen:
+        raise UserError(f"compare: {text}: needs a label or key=value after the @")
     folder = next((path for path in (Path(name), logs / name) if (path / RECORDS).exists()), None)
     if folder is None:
         raise UserError(f"compare: no records in {name}, nor in {logs / name}")

@@ -297,7 +297,8 @@ def test_summary_names_the_fastest_of_each_model_and_world_and_its_lead():
     cells = [{"world": 2}, {"world": 4}, {"world": 2, "model": "alexnet"}]
     found = summary([record(n, s, **c) for c in cells for n, s in (("ddp", 0.1), ("dear", 0.05))])
     assert [line.partition(":")[0] for line in found] == [
-        f"{model} workers" for model in ("mnist_cnn, 2", "mnist_cnn, 4", "alexnet, 2")
+        f"{model} workers"
+        for model in ("mnist_cnn, batch 8, 2", "mnist_cnn, batch 8, 4", "alexnet, batch 8, 2")
     ]
 
 

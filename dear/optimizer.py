@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from dear.algorithms.aliases import arguments
+from dear.buckets.agreement import Tensor, described, tables
 from dear.comm import runtime
 from dear.errors import UserError
 from dear.options import positive
@@ -105,19 +106,49 @@ def broadcast_parameters(
     """Copies the tensors of rank `root_rank` to all ranks, in place; collective and blocking.
 
     Args:
-        params: `model.state_dict()`, or `model.named_parameters()`.
+        params: `model.state_dict()`, or `model.named_parameters()`. Ranks may have them in
+            different orders and memory formats.
+
+    Raises:
+        UserError: on all ranks, if one has no tensor of a name, or one of another shape or dtype.
     """
     communicator = runtime.communicator()
     items = params.items() if isinstance(params, Mapping) else params
-    tensors = [value for _, value in items if torch.is_tensor(value)]
+    named = [(name, value) for name, value in items if torch.is_tensor(value)]
+    everyone = tables(described(named), communicator)
     with torch.no_grad():
+        if everyone:
+            _broadcast_by_name(everyone, dict(named), root_rank)
+            return
         works = [
             communicator.broadcast(tensor.data, root=root_rank)
-            for tensor in tensors
+            for _, tensor in named
             if tensor.numel()
         ]
-    for work in works:
-        work.wait()
+        for work in works:
+            work.wait()
+
+
+def _broadcast_by_name(
+    everyone: Sequence[Sequence[Tensor] | str], named: Mapping[str, torch.Tensor], root_rank: int
+) -> None:
+    """Copies tensors whose order or memory format differs between ranks."""
+    alike = [
+        {(t.name, t.dtype, t.shape) for t in table if isinstance(t, Tensor)} for table in everyone
+    ]
+    for rank, table in enumerate(alike):
+        for name, dtype, shape in sorted(table ^ alike[root_rank]):
+            raise UserError(
+                f"broadcast_parameters: {name!r} ({dtype}, shape {shape}) is not the same on rank "
+                f"{root_rank} and rank {rank}; make the same model on every rank"
+            )
+    communicator = runtime.communicator()
+    for name in sorted(named):
+        tensor = named[name]
+        if tensor.numel():
+            copy = tensor.data.contiguous()
+            communicator.broadcast(copy, root=root_rank).wait()
+            tensor.data.copy_(copy)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:

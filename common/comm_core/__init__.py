@@ -59,6 +59,7 @@ from comm_core import _core  # noqa: E402  (the check explains a missing or fore
 
 Work = _core.Work
 Times = _core.Times
+MismatchError = _core.MismatchError
 
 
 def _rendezvous_host() -> str:

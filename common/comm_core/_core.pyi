@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
+class MismatchError(dist.DistBackendError):
+    """Error of a group in which two ranks called different operations."""
+
 class Times:
     """Times at which an operation was queued, started and ended, on `time.monotonic()`."""
 

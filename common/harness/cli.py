@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import dear
 from common.harness import verbs
-from common.harness.verbs import Status
+from common.harness.verbs import MEANINGS, Status
 from common.paths import COMMAND, LOGS
 from common.results import store
 from dear.errors import UserError, unknown
@@ -112,17 +112,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             raise unknown("verb", first, known)
         if first not in ("-h", "--help", "--version"):
             arguments = ["run", *arguments]
+    statuses = [f"  {status:>3}  {text}" for status, text in MEANINGS.items()]
+    look = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "epilog": "\n".join(["exit status:", *statuses]),
+        "allow_abbrev": False,
+    }
     parser = _Parser(
         prog=COMMAND,
-        description="Which data-parallel training algorithm is fastest for my model? Without a "
+        description="Which data-parallel training algorithm is fastest for my model?\nWithout a "
         "verb, runs the experiment emulated-quick, or quick if virtual hosts are not possible.",
-        allow_abbrev=False,
+        **look,
     )
     parser.add_argument("--version", action="version", version=f"DeAR Bench {dear.__version__}")
     every = parser.add_subparsers(dest="verb", required=True, metavar=f"{{{','.join(known)}}}")
     for name in known:
         verb = verbs.load(name)
-        sub = every.add_parser(name, help=verb.HELP, allow_abbrev=False)
+        sub = every.add_parser(name, help=verb.HELP, **look)
         verb.add(sub)
         sub.add_argument("--logs", type=Path, default=LOGS, help="folder of all sweeps")
     options, extra = parser.parse_known_args(arguments)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.paths import COMMAND, LOGS, RECORDS, short
 from common.results.exports.reference_reports import reports
 from common.results.records import Record, fabric_words, is_learning
-from common.results.report.overview import overview
+from common.results.report.overview import has_valid, no_answer, overview
 from common.results.tables.table import csv_text
 from common.results.timed import rows
 from common.results.validity import flag_text, incorrect
@@ -52,9 +53,21 @@ def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
         )
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that is whole at any moment; raises `UserError` if that is not possible."""
+    try:
+        half = path.with_name(f".{path.name}.{os.getpid()}")
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
 def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     """Prints the table, its answers, all failures with their logs, and where to find more."""
     summary = overview(records, compare_to)
+    if not has_valid(records):
+        print(no_answer(records))
     summary.table.print(_title(folder, records))
     for line in summary.lines:
         print(line)

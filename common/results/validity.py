@@ -14,6 +14,9 @@ from common.results.records import Record
 APART = 0.05
 """Relative difference between the measured step and the event model's above which both are
 flagged."""
+BEYOND = 1.1
+"""Lower bound over step time above which a record is flagged. Measured costs have errors of some
+per cent; beyond these, compute, costs, bytes or the step are wrong."""
 OVERSUBSCRIBED = 0.1
 """Largest share of the time for which a training thread may wait for a core on a real machine."""
 
@@ -25,6 +28,7 @@ FlagKind = Literal[
     "not stationary",
     "stopped",
     "off the model",
+    "beyond the bound",
     "short of cores",
     "unchecked",
 ]
@@ -53,6 +57,7 @@ def flag(record: Record) -> Flag | None:
     return (
         passing_flag(record)
         or _off_the_model(record)
+        or _beyond_the_bound(record)
         or _short_of_cores(record)
         or _unchecked(record)
     )
@@ -83,6 +88,18 @@ def _off_the_model(record: Record) -> Flag | None:
     computed, measured = (f"{1e3 * seconds:.1f} ms" for seconds in (model.step_s, record.step_s))
     text = f"off the model: the event model computes {computed}, measured {measured}"
     return Flag(kind="off the model", text=text)
+
+
+def _beyond_the_bound(record: Record) -> Flag | None:
+    """Either the bound or the step is wrong, and nothing tells which."""
+    bound = record.bound and record.bound.step_s
+    if bound is None or not record.timed or bound / record.step_s <= BEYOND:
+        return None
+    text = (
+        f"beyond the bound: the step takes {1e3 * record.step_s:.3g} ms, and none can take less "
+        f"than {1e3 * bound:.3g} ms ({bound / record.step_s:.0%})"
+    )
+    return Flag(kind="beyond the bound", text=text)
 
 
 def _short_of_cores(record: Record) -> Flag | None:

@@ -100,7 +100,10 @@ def allreduce_parameters(params: Parameters) -> None:
 
 def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     items = params.items() if isinstance(params, Mapping) else params
-    return [item if isinstance(item, tuple) else ("", item) for item in items]
+    return [
+        item if isinstance(item, tuple) else (f"number {place}", item)
+        for place, item in enumerate(items, start=1)
+    ]
 
 
 def neighbor_allreduce_nonblocking(

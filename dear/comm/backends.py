@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -81,6 +82,12 @@ def prepare(backend: str) -> str:
 def _built(name: str) -> bool:
     """Returns False for a backend of torch's own that this torch is built without."""
     return bool(getattr(dist, f"is_{name}_available", lambda: True)())
+
+
+def mismatch_errors() -> tuple[type[Exception], ...]:
+    """Returns the exceptions that say that two ranks called different operations."""
+    core = sys.modules.get("comm_core")
+    return () if core is None else (core.MismatchError,)
 
 
 def comm_core_folder() -> Path | None:

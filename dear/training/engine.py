@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
+from dear.buckets.agreement import agree, described
 from dear.comm.communicator import Communicator
 from dear.cost.foreign import Sender
 from dear.errors import UserError
@@ -59,7 +60,7 @@ class Replica(Generic[OptionsT_co]):
         self.model, self.communicator, self.options = model, communicator, options
         self.has_optimizer = optimizer is not None
         self._optimizer = optimizer
-        self.params = _trained(model, optimizer)
+        self.params = _agreed(model, optimizer, communicator)
         """Parameters that the optimizer updates and that need a gradient, in the model's order."""
 
     @property
@@ -406,6 +407,20 @@ def _change_class(optimizer: torch.optim.Optimizer, to: type) -> None:
 
     vars(step)["_wrapped_by_lr_sched"] = marked
     attributes["step"] = step
+
+
+def _agreed(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, communicator: Communicator
+) -> list[torch.nn.Parameter]:
+    """Returns the parameters to train; raises `UserError` on all ranks if one has others."""
+    try:
+        params = _trained(model, optimizer)
+    except UserError as error:
+        agree(str(error), communicator)
+        raise
+    chosen = set(params)
+    agree(described(pair for pair in model.named_parameters() if pair[1] in chosen), communicator)
+    return params
 
 
 def _trained(

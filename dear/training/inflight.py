@@ -17,7 +17,7 @@ from dear.training.hooks import reads_values
 T = TypeVar("T")
 
 
-class _InFlight:
+class Mixin:
     """Part of the class of a parameter in flight."""
 
     __slots__ = ()
@@ -39,18 +39,18 @@ class _InFlight:
     # Torch would call `__torch_function__`, which takes ten times as long in each `zero_grad()`.
     @property
     def grad(self) -> torch.Tensor | None:
-        return _as_plain(self, lambda param: param.grad)
+        return as_plain(self, lambda param: param.grad)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        _as_plain(self, lambda param: setattr(param, "grad", value))
+        as_plain(self, lambda param: setattr(param, "grad", value))
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
 
-def _touched(
+def touched(
     cls: type,
     func: Callable[..., object],
     types: Sequence[type],
@@ -60,14 +60,14 @@ def _touched(
     """Runs `func`, a function of torch; `types` are the classes of its arguments."""
     if reads_values(func):
         for kind in types:
-            if issubclass(kind, _InFlight):
+            if issubclass(kind, Mixin):
                 kind.settle()
         return func(*args, **(kwargs or {}))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 
 
-def _as_plain(param: _InFlight, call: Callable[[_InFlight], T]) -> T:
+def as_plain(param: Mixin, call: Callable[[Mixin], T]) -> T:
     kind = type(param)
     setattr(param, "__class__", kind.plain)  # noqa: B010  (mypy has no other way)
     try:
@@ -83,6 +83,11 @@ class InFlight:
         settle: completes all updates under way, and calls `land` for each parameter.
     """
 
+    mixin: type[Mixin] = Mixin
+    """First base class of the classes of parameters in flight."""
+    function: Callable[..., object] = staticmethod(touched)
+    """`__torch_function__` of these classes."""
+
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
         self._kinds: dict[type, type] = {}
@@ -97,16 +102,16 @@ class InFlight:
     def land(self, params: Iterable[torch.Tensor]) -> None:
         """Gives `params` their own class again, just before their update is completed."""
         for param in params:
-            if isinstance(param, _InFlight):
+            if isinstance(param, Mixin):
                 setattr(param, "__class__", param.plain)  # noqa: B010
 
     def _kind(self, plain: type) -> type:
         members = {
             "plain": plain,
             "settle": staticmethod(self._settle),
-            "__torch_function__": classmethod(torch.compiler.disable(_touched)),
+            "__torch_function__": classmethod(torch.compiler.disable(self.function)),
             "__slots__": (),
         }
         metaclass: type[type] = type(plain)
-        kind = self._kinds[plain] = metaclass(plain.__name__, (_InFlight, plain), members)
+        kind = self._kinds[plain] = metaclass(plain.__name__, (self.mixin, plain), members)
         return kind

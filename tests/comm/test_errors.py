@@ -161,7 +161,7 @@ def _disagreements(
             TORCH[call.case.operation](call)()
             dist.barrier(group)
         except dist.DistBackendError as error:
-            text = str(error)
+            text = f"{type(error).__name__}: {error}"
         dist.destroy_process_group(group)
         bodies.unharmed(pair)
         answers.append((f"{pair}, rank {rank}", text))
@@ -190,6 +190,7 @@ def test_any_rank_may_be_the_one_that_disagrees(name: str):
 def _all_learn_of_both_sides(ranks: RankPool, odd: int) -> None:
     for answers in ranks.run(_disagreements, _against(), odd, 30.0):
         for about, text in answers:
+            assert text.startswith("MismatchError: "), f"{about}: {text}"
             assert "the ranks disagree: " in text and "\n" not in text, f"{about}: {text}"
             assert "timed out" not in text, f"{about}: {text}"
             assert re.search("rank [012] [(]host", text), f"{about}: {text}"

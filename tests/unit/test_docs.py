@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import dear
-from common.harness.verbs import Status
+from common.harness.verbs import MEANINGS, Status
 from common.paths import ROOT
 
 _TRACKED = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -82,8 +82,9 @@ def test_make_targets_that_a_page_names_exist():
 
 def test_exit_statuses_are_those_of_the_command_line():
     table = (ROOT / "docs" / "experiments.md").read_text().partition("| exit status |")[2]
-    listed = re.findall(r"^\| (\d+) \|", table.partition("\n\n")[0], re.MULTILINE)
-    assert list(map(int, listed)) == list(Status)
+    listed = re.findall(r"^\| (\d+) \| (.*) \|", table.partition("\n\n")[0], re.MULTILINE)
+    assert listed == [(str(int(status)), text) for status, text in MEANINGS.items()]
+    assert list(MEANINGS) == list(Status)
     for page in PAGES:
         for status in re.findall(r"exit(?: status|s with) (\d+)", page.read_text()):
             assert int(status) in list(Status), (name_of(page), status)

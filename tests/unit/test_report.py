@@ -231,7 +231,7 @@ def test_every_way_to_end_is_marked_with_its_reason(tmp_path):
     assert "9 of 10 trials have ended" in found.html
 
 
-def test_a_sweep_without_an_answer_says_why(tmp_path):
+def test_a_sweep_without_an_answer_says_why(tmp_path, capsys):
     def said(name, records, **more):
         found = read(sweep(tmp_path / name, records, **more))
         (one,) = found.all("p", "verdict")
@@ -240,9 +240,20 @@ def test_a_sweep_without_an_answer_says_why(tmp_path):
 
     assert said("none", [], also=["a", "b"]) == "No answer yet: no trial has ended."
     failed = [record(name, status="failed") for name in ("ddp", "dear")]
-    assert said("failed", failed) == "No answer: no trial has a result (2 failed)."
-    assert "no result is valid" in said("wrong", [record(correct=False)])
+    failed.append(record("wfbp", correct=False))
+    assert said("failed", failed) == (
+        "No answer: no trial has a valid result (2 failed, 1 incorrect), for example ddp: "
+        "it was a failed | and more, much more"
+    )
     assert "no cell has two algorithms" in said("one", [record("ddp")])
+    # So does the command, and a script sees it. `show` has it as its first line.
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path / "failed")]) == 4
+    assert "No answer: no trial has a valid result (2 failed, 1 inc" in capsys.readouterr().err
+    kept = store.load(RECORDS / "merging" / "records.jsonl")
+    late = sweep(tmp_path / "late", [with_notes(record, "disturbed: by others") for record in kept])
+    assert cli.main(["show", str(late)]) == 0
+    assert capsys.readouterr().out.startswith("No answer: no trial has a valid result (")
 
 
 def test_trials_that_learn_have_their_curves_numbers_and_runs(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from common.results import stats
 from common.results.exports.reference_reports import reports
-from common.results.records import FabricFacts, Order, Record
+from common.results.records import Bound, FabricFacts, Order, Record
 from common.results.records.trust import Modelled, Network, Strain, Systematic
 from common.results.tables.cells import significant
 from common.results.tables.table import csv_text
@@ -187,6 +187,9 @@ DOUBTED = {
     "off the model: the event model computes 53.0 ms, measured 50.0 ms": noted(
         modelled=Modelled(step_s=0.053, exposed_s=0.0)
     ),
+    "beyond the bound": noted(
+        bound=Bound(kind="dear", step_s=0.0551, compute_limit_s=0.01, wire_limit_s=None)
+    ),
     "short of cores": with_first(record("dear", 0.05), strain=Strain(main_wait=0.11)),
     "disturbed": noted("oversubscribed", "disturbed: others used 1.0 cores"),
 }
@@ -264,7 +267,7 @@ def test_markdown_is_one_aligned_line_per_row():
 
 
 def test_csv_holds_all_fields_at_full_precision():
-    bounded = record("dear", 0.3, facts=FACTS)
+    bounded = record("dear", 0.5, facts=FACTS)
     table = rows.make_rows([record("ddp", 0.7), record("wfbp", status="failed"), bounded], "ddp")
     parsed = list(csv.DictReader(io.StringIO(csv_text(rows.Row, table))))
     for found, row in zip(parsed, table, strict=True):
@@ -491,6 +494,9 @@ def test_nothing_is_bounded_where_nothing_was_measured_or_no_formula_is_known(mo
     bound = record("wfbp", facts=FACTS).bound
     assert (bound.kind, bound.step_s) == (None, None)
     assert bound.compute_limit_s > 0
+    # How many bytes travel is unknown.
+    bound = bounded("wfbp", options={"compression": "topk"}).bound
+    assert (bound.kind, bound.step_s, bound.wire_limit_s) == (None, None, None)
 
 
 def test_the_table_says_how_much_of_the_bound_is_reached():
@@ -504,16 +510,22 @@ def test_the_table_says_how_much_of_the_bound_is_reached():
 
 
 def test_a_bound_that_a_step_beats_is_wrong_and_says_so():
-    quick, near = record("dear", 0.3, 4, facts=FACTS), record("wfbp", 0.6, 4, facts=FACTS)
+    quick, near = record("dear", 0.4, 4, facts=FACTS), record("wfbp", 0.6, 4, facts=FACTS)
     (row,) = rows.make_rows([quick], "dear")
-    assert row.of_bound == pytest.approx(1.4) and row.bound_note == "wrong bound"
-    assert "| WRONG 140% |" in rows.comparison([row], "dear").markdown()
-    assert "wrong bound: the step is 29% shorter" in row.reason
+    assert row.of_bound == pytest.approx(1.05) and row.bound_note == "wrong bound"
+    assert "| WRONG 105% |" in rows.comparison([row], "dear").markdown()
+    assert "wrong bound: the step is 5% shorter" in row.reason
     found = answers.remarks(rows.make_rows([quick, near], "dear"), [])
     assert any(line.startswith("WRONG BOUND: dear: ") for line in found)
     for share, kind in ((1.019, None), (1.021, "wrong bound"), (0.51, None)):
         (row,) = rows.make_rows([record("dear", 0.42 / share, 4, facts=FACTS)], "dear")
         assert row.bound_note == kind and ("bound" in (row.reason or "")) == (kind is not None)
+    # Costs have errors of some per cent; beyond 10 % something else is wrong.
+    assert flag_text(record("dear", 0.42 / 1.099, 4, facts=FACTS)) is None
+    (row,) = rows.make_rows([record("dear", 0.2, 4, facts=FACTS)], "dear")
+    assert row.flag == (
+        "beyond the bound: the step takes 200 ms, and none can take less than 420 ms (210%)"
+    )
     # Of a number that is not believed nothing follows.
     (row,) = rows.make_rows([record("dear", 0.3, 4, correct=False, facts=FACTS)], "dear")
     assert row.bound_note is None and "wrong bound" not in row.reason

@@ -24,6 +24,9 @@ PYBIND11_MODULE(_core, m) {
   // Registers the base classes, which are torch's.
   py::module_::import("torch.distributed");
 
+  py::register_exception<DistMismatchError>(
+      m, "MismatchError", py::module_::import("torch.distributed").attr("DistBackendError"));
+
   py::class_<OpTimes>(m, "Times", "When an operation was queued, started and ended.")
       .def_readonly("enqueued_s", &OpTimes::enqueued_s, "seconds on time.monotonic()")
       .def_readonly("started_s", &OpTimes::started_s)

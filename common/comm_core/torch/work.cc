@@ -155,6 +155,8 @@ void throw_as_torch(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const InvalidRequestError& e) {
     C10_THROW_ERROR(ValueError, e.what());
+  } catch (const MismatchError& e) {
+    throw DistMismatchError({__func__, __FILE__, __LINE__}, e.what());
   } catch (const CommError& e) {
     C10_THROW_ERROR(DistBackendError, e.what());
   }

@@ -10,7 +10,14 @@
 
 namespace comm_core {
 
-// Converts an error of the core to torch's: DistBackendError, or ValueError for an invalid request.
+// What a MismatchError of the core becomes in torch, where it can be told from a lost peer.
+struct DistMismatchError : c10::DistBackendError {
+  using c10::DistBackendError::DistBackendError;
+  const char* what() const noexcept override { return what_without_backtrace(); }
+};
+
+// Converts an error of the core to torch's: DistBackendError, DistMismatchError, or ValueError for
+// an invalid request.
 [[noreturn]] void throw_as_torch(const std::exception_ptr& error);
 
 class CoreWork : public c10d::Work {

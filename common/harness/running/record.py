@@ -232,6 +232,8 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
         # Traffic between some of the ranks costs what the communicator's `exchange` costs.
         costs = first.costs if traffic else sending_costs(first.costs, first.engine_costs)
         known = first.engine_costs is not None or algorithm.sends_by(trial.options) is None
+        if getattr(trial.options, "compression", "none") != "none":
+            kind, wire_s = None, None  # nobody knows how many bytes travel
         if kind is not None and costs and known:
             # Ranks with different links wait for each other in the long run.
             each = _comm_times(trial, first, costs, traffic)

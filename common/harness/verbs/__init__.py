@@ -20,7 +20,19 @@ class Status(enum.IntEnum):
     FAILED = 1
     USER_ERROR = 2
     REGRESSION = 3
+    NO_ANSWER = 4
     INTERRUPTED = 130
+
+
+MEANINGS = {
+    Status.OK: "all trials are correct or unsupported here; flagged rows are correct, too",
+    Status.FAILED: "a trial failed or trained incorrectly, or no trial could run",
+    Status.USER_ERROR: "an error in the command or the experiment; one line names it",
+    Status.REGRESSION: "compare --fail-on: a trial is slower, or was valid and is not any more",
+    Status.NO_ANSWER: "compare: nothing was compared; report: no trial has a valid result",
+    Status.INTERRUPTED: "interrupted",
+}
+"""Meanings of the exit statuses, for `--help`."""
 
 
 class Verb(Protocol):

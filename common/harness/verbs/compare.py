@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.harness.verbs import Status
 from common.paths import RECORDS
 from common.results.records import Record, fabric_words, is_learning
 from common.results.store import Comparison
-from dear.errors import UserError
+from common.results.tables.fields import AXES
+from dear.errors import UserError, one_of
+
+if TYPE_CHECKING:
+    from common.results.timed.gate import Summary
 
 HELP = "compare two sweeps, or two algorithms of one"
+_STATUS = {
+    "compared": Status.OK,
+    "worse": Status.REGRESSION,
+    "nothing compared": Status.NO_ANSWER,
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -25,58 +36,116 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", help="the same; ratios are those of the second to the first")
     parser.add_argument("more", nargs="*", help="further reports.json files or folders")
     parser.add_argument("--force", action="store_true", help="compare different machines, too")
+    parser.add_argument(
+        "--across",
+        metavar="KEY[,KEY]",
+        help=f"compare trials that differ in these keys ({', '.join(AXES)}); the same as "
+        "first@KEY=A second@KEY=B",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request")
     how.add_argument("--json", action="store_true", help="print JSON on stdout")
-    parser.add_argument(
+    gate = parser.add_argument_group("for continuous integration (docs/ci.md)")
+    gate.add_argument(
         "--fail-on",
         metavar="regression:N%",
-        help="exit with status 3 if a trial is SLOWER by more than N percent",
+        help="exit with status 3 if a trial is SLOWER by more than N percent, or is valid in the "
+        "first sweep and failed, wrong, flagged or missing in the second",
+    )
+    gate.add_argument(
+        "--junit",
+        type=Path,
+        metavar="FILE",
+        help="write the result of --fail-on as JUnit's XML",
+    )
+    gate.add_argument(
+        "--summary", type=Path, metavar="FILE", help="write what --json prints to a file"
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints the comparison; the exit status is 0, or `REGRESSION`."""
+    """Prints the comparison; the exit status is 0, `REGRESSION` or `NO_ANSWER`."""
     operands = [options.first, options.second, *options.more]
     if any(operand.endswith(".json") for operand in operands):
         return _compare_reports(operands, options)
     if options.more:
         raise UserError("compare: two sweeps; only reports.json of several stand side by side")
+    if options.junit and not options.fail_on:
+        raise UserError("compare: --junit shows what fails; give --fail-on, too")
+    from common.harness.output import write_text
+    from common.results.exports import junit
     from common.results.timed import compare as comparing
+    from common.results.timed import gate
 
-    limit = _regression(options.fail_on)
-    before, after = (_operand(text, options.logs) for text in (options.first, options.second))
-    if not options.force:
+    share, across = _regression(options.fail_on), _across(options)
+    before = _operand(options.first, options.logs)
+    # A sweep that crashed at once is the gate's to judge.
+    after = _operand(options.second, options.logs, required=share is None)
+    if after and not options.force:
         comparing.refuse_mixed(before, after)
-    rows = comparing.rows(comparing.pairs(before, after))
-    table, differs = comparing.table(rows), comparing.environment(before, after)
+    summary = gate.summarize(
+        (options.first, options.second),
+        before,
+        after,
+        across=across,
+        fail_on=options.fail_on,
+        share=share,
+        other_labels=share is None or ("@" in options.first and "@" in options.second),
+    )
+    data = json.dumps(dataclasses.asdict(summary))
+    if options.summary:
+        write_text(options.summary, f"{data}\n")
+    if options.junit:
+        write_text(options.junit, junit.text(summary))
     if options.json:
-        print(json.dumps({"pairs": [vars(row) for row in rows], "environment": differs}))
-    elif options.markdown:
-        print(table.markdown(), end="")
+        print(data)
+        for line in summary.lines:
+            print(line, file=sys.stderr)
     else:
-        table.print(f"{options.first} -> {options.second}: {fabric_words([*before, *after])}")
-    if not options.json:
-        lines = [f"environment: {line}" for line in differs]
-        mean = comparing.geometric_mean(rows)
-        if mean is not None:
-            lines.insert(0, f"geometric mean of {mean[1]} trials: {mean[0]:.3f}x")
-        unmatched = len(before) + len(after) - 2 * len(rows)
-        if unmatched:
-            lines.append(f"{unmatched} trials have no counterpart")
-        print("\n".join([""] * options.markdown + lines))
-    slower = comparing.regressions(rows, limit) if limit is not None else []
-    for row in slower:
-        print(f"regression: {row.model} {row.algorithm}: {row.ratio:.3f}x", file=sys.stderr)
-    return Status.REGRESSION if slower else Status.OK
+        shown = [pair for pair in summary.pairs if pair.status != "missing"]
+        table = comparing.table(shown, across)
+        if shown and options.markdown:
+            print(table.markdown())
+        elif shown:
+            table.print(f"{options.first} -> {options.second}: {fabric_words([*before, *after])}")
+        for line in _lines(summary):
+            print("- " * options.markdown + line)
+    return _STATUS[summary.outcome]
+
+
+def _lines(summary: Summary) -> list[str]:
+    """Returns the sentences below the table."""
+    lines = [f"environment: {line}" for line in summary.environment]
+    if summary.geometric_mean is not None:
+        trials = "1 trial" if summary.compared == 1 else f"{summary.compared} trials"
+        lines.insert(0, f"geometric mean of {trials}: {summary.geometric_mean:.3f}x")
+    missing = sum(pair.status == "missing" for pair in summary.pairs) if not summary.fail_on else 0
+    for count, sweep in ((missing, "first"), (summary.unmatched, "second")):
+        if count and summary.unmatched_reason is None:
+            lines.append(f"trials of the {sweep} sweep without a counterpart: {count}")
+    return lines + summary.lines
+
+
+def _across(options: argparse.Namespace) -> list[str]:
+    """Returns the keys of `--across`, and those for which each operand has a value of its own."""
+    keys = options.across.split(",") if options.across else []
+    for key in keys:
+        one_of("key of --across", key, AXES)
+    parts = [text.partition("@")[2].partition("=") for text in (options.first, options.second)]
+    (first, _, value), (second, _, other) = parts
+    if first == second and first in AXES and value != other:
+        keys.append(first)
+    return [key for key in AXES if key in keys]
 
 
 def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> int:
     """Prints reports of the reference suites and sweeps side by side, as mean rates."""
     from common.results.exports.reference_reports import load_reports, reports, side_by_side
 
-    if options.fail_on:
-        raise UserError("compare: --fail-on needs the steps of two sweeps; reports have only means")
+    for flag in ("fail_on", "junit", "summary", "across"):
+        if getattr(options, flag):
+            text = f"compare: --{flag.replace('_', '-')} needs the steps of two sweeps"
+            raise UserError(f"{text}; reports have only means")
     table = side_by_side(
         {
             name: load_reports(Path(name))
@@ -98,28 +167,35 @@ def _regression(text: str | None) -> float | None:
     """Returns the share in `regression:5%`; None for None."""
     if text is None:
         return None
-    match = re.fullmatch(r"regression:([0-9.]+)%", text)
+    match = re.fullmatch(r"regression:(\d{1,2}(\.\d+)?)%", text)
     if match is None:
         raise UserError(f"--fail-on {text}: must be regression:N%, such as regression:5%")
     return float(match[1]) / 100
 
 
-def _operand(text: str, logs: Path) -> list[Record]:
-    """Returns the records of `SWEEP`, or of `SWEEP@TEXT` with that label or `key=value`."""
+def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
+    """Returns the records of `SWEEP`, or of `SWEEP@TEXT` with that label or `key=value`.
+
+    Args:
+        required: whether it is an error if there is none.
+    """
     name, at, chosen = text.partition("@")
     if at and not chosen:
         raise UserError(f"compare: {text}: needs a label or key=value after the @")
     folder = next((path for path in (Path(name), logs / name) if (path / RECORDS).exists()), None)
     if folder is None:
-        raise UserError(f"compare: no records in {name}, nor in {logs / name}")
-    records = Comparison.load(folder).results(folder)
+        problem = f"compare: no records in {name}, nor in {logs / name}"
+        if required:
+            raise UserError(problem)
+        print(problem, file=sys.stderr)
+    records = Comparison.load(folder).results(folder) if folder else []
     if is_learning(records):
         raise UserError(
             f"compare: {name} is a training sweep and has no step times; compare needs timed trials"
         )
     kept = [record for record in records if not chosen or _matches(record, chosen)]
-    if not kept:
-        known = ", ".join(dict.fromkeys(record.label for record in records))
+    if not kept and required:
+        known = ", ".join(dict.fromkeys(record.label for record in records)) or "none"
         raise UserError(f"compare: {text}: no trial is of that kind; there are {known}")
     return kept
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.harness.verbs import Status
 from common.harness.verbs.show import add_sweep
 from common.paths import COMMAND, EXPERIMENTS, LOGS, ROOT
 from dear.errors import UserError
@@ -30,24 +31,24 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Writes the page of a sweep and prints its path; the exit status is 0."""
-    from common.harness.output import find_sweep
+    """Writes the page of a sweep and prints its path; the exit status is 0, or `NO_ANSWER`."""
+    from common.harness.output import find_sweep, write_text
     from common.results.report import page
+    from common.results.report.overview import has_valid, no_answer
+    from common.results.store import Comparison
     from plots import embedded
 
     folder = find_sweep(options.sweep, options.logs, begun=True)
     out = options.out or folder / "report.html"
     text = page.build(folder, commands=_commands(folder), figures=embedded.figures)
-    try:
-        # Renamed into place: a reader of an older page never sees half of this one.
-        half = out.with_name(f".{out.name}.{os.getpid()}")
-        half.write_text(text, encoding="utf-8")
-        half.replace(out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    write_text(out, text)
     here = Path.cwd()
     print(out.relative_to(here) if out.is_relative_to(here) else out)
-    return 0
+    records = Comparison.load(folder).results(folder)
+    if not records or has_valid(records):
+        return Status.OK
+    print(no_answer(records), file=sys.stderr)
+    return Status.NO_ANSWER
 
 
 def _commands(folder: Path) -> page.Commands:

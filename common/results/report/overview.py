@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from common.results.records import Record, is_learning
 from common.results.tables.table import Table
 from common.results.timed import answers, explanations, rows
 from common.results.timed.rows import Row
+from common.results.validity import flag, flag_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +62,20 @@ def overview(records: Sequence[Record], compare_to: str) -> Overview:
         answers=answers.summary(timed, compare_to),
         remarks=[*explanations.sentences(timed, records), *answers.remarks(timed, records)],
     )
+
+
+def has_valid(records: Sequence[Record]) -> bool:
+    """Returns whether some trial has a valid result."""
+    return any(flag(record) is None for record in records)
+
+
+def no_answer(records: Sequence[Record]) -> str:
+    """Tells why no algorithm is called the fastest."""
+    if not records:
+        return "No answer yet: no trial has ended."
+    if has_valid(records):
+        return "No answer: no cell has two algorithms with valid results."
+    kinds = Counter(flag(record).kind if record.ok else record.status for record in records)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    text = f"no trial has a valid result ({counts}), for example {records[0].label}"
+    return f"No answer: {text}: {' '.join(str(flag_text(records[0])).split())}"

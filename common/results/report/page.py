@@ -25,7 +25,7 @@ from common.results.learning.summary import LearnRow
 from common.results.learning.tables import with_runs
 from common.results.records import Record, fabric_words
 from common.results.report import environment, flagged
-from common.results.report.overview import Overview, overview
+from common.results.report.overview import Overview, no_answer, overview
 from common.results.report.parts import Download, Figures, Grid, download, grid
 from common.results.store import Comparison
 from common.results.tables.table import csv_text
@@ -65,7 +65,7 @@ def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -
     return _template().render(
         name=folder.name,
         summary=summary,
-        no_verdict=_no_verdict(records),
+        no_answer=no_answer(records),
         counts=_counts(comparison, records),
         progress=(len(records), len(comparison.trials)),
         withdrawn=_withdrawn(folder),
@@ -139,20 +139,6 @@ def _figures(
     """Returns each figure with its data as a download, and its picture."""
     drawn = figures(folder) if figures is not None and any(r.ok for r in records) else []
     return [(f, download(f"{f.name}.csv", f.csv, "text/csv"), Markup(f.svg)) for f in drawn]
-
-
-def _no_verdict(records: Sequence[Record]) -> str:
-    """Tells why no algorithm is called the fastest."""
-    if not records:
-        return "No answer yet: no trial has ended."
-    good = [record for record in records if record.ok]
-    if not good:
-        states = Counter(record.status for record in records)
-        text = ", ".join(f"{count} {status}" for status, count in states.items())
-        return f"No answer: no trial has a result ({text})."
-    if all(flagged.mark(record) for record in good):
-        return "No answer: no result is valid, for the reasons below."
-    return "No answer: no cell has two algorithms with valid results."
 
 
 def _counts(comparison: Comparison, records: Sequence[Record]) -> list[tuple[int, str, str]]:

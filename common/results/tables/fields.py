@@ -8,6 +8,15 @@ from typing import Protocol, TypedDict
 from common.results.records import Record
 from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown
 
+AXES = {
+    "model": "model",
+    "batch_size": "batch",
+    "world_size": "workers",
+    "network": "network",
+    "fault": "fault",
+}
+"""Keys of a trial's place, which compared trials share, and the titles of their columns."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:

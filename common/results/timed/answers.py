@@ -54,8 +54,7 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
     if wrong:
         lines.append(
             f"WRONG BOUND: {', '.join(dict.fromkeys(wrong))}: no step can be shorter than its "
-            "bound; costs or compute were measured wrong, or fewer bytes travel than it assumes "
-            "(compression)"
+            "bound; costs or compute were measured wrong, or fewer bytes travel than it assumes"
         )
     return lines
 

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from scipy.stats import mannwhitneyu
 
@@ -26,28 +27,35 @@ from common.results.tables.cells import (
     number,
     word,
 )
-from common.results.tables.fields import NOTES, PLACE, Identity, Validity, identity
+from common.results.tables.fields import AXES, NOTES, PLACE, Identity, Validity, identity
 from common.results.tables.table import Table
 from common.results.timed.rows import difference
-from common.results.validity import flag_text
+from common.results.validity import flag, flag_text
 from dear.errors import UserError
 
 MOST_REPEATS = 100
 """Largest number of further repeats that a table shows."""
-_PLACE = ("model", "batch_size", "world_size", "network", "fault")
+Worse = Literal["slower", "failed", "incorrect", "flagged", "missing"]
+Matched = tuple[Record, Record | None]
+"""Trial of the first sweep and its counterpart in the second; None: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Validity, Identity):
-    """One trial of both sweeps; its label is `A -> B` for two algorithms."""
+    """Trial of the first sweep beside that of the second; its label is `A -> B` for two algorithms.
+
+    Model, batch size, workers, network and fault are those of the first.
+    """
 
     batch_size: int
+    across: str | None = None
+    """Values of the keys in which the two differ because the user says so, as `key A -> B`."""
     before: float | None = None
     """Samples per second in the first sweep."""
     after: float | None = None
     unit: str | None = None
     ratio: float | None = None
-    """Step time of the first over that of the second; above 1 the second is faster."""
+    """Throughput of the second over that of the first; above 1 the second is faster."""
     ratio_low: float | None = None
     """Ends of the 95 % interval; a single repeat has none."""
     ratio_high: float | None = None
@@ -58,44 +66,79 @@ class Pair(Validity, Identity):
     more_repeats: int | None = None
     """Further repeats of each side that would probably decide; None for a decided pair, or if they
     are too many."""
+    worse: Worse | None = None
+    """State of the second, if it is not valid and the first is; or slower than a limit allows."""
 
     @property
     def batch(self) -> int:
         return self.batch_size
 
 
-def pairs(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Returns the trials that both sweeps have, in the order of the first.
+def pairs(
+    before: Sequence[Record],
+    after: Sequence[Record],
+    across: Iterable[str] = (),
+    *,
+    other_labels: bool = True,
+) -> list[Matched]:
+    """Returns the trials of the first sweep with their counterparts in the second.
 
     Trials are matched by identity, or else by place and label. Where each side has one trial of a
     place, these two are a pair.
 
-    Raises:
-        UserError: there is no pair.
+    Args:
+        across: keys of `AXES` in which the trials of a pair may differ; then identity is no match.
+        other_labels: whether trials with different labels may be a pair.
     """
-    left, matched = list(after), dict[int, tuple[Record, Record]]()
-    keys: tuple[Callable[[Record], Hashable], ...]
-    keys = (lambda record: record.hash, _key((*_PLACE, "label")), _key(_PLACE))
+    left, matched = list(after), dict[int, Record]()
+    place = [key for key in AXES if key not in across]
+    keys: list[Callable[[Record], Hashable]] = [_key([*place, "label"])]
+    if len(place) == len(AXES):
+        keys.insert(0, lambda record: record.hash)
+    if other_labels:
+        keys.append(_key(place))
     for key in keys:
         for record in [record for record in before if id(record) not in matched]:
             fitting = [other for other in left if key(other) == key(record)]
             if len(fitting) == 1 and sum(key(other) == key(record) for other in before) == 1:
-                matched[id(record)] = (record, fitting[0])
+                matched[id(record)] = fitting[0]
                 left = [other for other in left if other is not fitting[0]]
-    if not matched:
-        raise UserError("compare: the two sweeps have no trial in common")
-    return [matched[id(record)] for record in before if id(record) in matched]
+    return [(record, matched.get(id(record))) for record in before]
 
 
 def _key(names: Sequence[str]) -> Callable[[Record], Hashable]:
     return lambda record: tuple(str(record.trial.get(name)) for name in names)
 
 
-def rows(matched: Sequence[tuple[Record, Record]]) -> list[Pair]:
-    """Returns a row for each pair; verdicts are corrected for the number of valid pairs."""
-    rows = [_pair(first, second) for first, second in matched]
-    valid = [index for index, pair in enumerate(rows) if pair.flag is None]
-    differences = [difference(matched[i][1], matched[i][0]) for i in valid]
+def _value(record: Record, key: str) -> str:
+    return str((record.fault if key == "fault" else record.trial.get(key)) or "-")
+
+
+def why_unmatched(before: Sequence[Record], after: Sequence[Record], across: Sequence[str]) -> str:
+    """Tells why no trial of the second sweep is the counterpart of one of the first."""
+    if not after:
+        return "the second has no record of such a trial"
+    differ, texts = [], []
+    for key in AXES:
+        values = [{_value(record, key) for record in side} for side in (before, after)]
+        if key not in across and values[0].isdisjoint(values[1]):
+            differ.append(key)
+            texts.append(f"{key} {' -> '.join(', '.join(sorted(side)) for side in values)}")
+    if differ:
+        pairing = ",".join([*across, *differ])
+        return f"the sweeps differ in {'; '.join(texts)}; --across {pairing} compares them"
+    return "no trial of one belongs to exactly one of the other; SWEEP@key=value chooses some"
+
+
+def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
+    """Returns a row for each match; verdicts are corrected for the number of valid pairs."""
+    rows = [_pair(first, second, across) for first, second in matched]
+    valid = {
+        index: (first, second)
+        for index, (first, second) in enumerate(matched)
+        if second is not None and rows[index].flag is None
+    }
+    differences = [_difference(*pair) for pair in valid.values()]
     for i, measured, verdict in zip(valid, differences, stats.verdicts(differences), strict=True):
         ratio = measured.ratio
         rows[i] = dataclasses.replace(
@@ -103,23 +146,38 @@ def rows(matched: Sequence[tuple[Record, Record]]) -> list[Pair]:
             ratio=ratio.value,
             ratio_low=ratio.low,
             ratio_high=ratio.high,
-            u_test=u_test(matched[i][0].repeats, matched[i][1].repeats),
+            u_test=u_test(*map(_per_sample, valid[i])),
             verdict=verdict,
             more_repeats=more_repeats(measured) if verdict == "UNSURE" else None,
         )
     return rows
 
 
-def _pair(first: Record, second: Record) -> Pair:
+def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
     """Returns a pair with its rates, or with the reason why it is not compared."""
+    pair = Pair(**identity(first), batch_size=first.trial["batch_size"])
+    if second is None:
+        known = _flag("first", first)
+        worse: Worse | None = None if known else "missing"
+        reason = known or "the second sweep has no such trial"
+        return dataclasses.replace(pair, status="missing", flag=reason, reason=reason, worse=worse)
     reason = _flag("first", first) or _flag("second", second)
     failed = [record.status for record in (first, second) if not record.ok]
     label = first.label if first.label == second.label else f"{first.label} -> {second.label}"
-    pair = Pair(**identity(first), batch_size=first.trial["batch_size"], flag=reason, reason=reason)
-    pair = dataclasses.replace(pair, algorithm=label, status=failed[0] if failed else "ok")
+    changed = [f"{key} {_value(first, key)} -> {_value(second, key)}" for key in across]
+    pair = dataclasses.replace(
+        pair,
+        algorithm=label,
+        status=failed[0] if failed else "ok",
+        across=", ".join(changed) or None,
+        flag=reason,
+        reason=reason,
+        worse=_worse(first, second),
+    )
     if first.throughput is None or second.throughput is None:
         return pair
-    unit = first.throughput.unit
+    units = dict.fromkeys(record.throughput.unit for record in (first, second))
+    unit = next(iter(units)) if len(units) == 1 else "samples/s"
     return dataclasses.replace(pair, before=_rate_of(first), after=_rate_of(second), unit=unit)
 
 
@@ -127,17 +185,37 @@ def _flag(side: str, record: Record) -> str | None:
     """Returns the reason why one side of a pair is not compared."""
     text = flag_text(record)
     if text is None and not record.timed:
-        text = "has timed no steps"
-        return f"the {side} {text}"
+        return f"the {side} has timed no steps"
     return text and f"the {side}: {text}"
+
+
+def _worse(first: Record, second: Record) -> Worse | None:
+    problem = flag(second)
+    if flag(first) is not None or problem is None:
+        return None
+    return problem.kind if problem.kind in ("failed", "incorrect") else "flagged"
+
+
+def _samples(record: Record) -> int:
+    """Returns the samples of all ranks per step."""
+    return record.trial["batch_size"] * record.trial["world_size"]
+
+
+def _per_sample(record: Record) -> Repeats:
+    return [[step / _samples(record) for step in repeat] for repeat in record.repeats]
+
+
+def _difference(first: Record, second: Record) -> Difference:
+    """Returns the difference of the throughputs; trials of a pair may differ in their samples."""
+    measured, more = difference(second, first), _samples(second) / _samples(first)
+    return dataclasses.replace(measured, log_ratio=measured.log_ratio + math.log(more))
 
 
 def _rate_of(record: Record) -> float:
     """Returns the throughput as tables show it; that of a trial that learns is on record."""
     if not record.timed:
         return record.throughput.value
-    samples = record.trial["batch_size"] * record.trial["world_size"]
-    return stats.throughput(record.repeats, samples).value
+    return stats.throughput(record.repeats, _samples(record)).value
 
 
 def u_test(before: Repeats, after: Repeats) -> float | None:
@@ -170,6 +248,8 @@ def geometric_mean(compared: Iterable[Pair]) -> tuple[float, int] | None:
 
 def environment(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
     """Returns the differences between the machines, a line each: `name: A -> B`."""
+    if not (before and after):
+        return []
     first, second = (flat_card(records[0].machine) for records in (before, after))
     return [
         f"{name}: {first.get(name, '-')} -> {second.get(name, '-')}"
@@ -192,14 +272,11 @@ def refuse_mixed(before: Sequence[Record], after: Sequence[Record]) -> None:
             )
 
 
-def regressions(compared: Iterable[Pair], share: float) -> list[Pair]:
-    """Returns the pairs whose second trial is SLOWER by more than a share of the throughput."""
-    return [pair for pair in compared if pair.verdict == "SLOWER" and pair.ratio < 1 - share]
-
-
-def table(compared: Sequence[Pair]) -> Table[Pair]:
-    """Returns the table of the pairs."""
-    return Table(compared, (*PLACE, *_COLUMNS))
+def table(compared: Sequence[Pair], across: Iterable[str] = ()) -> Table[Pair]:
+    """Returns the table of the pairs; keys that differ within pairs share a column."""
+    differ = [AXES[key] for key in across]
+    place = [column for column in PLACE if column.title not in differ]
+    return Table(compared, (*place[:-1], _ACROSS, place[-1], *_COLUMNS))
 
 
 def _rate(row: Pair, value: float | None) -> Cell:
@@ -216,6 +293,14 @@ def _more(row: Pair) -> Cell:
     return number(row.more_repeats, "{} more".format, missing=missing)
 
 
+_ACROSS: Column[Pair] = Column(
+    title="across",
+    cell=lambda row: Cell(row.across or ""),
+    right=False,
+    sparse=True,
+    weight=0,
+    role="place",
+)
 _COLUMNS: tuple[Column[Pair], ...] = (
     Column(title="first", cell=lambda row: _rate(row, row.before), weight=1),
     Column(title="second", cell=lambda row: _rate(row, row.after), weight=1),

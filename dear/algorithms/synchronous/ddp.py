@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dear.buckets.compressors import CompressedOptions, Compression
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total
 from dear.buckets.updates import beside, run_hooks
+from dear.comm.backends import mismatch_errors
 from dear.comm.communicator import Communicator
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
@@ -157,7 +158,11 @@ class _DdpEngine(Engine[Ddp.Options]):
         self._passes = Passes(self.params, ddp.reducer, self.hooks)
 
         def before_forward(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-            with self._whole_passes():
+            trains = model.training and torch.is_grad_enabled()
+            with self._whole_passes(), self._same_passes():
+                if not trains and communicator.size > 1 and ddp.will_sync_module_buffers():
+                    # A rank that evaluates alone must not get into step with others that train.
+                    communicator.barrier()
                 return ddp._pre_forward(*args, **kwargs)
 
         def after_forward(output: object) -> object:
@@ -173,6 +178,18 @@ class _DdpEngine(Engine[Ddp.Options]):
             before=before_forward,
             after=after_forward,
         )
+
+    @contextlib.contextmanager
+    def _same_passes(self) -> Iterator[None]:
+        """Context in which the ranks find that they run different passes."""
+        try:
+            yield
+        except mismatch_errors() as error:
+            raise UserError(
+                "ddp: each forward pass sends the model's buffers (of batch normalization, e.g.) "
+                "from rank 0, so all ranks must run the same ones; evaluate on every rank, or use "
+                f"the option broadcast_buffers=False ({error})"
+            ) from None
 
     @contextlib.contextmanager
     def _whole_passes(self) -> Iterator[None]:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, TypeGuard, TypeVar, cast
 
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.grouping import MIB
 from dear.buckets.updates import element_wise
+from dear.comm.backends import mismatch_errors
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, Update, held, step_after_closure
-from dear.training.inflight import InFlight
+from dear.training.inflight import InFlight, Mixin, as_plain
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor import DTensor
     from torch.optim.optimizer import StateDict
@@ -112,6 +116,7 @@ class _FsdpEngine(AveragingEngine):
         super().__init__(replica, self._sharded.rest)
         self._point_to(self._sharded.of)
         self.resume({})
+        self._sharded.meet()
         self._paused = False
         self._unsent = False
         self._fresh = False
@@ -166,13 +171,18 @@ class _FsdpEngine(AveragingEngine):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         self._paused, before = True, self._paused
-        self._sharded.root.set_requires_gradient_sync(False)
+        self._let_sync(False)
         try:
             with super().no_sync():
                 yield
         finally:
             self._paused = before
-            self._sharded.root.set_requires_gradient_sync(not before)
+            self._let_sync(not before)
+
+    def _let_sync(self, allowed: bool) -> None:
+        self._sharded.root.set_requires_gradient_sync(allowed)
+        # `p.grad` is this rank's gradient meanwhile, as with other algorithms.
+        self._sharded.root.set_reshard_after_backward(allowed)
 
     def forget(self) -> None:
         if self._unsent:
@@ -192,6 +202,8 @@ class _FsdpEngine(AveragingEngine):
         self.optimizer.state.update({plain.get(param, param): s for param, s in state.items()})
 
     def _before_forward(self, module: torch.nn.Module) -> None:
+        self._sharded.refuse_half_sent()
+        self._sharded.meet()
         if self._sharded.whole:
             self._sharded.reshard()
         if module.training and torch.is_grad_enabled():
@@ -210,6 +222,7 @@ class _FsdpEngine(AveragingEngine):
 
     def resume(self, state: StateDict) -> None:
         """Cuts whole state, of the script's own parameters or of sharded ones, into parts."""
+        self._sharded.loaded = True
         states = self.optimizer.state
         for param, sharded in self._sharded.of.items():
             known = states.pop(param, None) or states.get(sharded)
@@ -220,6 +233,7 @@ class _FsdpEngine(AveragingEngine):
                 }
 
     def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
+        self._sharded.meet()
         state = self.optimizer.state
         return {
             param: {key: full(value) for key, value in state[param].items()}
@@ -270,6 +284,8 @@ class ShardedModel:
     """Sharded parameter of each of the script's own."""
     whole = False
     """True while the model has whole parameters."""
+    loaded = False
+    """True if this rank has loaded state, and does not know yet that all others have."""
     _memory: Mapping[Place, torch.Tensor] = {}
     """Memory of the whole parameters."""
     _versions: Sequence[int] = ()
@@ -315,13 +331,17 @@ class ShardedModel:
         self._units, self.freed = _units(blocks, self._places)
         self.of = {param: _registered(module, name) for module, name, param in self._places}
         self._empty = InFlight(_refuse_empty)
+        self._parts = _Parts()
+        self._parts.launch(self.of.values())
+        self._guard_collectives()
+        self._communicator = communicator
         self._give_up_own()
         # They must run before torch's hooks, which read whole parameters as if they were parts.
         self._handles = [
             handle
             for module in dict.fromkeys(module for module, _, _ in self._places)
             for handle in (
-                module.register_state_dict_pre_hook(lambda *_: self.reshard()),
+                module.register_state_dict_pre_hook(lambda *_: self._before_state()),
                 module.register_state_dict_post_hook(lambda *given: self._give(*given)),
                 module.register_load_state_dict_pre_hook(self._take),
             )
@@ -329,6 +349,17 @@ class ShardedModel:
         self.gather()  # torch registers the rest of its hooks, which `release` must know
         self.reshard()
         self._after = [_Traces(module) for module in self._modules]
+
+    def _guard_collectives(self) -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+            DefaultAllGather,
+            DefaultReduceScatter,
+        )
+
+        for module in self._sharding:
+            module.set_custom_all_gather(cast("AllGather", _Together(DefaultAllGather())))
+            scatter = cast("ReduceScatter", _Together(DefaultReduceScatter()))
+            module.set_custom_reduce_scatter(scatter)
 
     def _give_up_own(self) -> None:
         """Empties the script's own parameters, and refuses what needs them or the whole model."""
@@ -378,6 +409,37 @@ class ShardedModel:
             module.reshard()
         self._versions = self._now()
 
+    def meet(self) -> None:
+        """Waits, after this rank has loaded state, for the others to have loaded theirs.
+
+        Raises:
+            UserError: another rank has loaded none, and the backend can see it.
+        """
+        if self.loaded:
+            self.loaded = False
+            try:
+                self._communicator.barrier()
+            except mismatch_errors() as error:
+                raise UserError(
+                    "fsdp: this rank has loaded state and another rank has not; each rank holds a "
+                    f"part, so every rank must load the whole checkpoint ({error})"
+                ) from None
+
+    def _before_state(self) -> None:
+        self.meet()
+        self.reshard()
+
+    def refuse_half_sent(self) -> None:
+        """Raises `UserError` if the last backward pass ended with an error."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        passing = TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
+        if any(group._training_state in passing for group in self._groups()):
+            raise UserError(
+                "fsdp: the last backward pass ended with an error, after parts of its gradients "
+                "were averaged; resume from a checkpoint, or use algorithm='dear'"
+            )
+
     def refuse_written(self) -> None:
         """Raises `UserError` if a pass has written to whole parameters, which torch discards."""
         if not self.whole and self._now() != self._versions:
@@ -413,6 +475,7 @@ class ShardedModel:
         for handle in self._handles:
             handle.remove()
         self._empty.land(self.of)
+        self._parts.land(self.of.values())
         with torch.no_grad():
             for param, sharded in self.of.items():
                 gradient = None if sharded.grad is None else full(sharded.grad)
@@ -448,12 +511,100 @@ class ShardedModel:
 
     def _take(self, module: torch.nn.Module, state: StateDict, prefix: str, *_: object) -> None:
         self.reshard()
+        self.loaded = True
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             if not _in_parts(param) or not isinstance(value, torch.Tensor) or _in_parts(value):
                 continue
             if value.shape == param.shape:  # torch raises an error for other shapes
                 state[prefix + name] = shard(value.to(param.device, param.dtype), param)
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Raises `UserError` where the ranks call different operations."""
+    try:
+        yield
+    except mismatch_errors() as error:
+        raise UserError(
+            "fsdp: each rank holds a part of the parameters, so all ranks must run the same "
+            "passes, and load state, call state_dict() and synchronize() together; one of them "
+            f"did not: {error}"
+        ) from None
+
+
+class _Together:
+    """Collective of torch's FSDP; raises `UserError` where the ranks call different operations."""
+
+    def __init__(self, collective: AllGather | ReduceScatter) -> None:
+        self._call: Callable[..., object] = collective.__call__
+        self.allocate = collective.allocate
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        with _together():
+            return self._call(*args, **kwargs)
+
+
+class _Part(Mixin):
+    """Part of the class of a parameter that is kept in parts."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> torch.Tensor:
+        value: torch.Tensor = as_plain(self, operator.attrgetter("data"))
+        return value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise UserError(
+            "fsdp: a value that is assigned to `.data` of a parameter in parts would be lost; call "
+            "optimizer.synchronize() before, or copy_() the value into the parameter"
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        return as_plain(self, lambda param: copy.deepcopy(param, memo))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        return as_plain(self, lambda param: param.__reduce_ex__(protocol))
+
+
+def _explained(
+    cls: type,
+    func: Callable[..., object],
+    types: Sequence[type],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+) -> object:
+    """Runs `func`, a function of torch that takes a parameter in parts."""
+    if func is torch.autograd.grad:
+        raise UserError(
+            "fsdp: torch.autograd.grad() has no gradients of parameters that are kept in parts; "
+            "call backward(), or use algorithm='dear'"
+        )
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"fsdp: torch cannot run {getattr(func, '__name__', func)}() on a parameter that is "
+            f"kept in parts ({error}); call optimizer.synchronize() before, or use "
+            "algorithm='dear'"
+        ) from None
+    if _in_parts(result) and not isinstance(result, _Part):
+        kind = next(kind for kind in types if issubclass(kind, _Part))
+        setattr(result, "__class__", kind)  # noqa: B010  (mypy has no other way)
+    return result
+
+
+class _Parts(InFlight):
+    """Parameters of one engine that are kept in parts."""
+
+    mixin = _Part
+    function = staticmethod(_explained)
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
 
 
 def _refuse_empty() -> NoReturn:
@@ -497,7 +648,20 @@ class _Traces:
 
 def full(value: T) -> T | torch.Tensor:
     """Returns the whole of a sharded tensor, in its own memory; a collective call."""
-    return value.full_tensor().contiguous() if _in_parts(value) else value
+    if not _in_parts(value):
+        return value
+    if not value.placements[0].is_shard():
+        return value.full_tensor()
+    # `full_tensor()` does the same, but its errors have lost their class.
+    rows, *rest = value.shape
+    mesh = value.device_mesh
+    mine = value.to_local()
+    padded = mine.new_zeros((-(-rows // mesh.size()), *rest))
+    padded[: len(mine)] = mine
+    whole = padded.new_empty((mesh.size() * len(padded), *rest))
+    with _together():
+        mesh.get_group()._allgather_base(whole, padded).wait()
+    return whole[:rows].clone() if len(whole) > rows else whole
 
 
 def shard(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,9 @@ _SYNCHRONIZE = {LATER: "optimizer.synchronize()", **_TOO_LATE}
 _NO_SCALER = {TRACKING: "without a scaler", **_TOO_LATE}
 _FSDP_TWICE = {"fsdp": "cannot differentiate twice"}
 _FSDP_PARTS = {"fsdp": "call model(...) itself"}
+_FSDP_WHOLE = {"fsdp": "call optimizer.synchronize() before"}
+_FSDP_GRAD = {"fsdp": "has no gradients of parameters that are kept in parts"}
+_FSDP_ALONE = {"fsdp": "each rank holds a part"}
 
 REFUSED: dict[Loop, dict[str, str]] = {
     states.unfrozen_later: {ALL: "close() and wrap again after unfreezing"},
@@ -45,7 +48,8 @@ REFUSED: dict[Loop, dict[str, str]] = {
         f"{LATER} fsdp {MIXING}": "use algorithm='allreduce'",
         "ddp:zero=True": "use zero=False",
     },
-    passes.sam: _ON_THE_WAY,
+    passes.sam: {**_ON_THE_WAY, **_FSDP_WHOLE},
+    passes.penalty_of_gradients: {"fsdp:stage=2": "cannot differentiate twice", **_FSDP_GRAD},
     passes.sam_averaged: {**_TOO_LATE, **_ON_THE_WAY},
     passes.accumulated: {EARLY: "optimizer.no_sync()"},
     passes.penalty_after: {
@@ -57,7 +61,11 @@ REFUSED: dict[Loop, dict[str, str]] = {
     passes.another_method: {**_FSDP_PARTS, **_OWN},
     passes.forward_itself: {**_FSDP_PARTS, **_OWN},
     passes.in_parts: {**_FSDP_PARTS, **_OWN},
-    between.failed_batch: {"ddp": "call backward() once", **_TOO_LATE},
+    between.failed_batch: {
+        "ddp": "call backward() once",
+        "fsdp": "the last backward pass ended with an error",
+        **_TOO_LATE,
+    },
     between.batch_left_out: _TOO_LATE,
     passes.gan: {EARLY: "optimizer.no_sync()"},
     between.lookahead: {**_TOO_LATE, "ddp:zero=True": "use zero=False"},
@@ -71,37 +79,27 @@ REFUSED: dict[Loop, dict[str, str]] = {
     between.scaled: _NO_SCALER,
     between.scaled_and_clipped: {"dadt": "leave unscaling to scaler.step(optimizer)", **_NO_SCALER},
     between.scaled_as_ever: {**_SYNCHRONIZE, **_NO_SCALER},
-    passes.sub_module: _OWN,
+    passes.sub_module: {"fsdp:min_mb=1.0": "call model(...) itself", **_OWN},
     passes.compiled_later: _OWN,
-    between.no_backward: _OWN,
+    between.no_backward: {**_OWN, **_FSDP_GRAD},
+    between.ema: _FSDP_WHOLE,
     between.lookahead_around: _SENT,
     between.clamped: _SENT,
-    between.data_assigned: _SENT,
-    between.as_vector: _SENT,
+    between.data_assigned: {**_SENT, **_FSDP_WHOLE},
+    between.as_vector: {**_SENT, **_FSDP_WHOLE},
     between.deep_copied: _WHOLE,
     between.saved_whole: _WHOLE,
     states.pruned_later: _TAKEN,
+    states.loaded_by_root: _FSDP_ALONE,
+    states.evaluated_by_root: _FSDP_ALONE,
+    states.normed_and_evaluated_by_root: {"ddp": "broadcast_buffers=False", **_FSDP_ALONE},
+    states.state_read_by_root: _FSDP_ALONE,
+    states.used_by_turns: _FSDP_ALONE,
     states.parametrized_later: {**_TAKEN, **_SENT, "ddp": "wrap again"},
 }
 """Words by the labels of subjects; several labels are one text with spaces."""
 
 
-_FSDP = {"fsdp": "torch's traceback"}
-KNOWN: dict[Loop, dict[str, str]] = {
-    between.ema: _FSDP,
-    between.data_assigned: {"fsdp": "the write is lost"},
-    between.as_vector: {"fsdp": "the write is lost"},
-    states.loaded_by_root: {"fsdp": "one rank loads"},
-    between.failed_batch: {"fsdp": "a part is averaged"},
-    states.used_by_turns: _FSDP,
-    between.no_backward: _FSDP,
-    states.normed_and_evaluated_by_root: {"ddp": "one rank alone, by timing", **_FSDP},
-    passes.sam: _FSDP,
-    passes.penalty_of_gradients: _FSDP,
-    states.evaluated_by_root: _FSDP,
-    states.state_read_by_root: _FSDP,
-}
-"""Reasons why a loop is neither right nor refused yet."""
 UNDEFINED: dict[Loop, str] = {
     states.frozen_later: TRACKING,
     states.used_by_turns: TRACKING,
@@ -120,8 +118,3 @@ def _of(table: dict[str, str], subject: Subject) -> str | None:
 def words_of(loop: Loop, subject: Subject) -> str | None:
     """Returns words of the message with which the subject refuses the loop; None: it is right."""
     return _of(REFUSED.get(loop, {}), subject)
-
-
-def known(loop: Loop, subject: Subject) -> str | None:
-    """Returns the reason for which the loop is known to fail, or None."""
-    return _of(KNOWN.get(loop, {}), subject)

@@ -161,7 +161,7 @@ def on_rank(subject: Subject, loop: Loop) -> Seen | str:
         return run.seen
     except UserError as error:
         text = str(error)
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(UserError, RuntimeError):  # the group may have failed
             run.close()
         return text
     except Exception:

@@ -55,6 +55,8 @@ struct SystemError : KindOfError<SystemError> {
 
 // Calls CommError::with on `error`. Any other std::exception becomes a SystemError.
 std::exception_ptr with_context(const std::exception_ptr& error, const std::string& prefix);
+// Returns whether `error` is a MismatchError.
+bool is_mismatch(const std::exception_ptr& error);
 // Returns the text of `error`, which must be a std::exception.
 std::string message_of(const std::exception_ptr& error);
 

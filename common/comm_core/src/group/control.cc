@@ -132,9 +132,9 @@ bool Control::connected() const {
   return true;
 }
 
-void Control::tell_failure(const std::string& reason) {
+void Control::tell_failure(const std::string& reason, bool mismatch) {
   failed_ = true;
-  send_all(Kind::failure, group_.rank(), reason, -1);
+  send_all(mismatch ? Kind::mismatch : Kind::failure, group_.rank(), reason, -1);
 }
 
 void Control::tell_goodbye(uint64_t finished) {
@@ -178,7 +178,9 @@ void Control::heard(int line, Kind kind, int from, const std::string& text) {
     return;
   }
   failed_ = true;
-  group_.fail(std::make_exception_ptr(AbortedError(group_.peer(from).label + " failed: " + text)),
+  const std::string reason = group_.peer(from).label + " failed: " + text;
+  group_.fail(kind == Kind::mismatch ? std::make_exception_ptr(MismatchError(reason))
+                                     : std::make_exception_ptr(AbortedError(reason)),
               false);
 }
 

@@ -28,8 +28,9 @@ class Control {
   // Returns whether all connections of this rank are authenticated.
   bool connected() const;
 
-  // Reports to all ranks that the group has failed, with the reason.
-  void tell_failure(const std::string& reason);
+  // Reports to all ranks that the group has failed, with the reason, which they get as a
+  // MismatchError or as an AbortedError.
+  void tell_failure(const std::string& reason, bool mismatch);
   // Reports to rank 0 the collective in which this rank has been waiting for long.
   void show(const FrameHeader& frame);
   // Reports to all ranks that this rank leaves, after the collective with sequence number
@@ -39,7 +40,7 @@ class Control {
  private:
   class Line;
   friend class Line;
-  enum class Kind : uint8_t { failure, goodbye, waiting };
+  enum class Kind : uint8_t { failure, goodbye, waiting, mismatch };
   struct Message {
     uint32_t magic;
     Kind kind;

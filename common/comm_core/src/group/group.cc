@@ -191,7 +191,7 @@ void Group::fail(std::exception_ptr error, bool tell) {
   }
   if (messenger_ != nullptr) messenger_->fail(error);
   if (shm_ != nullptr) shm_->fail();
-  if (tell && control_ != nullptr) control_->tell_failure(told);
+  if (tell && control_ != nullptr) control_->tell_failure(told, is_mismatch(error));
 }
 
 void Group::abort(const std::string& reason) {

@@ -192,6 +192,8 @@ def _convert_scalar(value: object, hint: type, what: str, path: str) -> object:
         except ValueError:
             raise _mismatch(what, path, value, "a number") from None
     right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    if right and isinstance(value, int) and abs(value) >= 1 << 63:
+        raise _mismatch(what, path, value, "a whole number of less than 64 bits")
     if not right:
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
         raise _mismatch(what, path, value, names[hint])
@@ -202,10 +204,11 @@ def _mismatch(what: str, path: str, value: object, wanted: str) -> UserError:
     return UserError(f"{what} {path!r}: must be {wanted}, got {value!r}")
 
 
-def at_least(name: str, value: float | None, least: float) -> None:
-    """Raises `UserError` unless `value` is None, or `>= least` and finite; for `__post_init__`."""
-    if value is not None and not least <= value < math.inf:
-        raise UserError(f"{name} must be at least {least:g}, got {value}")
+def at_least(name: str, value: float | None, least: float, most: float = math.inf) -> None:
+    """Raises `UserError` unless `value` is None, or finite and from `least` to `most`."""
+    if value is not None and not (least <= value <= most and value < math.inf):
+        end = f" and at most {most}" if most < math.inf else ""
+        raise UserError(f"{name} must be at least {least:g}{end}, got {value}")
 
 
 def positive(name: str, value: float | None) -> None:

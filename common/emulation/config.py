@@ -12,6 +12,8 @@ from dear.options import at_least, positive
 
 # Two bytes of the address number the hosts; no machine has memory for this many.
 MAX_HOSTS = 4096
+MOST_TIME_SCALE = 10_000
+"""Larger scales make the shortest sweep last for days."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,10 @@ class ClusterConfig:
         at_least("cluster.ranks_per_host", self.ranks_per_host, 1)
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
+        at_least("cluster.time_scale", self.time_scale, 0, MOST_TIME_SCALE)
         at_least("cluster.min_time_scale", self.min_time_scale, 1)
-        at_least("cluster.max_time_scale", self.max_time_scale, self.min_time_scale)
+        most = self.max_time_scale
+        at_least("cluster.max_time_scale", most, self.min_time_scale, MOST_TIME_SCALE)
 
     def links_digest(self, network: str) -> str:
         """Hash of everything that decides how the links of this network behave."""

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import errno
 import io
+import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parse(list(arguments))
+        for flag in ("logs", "trace"):
+            _check_folder(flag, getattr(options, flag, None))
         options.arguments = arguments
         return verbs.load(options.verb).main(options)
     except UserError as error:
@@ -78,6 +82,14 @@ def _full(*folders: Path) -> Path | str:
     return "output"
 
 
+def _check_folder(flag: str, folder: Path | None) -> None:
+    """Raises `UserError` if a file is in the place of the folder, or of one above it."""
+    if folder is not None:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise UserError(f"--{flag} {folder}: {there} is not a folder")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see `{self.prog} --help`)")
@@ -89,6 +101,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         UserError: an unknown verb or flag.
     """
+    empty = [word for word in arguments if word == "" or re.fullmatch("--[a-z-]+=", word)]
+    if empty:
+        raise UserError(f"an argument is empty: {shlex.join(arguments)}")
     known = verbs.names()
     words = [word for word in arguments if not word.startswith("-")]
     if not words or words[0] not in known:

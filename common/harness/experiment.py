@@ -36,6 +36,8 @@ from dear.errors import UserError, unknown
 from dear.options import at_least, positive
 from dear.training.algorithm import Options, algorithm_options, plugin_of
 
+_CONTROLS = {*map(chr, range(32)), "\x7f"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmChoice:
@@ -49,6 +51,9 @@ class AlgorithmChoice:
     """Name in tables; null: the algorithm's name and its options."""
 
     def __post_init__(self) -> None:
+        label = "x" if self.label is None else self.label
+        if not label.strip() or any(c in _CONTROLS for c in label):
+            raise UserError(f"label: must be a name on one line, got {self.label!r}")
         name, options = aliases.resolved(self.name, self.options)
         if name != self.name and self.label is None:
             object.__setattr__(self, "label", self.title)  # as it was asked for
@@ -162,7 +167,8 @@ class Experiment:
             given = getattr(self, key)
             chosen = tuple(kind(name=item) if isinstance(item, str) else item for item in given)
             object.__setattr__(self, key, chosen)
-        if not self.name or any(c in self.name for c in "/\\ ") or self.name.startswith("."):
+        wrong = any(c in "/\\ " or c in _CONTROLS for c in self.name)
+        if not self.name or wrong or self.name.startswith("."):
             raise UserError(f"name: must be usable as a folder's name, got {self.name!r}")
         for key in ("algorithms", "models"):
             if not getattr(self, key):
@@ -170,14 +176,14 @@ class Experiment:
         if self.world_sizes is not None and not self.world_sizes:
             raise UserError("world_sizes: must not be empty")
         for size in self.worlds:
-            at_least("world_sizes", size, 1)
+            at_least("world_sizes", size, 1, _MOST_WORKERS)
         if self.dtype not in DTYPES:
             raise unknown("dtype", self.dtype, DTYPES)
         if self.threads_per_rank is not None:
-            at_least("threads_per_rank", self.threads_per_rank, 1)
+            at_least("threads_per_rank", self.threads_per_rank, 1, _MOST_THREADS)
         positive("timeout_s", self.timeout_s)
         positive("collective_timeout_s", self.collective_timeout_s)
-        at_least("seed", self.seed, 0)
+        at_least("seed", self.seed, 0, _LARGEST_SEED)
         self._check_launch()
         object.__setattr__(self, "models", tuple(choice.brought() for choice in self.models))
         self._check_cluster()
@@ -427,5 +433,7 @@ class Experiment:
 
 
 _SHOWN = 8
+_MOST_WORKERS, _MOST_THREADS = 1 << 16, 1 << 12
+_LARGEST_SEED = (1 << 32) - 1
 _AS_GIVEN = ("launcher", "launcher_options", "device", "dtype", "seed", "optimizer", "measure")
 _AS_GIVEN += ("collective_timeout_s",)

@@ -53,13 +53,36 @@ def refused(capsys, *arguments: str) -> str:
         ([*EMULATED, "--set", "faults=[{kind: link_down, host: 9}]"], "host 9 runs no rank"),
         ([*EMULATED, "--set", "models.0.batch_size=63"], "allowed: 16, 32, 64, 128"),
         ([*EMULATED, "--set", "launcher=slurm"], "does not run on virtual hosts"),
+        (["--set", f"seed={1 << 32}"], "seed must be at least 0 and at most 4294967295, got"),
+        (["--set", "seed=99999999999999999999"], "'seed': must be a whole number of less than 64"),
+        (["--set", "measure.repeats=99999999999999999999"], "whole number of less than 64 bits"),
+        (["--set", "world_sizes=[999999999999]"], "world_sizes must be at least 1 and at most"),
+        (["--set", "threads_per_rank=99999"], "threads_per_rank must be at least 1 and at most"),
+        ([*EMULATED, "--time-scale", "1e300"], "cluster.time_scale must be at least 0 and at most"),
+        (["-n", "--ranks-per-host", "99999999999"], "world_sizes must be at least 1 and at most"),
+        (["--set", 'name="a\\0b"'], "name: must be usable as a folder's name"),
+        (["--set", 'algorithms=[{name: dear, label: "a\\nb"}]'], "label: must be a name on one"),
+        (["--filter", ""], "an argument is empty"),
+        (["report", "quick", "--out="], "an argument is empty"),
+        (["compare", "a@", "b"], "a@: needs a label or key=value after the @"),
+        *(
+            ([*words, flag, f"{__file__}/below"], f"{__file__} is not a folder")
+            for words, flag in (
+                *((["run", QUICK, "-n"], flag) for flag in ("--logs", "--trace")),
+                *(([verb], "--logs") for verb in ("list", "show", "report", "doctor")),
+                (["compare", "a", "b"], "--logs"),
+                (["merge", "a", "--into", "b"], "--logs"),
+            )
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
 def test_a_mistake_is_one_line_and_status_2(tmp_path, capsys, arguments, words):
     if arguments[0].startswith("--"):
         arguments = ["run", QUICK, *arguments]
-    assert words in refused(capsys, *arguments, "--logs", str(tmp_path / "logs"))
+    if "--logs" not in arguments:
+        arguments = [*arguments, "--logs", str(tmp_path / "logs")]
+    assert words in refused(capsys, *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,9 +123,8 @@ def test_logs_that_cannot_be_written_are_refused(tmp_path, capsys):
         blocked.mkdir(mode=0o555)
     else:  # root may write anywhere but below a file
         blocked.write_text("")
-    assert "cannot write to" in refused(
-        capsys, "run", QUICK, "--logs", str(blocked), "-k", "mnist", "--quiet"
-    )
+    text = refused(capsys, "run", QUICK, "--logs", str(blocked), "-k", "mnist", "--quiet")
+    assert "cannot write to" in text or "is not a folder" in text
 
 
 def test_a_dry_run_prints_every_trial_and_writes_nothing(tmp_path, capsys):

@@ -92,7 +92,7 @@ def test_an_unknown_network_is_one_clear_line(name, words):
         (ClusterConfig, {"time_scale": 0}, "cluster.time_scale must be greater than 0"),
         (ClusterConfig, {"max_time_scale": 0.5}, "cluster.max_time_scale must be at least 1"),
         (ClusterConfig, {"min_time_scale": 0.5}, "cluster.min_time_scale must be at least 1"),
-        (ClusterConfig, {"min_time_scale": 50}, "cluster.max_time_scale must be at least 50, got"),
+        (ClusterConfig, {"min_time_scale": 50}, "cluster.max_time_scale must be at least 50 and"),
         (ClusterConfig, {"kind": "real"}, "key of cluster 'kind': unknown value 'real'"),
         (Fault, {"kind": "link_down"}, "needs `host:`"),
         (Fault, {"kind": "link_down", "host": 1, "rank": 1}, "has no `rank:`"),

@@ -216,7 +216,7 @@ def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(k
     assert [row.leads for row in table] == [None, False, True]
     found = answers.remarks(table, [])
     assert [line for line in found if not line.startswith("event model: ")] == [
-        "mnist_cnn, 2 workers: no speed-ups or verdicts: the baseline dear is not valid "
+        "mnist_cnn, batch 8, 2 workers: no speed-ups or verdicts: the baseline dear is not valid "
         f"({flag_text(made)})"
     ]
     assert reports([made]) == {"0": {}}
@@ -289,7 +289,7 @@ def varied(algorithm, factors, **more):
 
 def test_summary_names_the_fastest_of_each_model_and_world_and_its_lead():
     (line,) = summary(SWEEP)
-    lead = "mnist_cnn, 2 workers: dear has the highest throughput"
+    lead = "mnist_cnn, batch 8, 2 workers: dear has the highest throughput"
     assert line == f"{lead}, 2.00x ddp (95 % CI 2.00-2.00: FASTER)"
     assert summary(SWEEP, "dear") == [lead]
     assert summary(SWEEP, "wfbp") == [f"{lead} (no wfbp to compare with)"]
@@ -300,7 +300,8 @@ def test_summary_names_the_fastest_of_each_model_and_world_and_its_lead():
     cells = [{"world": 2}, {"world": 4}, {"world": 2, "model": "alexnet"}]
     found = summary([record(n, s, **c) for c in cells for n, s in (("ddp", 0.1), ("dear", 0.05))])
     assert [line.partition(":")[0] for line in found] == [
-        f"{model} workers" for model in ("mnist_cnn, 2", "mnist_cnn, 4", "alexnet, 2")
+        f"{model} workers"
+        for model in ("mnist_cnn, batch 8, 2", "mnist_cnn, batch 8, 4", "alexnet, batch 8, 2")
     ]
 
 
@@ -327,8 +328,8 @@ def test_below_the_table_stands_what_could_have_been_detected():
     table = rows.make_rows([varied("dear", (1, 1.02, 0.98)), record("ddp"), record("wfbp")], "ddp")
     line, _ = answers.remarks(table, [])
     assert line == (
-        "mnist_cnn, 2 workers: smallest difference that this run detects with 80 % probability "
-        "(Holm's correction for 2 comparisons): "
+        "mnist_cnn, batch 8, 2 workers: smallest difference that this run detects with 80 % "
+        "probability (Holm's correction for 2 comparisons): "
         f"dear {table[0].detectable:.1%}, wfbp 2.0%"
     )
     assert table[0].detectable > 0.08
@@ -346,8 +347,8 @@ def test_a_ratio_that_is_too_wide_says_how_many_repeats_it_takes():
     line = answers.remarks(table, [])[-1]
     half = (dear.speedup_high - dear.speedup_low) / 2
     assert line.startswith(
-        "mnist_cnn, 2 workers: intervals wider than +- 2 %, and the further repeats that would "
-        f"probably narrow them: dear 2.00 +- {half:.2f}: about 4; wfbp "
+        "mnist_cnn, batch 8, 2 workers: intervals wider than +- 2 %, and the further repeats that "
+        f"would probably narrow them: dear 2.00 +- {half:.2f}: about 4; wfbp "
     )
     assert line.endswith(": more than 1000")
     # It was asked for 10 %: that is there.

@@ -173,7 +173,7 @@ def test_the_fastest_and_the_slowest_and_those_far_from_their_bound_are_explaine
     slow, fast = made(0.44, [14 * MB]), made(0.302, [9 * MB, 100_000], label="wfbp")
     bound = Bound(kind="wfbp", step_s=0.3, compute_limit_s=0.3, wire_limit_s=None)
     between = made(0.35, [4 * MB, 5 * MB, 5 * MB], label="dear", bound=bound)
-    place = "mnist_cnn, 4 workers: "
+    place = "mnist_cnn, batch 8, 4 workers: "
     first, last, far = told(slow, between, fast)
     assert first.startswith(f"{place}wfbp (fastest): it hides")
     assert last.startswith(f"{place}ddp (slowest): it sends all 14.0 MB")

@@ -179,7 +179,9 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
     Args:
         required: whether it is an error if there is none.
     """
-    name, _, chosen = text.partition("@")
+    name, at, chosen = text.partition("@")
+    if at and not chosen:
+        raise UserError(f"compare: {text}: needs a label or key=value after the @")
     folder = next((path for path in (Path(name), logs / name) if (path / RECORDS).exists()), None)
     if folder is None:
         problem = f"compare: no records in {name}, nor in {logs / name}"

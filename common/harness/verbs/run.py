@@ -161,8 +161,7 @@ def main(options: argparse.Namespace) -> int:
         experiment = load(path, [*cluster_overrides(options), *options.set], command_line)
         everything = experiment.trials()
     assumption = command_line.assumption([model.name for model in experiment.models])
-    axes = _axes(experiment, everything) if unnamed else None
-    for line in filter(None, (assumption, experiment.fallback, axes)):
+    for line in filter(None, (assumption, experiment.fallback)):
         if not sandbox.inside():  # the process outside has printed it
             print(line, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
@@ -173,6 +172,8 @@ def main(options: argparse.Namespace) -> int:
 
     trials = plan.select(everything, options.filter, options.shard, experiment.name)
     check_fit(trials)
+    if unnamed:
+        print(_axes(experiment, everything), file=sys.stderr)
     folder = options.logs / experiment.name
     if options.dry_run:
         plan.show(trials, folder, experiment, options)

@@ -37,7 +37,12 @@ class Identity:
     def where(self) -> str:
         """Description of the place, for a sentence."""
         extra = "".join(f", {name}" for name in (self.network, self.fault) if name)
-        return f"{self.model}, {self.world_size} workers{extra}"
+        return f"{self.what}, {self.world_size} workers{extra}"
+
+    @property
+    def what(self) -> str:
+        """Description of what is trained, for a sentence."""
+        return self.model
 
 
 class IdentityFields(TypedDict):

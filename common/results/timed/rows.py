@@ -101,6 +101,10 @@ class Row(Validity, Times, Compared):
     """yes, NO or unchecked."""
 
     @property
+    def what(self) -> str:
+        return f"{self.model}, batch {self.batch_size}"
+
+    @property
     def batch(self) -> int:
         return self.batch_size
 

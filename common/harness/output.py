@@ -11,6 +11,7 @@ from common.paths import COMMAND, LOGS, RECORDS, short
 from common.results.exports.reference_reports import reports
 from common.results.records import Record, fabric_words, is_learning
 from common.results.report.overview import has_valid, no_answer, overview
+from common.results.store import Comparison
 from common.results.tables.table import csv_text
 from common.results.timed import rows
 from common.results.validity import flag_text, incorrect
@@ -49,7 +50,8 @@ def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     (folder / "table.csv").write_text(csv_text(summary.kind, summary.rows), encoding="utf-8")
     if summary.kind is rows.Row:
         (folder / "reports.json").write_text(
-            json.dumps(reports(records), indent=2), encoding="utf-8"
+            json.dumps(reports(records, Comparison.load(folder).worlds), indent=2),
+            encoding="utf-8",
         )
 
 

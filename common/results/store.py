@@ -195,6 +195,8 @@ class Comparison:
 
     compare_to: str
     trials: tuple[str, ...]
+    worlds: tuple[int, ...] = ()
+    """Numbers of workers of the trials, but for the single worker's."""
 
     def save(self, folder: Path) -> None:
         """Writes the comparison beside the records."""
@@ -209,7 +211,8 @@ class Comparison:
                 f"{folder} has no {_EXPERIMENT}: run the sweep again; it continues where it stopped"
             )
         values = json.loads(path.read_bytes())
-        return cls(compare_to=values["compare_to"], trials=tuple(values["trials"]))
+        lists = {key: tuple(values.get(key, ())) for key in ("trials", "worlds")}
+        return cls(compare_to=values["compare_to"], **lists)
 
     def results(self, folder: Path) -> list[Record]:
         """Returns the newest record of each trial that has one."""

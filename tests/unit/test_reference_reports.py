@@ -30,10 +30,29 @@ def test_reference_reports_have_the_references_structure():
     one = record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)
     assert reports([one]) == {"0": {"resnet50_64": {"mgwfbp": ["7897.600"]}}}
     assert list(reports([record(launcher="ssh", launcher_options={"rdma": 1})])) == ["1"]
-    # Worlds ascending, and the rest left out.
-    failed, single = record("wfbp", status="failed"), record("none", world=1)
-    found = reports([record("ddp", 0.1, 4), failed, single, record("ddp", 0.1, 2)])
-    assert found == {"0": {"mnist_cnn_8": {"ddp": ["160.000", "320.000"]}}}
+
+
+@pytest.mark.parametrize("lost", [{"status": "failed"}, {"correct": False}, None])
+def test_what_has_no_valid_number_keeps_its_place_in_the_list_of_worlds(lost):
+    found = [record("ddp", 0.1, 8), record("none", world=1), record("ddp", 0.1, 2)]
+    found += [record("wfbp", status="failed"), record("dear", 0.1, 4)]
+    if lost is not None:
+        found.append(record("ddp", 0.1, 4, **lost))
+    rates = {
+        "ddp": ["160.000", "nan", "640.000", "nan"],
+        "wfbp": ["nan"] * 4,
+        "dear": ["nan", "320.000", "nan", "nan"],
+    }
+    assert reports(found, worlds=[16, 8]) == {"0": {"mnist_cnn_8": rates}}
+    assert report_lines(found, [16])[-3:] == [f"rdma:0,{m},{','.join(r)}" for m, r in rates.items()]
+    table = side_by_side(
+        {"old": reports([record("ddp", 0.2, n) for n in (2, 4, 8)]), "new": reports(found)}
+    )
+    assert [(r.place, r.rates, r.ratio) for r in table.rows if r.algorithm == "ddp"] == [
+        (1, (80, 160), 2),
+        (2, (160, None), None),
+        (3, (320, 640), 2),
+    ]
 
 
 def test_reference_reports_have_a_place_for_every_axis():
@@ -130,15 +149,16 @@ def test_the_command_reads_reports_beside_a_sweep(tmp_path, capsys):
     sweep.mkdir(parents=True)
     one = record("ddp", 64 * 2 / 150, 2, model="resnet50", batch_size=64)
     store.append(sweep / "records.jsonl", one)
-    store.Comparison(compare_to="ddp", trials=(one.hash,)).save(sweep)
+    store.Comparison(compare_to="ddp", trials=(one.hash,), worlds=(1, 2)).save(sweep)
     path = tmp_path / "reports.json"
-    path.write_text(json.dumps({"0": {"resnet50_64": {"ddp": ["100.000"]}}}))
+    path.write_text(json.dumps({"0": {"resnet50_64": {"ddp": ["nan", "100.000"]}}}))
     command = ["compare", str(path), "mine", "--logs", str(tmp_path / "logs")]
     assert cli.main(command) == 0
     assert "1.500" in capsys.readouterr().out
     assert cli.main([*command, "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["rates"] == [100.0, 150.0] and row["place"] == 1
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["rates"], first["place"]) == ([None, None], 1)
+    assert (second["rates"], second["place"]) == ([100.0, 150.0], 2)
     assert cli.main([*command, "--fail-on", "regression:5%"]) == 2
     assert "reports have only means" in capsys.readouterr().err
 

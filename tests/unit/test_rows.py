@@ -219,7 +219,7 @@ def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(k
         "mnist_cnn, batch 8, 2 workers: no speed-ups or verdicts: the baseline dear is not valid "
         f"({flag_text(made)})"
     ]
-    assert reports([made]) == {"0": {}}
+    assert reports([made]) == {"0": {"mnist_cnn_8": {made.label: ["nan"]}}}
 
 
 def test_a_terminal_shows_in_grey_what_is_not_believed(monkeypatch, capsys):

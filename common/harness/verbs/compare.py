@@ -150,7 +150,7 @@ def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> in
         {
             name: load_reports(Path(name))
             if name.endswith(".json")
-            else reports(_operand(name, options.logs))
+            else reports(_operand(name, options.logs), _worlds(name, options.logs))
             for name in operands
         }
     )
@@ -161,6 +161,15 @@ def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> in
     else:
         table.print("samples/s of all workers, as reports tell them: means without an interval")
     return 0
+
+
+def _worlds(text: str, logs: Path) -> tuple[int, ...]:
+    folder = _folder(text.partition("@")[0], logs)
+    return Comparison.load(folder).worlds if folder else ()
+
+
+def _folder(name: str, logs: Path) -> Path | None:
+    return next((path for path in (Path(name), logs / name) if (path / RECORDS).exists()), None)
 
 
 def _regression(text: str | None) -> float | None:
@@ -182,7 +191,7 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
     name, at, chosen = text.partition("@")
     if at and not chosen:
         raise UserError(f"compare: {text}: needs a label or key=value after the @")
-    folder = next((path for path in (Path(name), logs / name) if (path / RECORDS).exists()), None)
+    folder = _folder(name, logs)
     if folder is None:
         problem = f"compare: no records in {name}, nor in {logs / name}"
         if required:

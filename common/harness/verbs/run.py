@@ -255,7 +255,9 @@ def _measure(
 
     progress = ui.ProgressLine(quiet=options.quiet)
     comparison = Comparison(
-        compare_to=experiment.base, trials=tuple(trial.hash for trial in everything)
+        compare_to=experiment.base,
+        trials=tuple(trial.hash for trial in everything),
+        worlds=tuple(sorted(set(experiment.worlds))),
     )
     fabric = make_fabric(experiment, trials)
     command = f"{COMMAND} {shlex.join(options.arguments)}"
@@ -294,7 +296,7 @@ def _print(
         return
     output.show(folder, records, experiment.base)
     if experiment.report_lines:
-        print("\n".join(report_lines(records)))
+        print("\n".join(report_lines(records, experiment.worlds)))
         link_logs(folder, records)
 
 

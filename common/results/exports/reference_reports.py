@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,18 +22,19 @@ Reports: TypeAlias = dict[str, dict[str, dict[str, list[str]]]]
 """Content of a `reports.json`: {rdma: {MODEL_BS: {method: [samples/s, ...]}}}."""
 
 
-def reports(records: Iterable[Record]) -> Reports:
+def reports(records: Iterable[Record], worlds: Iterable[int] = ()) -> Reports:
     """Returns the content of `reports.json`: mean rates of all workers, with three decimals.
 
-    A method has one rate per world size, ascending. Flagged records are left out, because these
-    files have no place for a reason. On virtual hosts `rdma` is the network's name. Settings
-    without a key of the references are added to the nearest key: `_lenN` to the model, a fault to
-    the method.
+    A method has one rate for each of `worlds` and of the records' world sizes, ascending. It is
+    `nan` if there is no record, or a flagged one. On virtual hosts `rdma` is the network's name.
+    Settings without a key of the references are added to the nearest key: `_lenN` to the model, a
+    fault to the method.
 
     Raises:
         ValueError: two records would have the same place.
     """
-    records = _reportable(records)
+    records = [r for r in records if r.trial["algorithm"] != "none"]
+    places = sorted({*worlds, *(record.trial["world_size"] for record in records)})
     lengths: dict[str, set[object]] = {}
     for record in records:
         lengths.setdefault(_task(record), set()).add(record.trial["sentence_len"])
@@ -49,32 +51,28 @@ def reports(records: Iterable[Record]) -> Reports:
         by_world[trial["world_size"]] = statistics.fmean(_rates(record))
     content: Reports = {}
     for (rdma, task, method), by_world in rates.items():
-        texts = [f"{by_world[world]:.3f}" for world in sorted(by_world)]
+        texts = [f"{by_world.get(world, math.nan):.3f}" for world in places]
         content.setdefault(rdma, {}).setdefault(task, {})[method] = texts
     return content or {"0": {}}
 
 
-def report_lines(records: Sequence[Record]) -> list[str]:
+def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[str]:
     """Returns the lines that the reference suites print at the end.
 
-    A line per result has the mean and the population standard deviation of its rates; then follows
-    a line `rdma:R,METHOD,v1,v2` per method, with a value per world size.
+    A line per valid record has the mean and the population standard deviation of its rates; then
+    follows a line `rdma:R,METHOD,v1,v2` per method, with a value per world size.
     """
     lines = []
-    for record in _reportable(records):
-        rates = _rates(record)
-        lines.append(f"Speed:  ({statistics.fmean(rates):.3f}, {statistics.pstdev(rates):.3f})")
+    for record in records:
+        if flag(record) is None and record.trial["algorithm"] != "none":
+            rates = _rates(record)
+            lines.append(f"Speed:  ({statistics.fmean(rates):.3f}, {statistics.pstdev(rates):.3f})")
     lines.append("==== All Reports ======")
-    for rdma, tasks in reports(records).items():
+    for rdma, tasks in reports(records, worlds).items():
         for methods in tasks.values():
             for method, values in methods.items():
                 lines.append(",".join([f"rdma:{rdma}", method, *values]))
     return lines
-
-
-def _reportable(records: Iterable[Record]) -> list[Record]:
-    """Returns the valid records of several workers."""
-    return [r for r in records if flag(r) is None and r.trial["algorithm"] != "none"]
 
 
 def load_reports(path: Path) -> Reports:
@@ -110,7 +108,7 @@ class Reported:
     place: int
     """Position from 1, because the reports do not contain the number of workers."""
     rates: tuple[float | None, ...]
-    """Samples per second, by report; None: not in the report."""
+    """Samples per second, by report; None: not in the report, or `nan` there."""
     status: str = "ok"
 
     @property
@@ -127,8 +125,10 @@ def side_by_side(by_name: Mapping[str, Reports]) -> Table[Reported]:
         for rdma, tasks in report.items():
             for task, methods in tasks.items():
                 for method, values in methods.items():
-                    for place, value in enumerate(values, start=1):
-                        rates.setdefault((rdma, task, method, place), {})[name] = float(value)
+                    for place, rate in enumerate(map(float, values), start=1):
+                        known = rates.setdefault((rdma, task, method, place), {})
+                        if not math.isnan(rate):
+                            known[name] = rate
     rows = [
         Reported(rdma=r, model=t, algorithm=m, place=p, rates=tuple(map(known.get, by_name)))
         for (r, t, m, p), known in rates.items()
@@ -225,8 +225,10 @@ def _rdma(record: Record) -> str:
 
 
 def _rates(record: Record) -> list[float]:
-    """Returns samples per second of all workers, by iteration."""
+    """Returns samples per second of all workers, by iteration; of a flagged record a `nan`."""
     trial = record.trial
+    if flag(record) is not None:
+        return [math.nan]
     return [
         trial["world_size"] * trial["batch_size"] * len(block) / sum(block)
         for repeat in record.iters

@@ -88,11 +88,6 @@ class Communicator(Account):
         options = _all_reduce_options(op, wakes)
         return self._start(queue, all_reduce, flat, options=options, backend=backend)
 
-    def batch(self, channel: int = 0) -> Batch:
-        """Returns an empty batch of means on a channel."""
-        self._queue(channel, 0, torch.empty(0))
-        return Batch(self, channel)
-
     def follow(self, more: bool) -> None:
         """Tells whether the caller starts more transfers soon, as in a backward pass.
 
@@ -264,7 +259,8 @@ class Batch:
     On the comm core they cost less than a `Work` for each, which only a log or others need.
     """
 
-    def __init__(self, communicator: Communicator, channel: int) -> None:
+    def __init__(self, communicator: Communicator, channel: int = 0) -> None:
+        communicator._queue(channel, 0, torch.empty(0))
         self._communicator, self._channel = communicator, channel
         self._core: Any = None
         if communicator._backends:

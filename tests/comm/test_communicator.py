@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 import dear
 from dear.comm import runtime
-from dear.comm.communicator import Communicator, Work, padded
+from dear.comm.communicator import Batch, Communicator, Work, padded
 from dear.errors import UserError
 from tests.comm.operations import COMPLEX, FLOATS, Call, cases, check, same, strided
 from tests.comm.worlds import on_ranks
@@ -75,7 +75,7 @@ def test_operations(c: Communicator) -> None:
 def test_small_transfers_that_follow_each_other_all_start(c: Communicator) -> None:
     parts = [torch.ones(3), torch.ones(4, 2).t(), torch.ones(2).half(), torch.ones(2000)]
     parts += [torch.ones(1) for _ in range(100)]
-    total, batch = torch.ones(1), c.batch()
+    total, batch = torch.ones(1), Batch(c)
     c.follow(True)
     for part in parts:
         batch.start(part.mul_(1 + 2 * c.rank))

@@ -34,19 +34,21 @@ def test_reference_reports_have_the_references_structure():
 
 @pytest.mark.parametrize("lost", [{"status": "failed"}, {"correct": False}, None])
 def test_what_has_no_valid_number_keeps_its_place_in_the_list_of_worlds(lost):
-    found = [record("ddp", 0.1, 8), record("none", world=1), record("ddp", 0.1, 2)]
-    found += [record("wfbp", status="failed"), record("dear", 0.1, 4)]
+    records = [record("ddp", 0.1, 8), record("none", world=1), record("ddp", 0.1, 2)]
+    records += [record("wfbp", status="failed"), record("dear", 0.1, 4)]
     if lost is not None:
-        found.append(record("ddp", 0.1, 4, **lost))
+        records.append(record("ddp", 0.1, 4, **lost))
     rates = {
         "ddp": ["160.000", "nan", "640.000", "nan"],
         "wfbp": ["nan"] * 4,
         "dear": ["nan", "320.000", "nan", "nan"],
     }
-    assert reports(found, worlds=[16, 8]) == {"0": {"mnist_cnn_8": rates}}
-    assert report_lines(found, [16])[-3:] == [f"rdma:0,{m},{','.join(r)}" for m, r in rates.items()]
+    assert reports(records, worlds=[16, 8]) == {"0": {"mnist_cnn_8": rates}}
+    assert report_lines(records, [16])[-3:] == [
+        f"rdma:0,{m},{','.join(r)}" for m, r in rates.items()
+    ]
     table = side_by_side(
-        {"old": reports([record("ddp", 0.2, n) for n in (2, 4, 8)]), "new": reports(found)}
+        {"old": reports([record("ddp", 0.2, n) for n in (2, 4, 8)]), "new": reports(records)}
     )
     assert [(r.place, r.rates, r.ratio) for r in table.rows if r.algorithm == "ddp"] == [
         (1, (80, 160), 2),

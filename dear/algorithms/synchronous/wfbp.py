@@ -9,6 +9,7 @@ from dear.buckets.carriers import Dense, make_carrier
 from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.grouping import Arrived, Cost, Groups, by_count
 from dear.buckets.halves import Usage
+from dear.comm.communicator import Batch
 from dear.comm.work import Work
 from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import torch
@@ -83,7 +84,7 @@ class AveragingEngine(GradientEngine[HalfOptions]):
         self._channels = channels
         communicator.ensure_channels(channels)
         self._usage = Usage(params, communicator) if params else None
-        self._batches = [communicator.batch(channel) for channel in range(channels)]
+        self._batches = [Batch(communicator, channel) for channel in range(channels)]
         self._running: list[tuple[torch.nn.Parameter, torch.Tensor, Work | None]] = []
         """Gradients under way; without a work in one of the batches."""
         # Without overlap the whole model is one unit, complete at the end of the pass only: even

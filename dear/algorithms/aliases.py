@@ -287,12 +287,13 @@ def _of_horovod(given: _Given, options: Settings) -> None:
 
 def _of_bytescheduler(given: _Given, options: Settings) -> None:
     options["off"] = not given.switch("USE_BYTESCHEDULER", True)
-    if given.switch("CREDIT_TUNING", False):
-        raise UserError("CREDIT_TUNING=1: tuning is not supported; give CREDIT and PARTITION")
+    tuned = given.switch("CREDIT_TUNING", False)
     credit = given.number("CREDIT", int(VARIABLES["CREDIT"]), least=1)
     partition = given.number("PARTITION", int(VARIABLES["PARTITION"]), least=1)
     if not options["off"]:
         options |= {"credit_mb": _mb(credit), "partition_mb": _mb(partition)}
+        if tuned:
+            options["tune"] = "credit"
 
 
 def _of_ddp(given: _Given, options: Settings) -> None:

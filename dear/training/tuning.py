@@ -7,9 +7,9 @@ import importlib.util
 import logging
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.grouping import Cost
@@ -77,6 +77,7 @@ class FusionOptions(CompressedOptions):
 FusionT = TypeVar("FusionT", bound=FusionOptions)
 
 LEAST_MB, MOST_MB = 1.0, 256.0
+THRESHOLD: dict[str, tuple[float, float]] = {"threshold_mb": (LEAST_MB, MOST_MB)}
 TRIALS = 10
 EXPLORATION = 0.1
 NOISE = 2e-4
@@ -84,47 +85,62 @@ NOISE = 2e-4
 
 
 class Tuner:
-    """Proposes thresholds in MB (2^20 bytes) and learns how long a step takes with each.
+    """Proposes sizes in MB (2^20 bytes) and learns how long a step takes with each.
 
     It maximizes the expected improvement (xi 0.1) of the step time relative to the first trial's,
-    over the logarithm of the threshold: from 2 to 4 MB is as far as from 100 to 200 MB.
+    over the logarithms of the sizes: from 2 to 4 MB is as far as from 100 to 200 MB.
 
     Args:
-        first_mb: threshold of the first trial; moved into the bounds.
-        trials: number of thresholds that are tried before the best of them is taken.
+        first: sizes of the first trial, by option; moved into the bounds.
+        bounds: smallest and largest size of each option.
+        trials: number of trials before the best of them is taken.
     """
 
-    def __init__(self, *, first_mb: float = 25.0, trials: int = TRIALS, seed: int = 0) -> None:
+    def __init__(
+        self,
+        first: Mapping[str, float],
+        bounds: Mapping[str, tuple[float, float]] = THRESHOLD,
+        *,
+        trials: int = TRIALS,
+        seed: int = 0,
+    ) -> None:
         self.trials = trials
-        self.tried: list[tuple[float, float]] = []
-        """Thresholds in MB with their step times in seconds."""
-        self._current = min(max(first_mb, LEAST_MB), MOST_MB)
+        self.tried: list[tuple[dict[str, float], float]] = []
+        """Sizes in MB with their step times in seconds."""
+        self.bounds = bounds
+        self._current = self._within(first)
         self._seed = seed
         self._model: BayesianOptimization | None = None
 
     def observe(self, step_s: float) -> None:
-        """Takes the step time of the last proposed threshold, or of the first one."""
+        """Takes the step time of the last proposed sizes, or of the first ones."""
         log.info(
-            "BO Tuning step [%d], param: %.4f, iteration time: %.4f",
+            "BO Tuning step [%d], param: %s, iteration time: %.4f",
             len(self.tried),
-            self._current,
+            _words(self._current),
             step_s,
         )
         self.tried.append((self._current, step_s))
         relative = step_s / self.tried[0][1]
-        self._optimizer().register(params={"x": math.log2(self._current)}, target=-relative)
+        params = {name: math.log2(size) for name, size in self._current.items()}
+        self._optimizer().register(params=params, target=-relative)
 
-    def propose(self) -> float:
-        """Returns the threshold to try next, in MB."""
-        exponent = float(self._optimizer().suggest()["x"])
-        self._current = min(max(2.0**exponent, LEAST_MB), MOST_MB)
+    def propose(self) -> dict[str, float]:
+        """Returns the sizes to try next, in MB."""
+        suggested = self._optimizer().suggest()
+        self._current = self._within({name: 2.0 ** float(x) for name, x in suggested.items()})
         return self._current
 
-    def best(self) -> float:
-        """Returns the threshold with the shortest step so far, in MB."""
-        threshold_mb, step_s = min(self.tried, key=lambda tried: tried[1])
-        log.info("BO Tuning optimal param: %.4f, optimal iteration time %.4f", threshold_mb, step_s)
-        return threshold_mb
+    def best(self) -> dict[str, float]:
+        """Returns the sizes with the shortest step so far, in MB."""
+        sizes, step_s = min(self.tried, key=lambda tried: tried[1])
+        log.info("BO Tuning optimal param: %s, optimal iteration time %.4f", _words(sizes), step_s)
+        return sizes
+
+    def _within(self, sizes: Mapping[str, float]) -> dict[str, float]:
+        return {
+            name: min(max(sizes[name], least), most) for name, (least, most) in self.bounds.items()
+        }
 
     def _optimizer(self) -> BayesianOptimization:
         if self._model is None:
@@ -132,7 +148,10 @@ class Tuner:
 
             self._model = BayesianOptimization(
                 f=None,
-                pbounds={"x": (math.log2(LEAST_MB), math.log2(MOST_MB))},
+                pbounds={
+                    name: (math.log2(least), math.log2(most))
+                    for name, (least, most) in self.bounds.items()
+                },
                 acquisition_function=acquisition.ExpectedImprovement(xi=EXPLORATION),
                 random_state=self._seed,
                 verbose=0,
@@ -140,6 +159,10 @@ class Tuner:
             )
             self._model.set_gp_params(alpha=NOISE)
         return self._model
+
+
+def _words(sizes: Mapping[str, float]) -> str:
+    return ", ".join(f"{size:.4f}" for size in sizes.values())
 
 
 WATCHED_STEPS = 5
@@ -150,17 +173,20 @@ FIRST_DURATIONS, DURATIONS = 3, 2
 
 
 def tuning_steps(trials: int) -> int:
-    """Returns the number of the step after which the best of `trials` thresholds is in use."""
+    """Returns the number of the step after which the best of `trials` is in use."""
     return FIRST_SAMPLE + SAMPLE_EVERY * (trials - 1) + 1
 
 
-class Regrouping:
+RuleT = TypeVar("RuleT", bound=HalfOptions)
+
+
+class Regrouping(Generic[RuleT]):
     """Rule of groups that stays the same."""
 
     watches = False
     """True if arrival times are needed after the first step, too."""
 
-    def __init__(self, options: FusionOptions) -> None:
+    def __init__(self, options: RuleT) -> None:
         self.options = options
         """Current rule, for `dear.buckets.grouping.group`."""
 
@@ -173,7 +199,7 @@ class Regrouping:
         return {}
 
 
-class ByWaitTime(Regrouping):
+class ByWaitTime(Regrouping[FusionOptions]):
     """Rule of one group at first, and later of groups by the measured waits of gradients."""
 
     watches = True
@@ -192,13 +218,13 @@ class ByWaitTime(Regrouping):
         return True
 
 
-class Tuned(Regrouping):
-    """Rule of thresholds that rank 0's tuner chooses by its step times, then of the best of them.
+class Tuned(Regrouping[RuleT]):
+    """Rule of sizes that rank 0's tuner chooses by its step times, then of the best of them.
 
     Rank 0 broadcasts at fixed steps, also if its tuner fails.
     """
 
-    def __init__(self, options: FusionOptions, tuner: Tuner, communicator: Communicator) -> None:
+    def __init__(self, options: RuleT, tuner: Tuner, communicator: Communicator) -> None:
         super().__init__(options)
         self._tuner = tuner
         self._communicator = communicator
@@ -239,28 +265,26 @@ class Tuned(Regrouping):
             self._thinking_s += self._communicator.clock() - began_s
 
     def findings(self) -> dict[str, object]:
-        tried = [{"threshold_mb": mb, "step_s": step_s} for mb, step_s in self._tuner.tried]
+        tried = [{**sizes, "step_s": step_s} for sizes, step_s in self._tuner.tried]
         done = self._steps >= self.last_step
-        return {
-            "tuner": {
-                "tried": tried,
-                "threshold_mb": self.options.threshold_mb if done else None,
-                "wall_s": self._thinking_s,
-            }
+        chosen = {
+            name: getattr(self.options, name) if done else None for name in self._tuner.bounds
         }
+        return {"tuner": {"tried": tried, **chosen, "wall_s": self._thinking_s}}
 
-    def _follow(self, choose: Callable[[], float]) -> bool:
+    def _follow(self, choose: Callable[[], dict[str, float]]) -> bool:
         chosen = self._attempt(choose)
-        threshold_mb, failure = self._communicator.broadcast_object((chosen, self._failure))
+        sizes, failure = self._communicator.broadcast_object((chosen, self._failure))
         if failure:
             raise RuntimeError(f"the tuner of rank 0 failed: {failure}")
-        assert threshold_mb is not None, "rank 0 has chosen or failed"
-        changed = threshold_mb != self.options.threshold_mb
-        self.options = dataclasses.replace(self.options, threshold_mb=threshold_mb)
-        return changed
+        assert sizes is not None, "rank 0 has chosen or failed"
+        before = self.options
+        changes: dict[str, Any] = dict(sizes)
+        self.options = dataclasses.replace(before, **changes)
+        return self.options != before
 
 
-def regrouping(options: FusionOptions, communicator: Communicator) -> Regrouping:
+def regrouping(options: FusionOptions, communicator: Communicator) -> Regrouping[FusionOptions]:
     """Returns the rule that `options.fusion` names.
 
     Raises:
@@ -270,9 +294,14 @@ def regrouping(options: FusionOptions, communicator: Communicator) -> Regrouping
         return ByWaitTime(options)
     if options.fusion != "tuned":
         return Regrouping(options)
+    need_tuner("fusion=tuned")
+    return Tuned(options, Tuner({"threshold_mb": options.threshold_mb}), communicator)
+
+
+def need_tuner(option: str) -> None:
+    """Raises Unavailable, with the option that needs it, if the tuner's package is missing."""
     if importlib.util.find_spec("bayes_opt") is None:
-        raise Unavailable("fusion=tuned needs the package bayesian-optimization; install it")
-    return Tuned(options, Tuner(first_mb=options.threshold_mb), communicator)
+        raise Unavailable(f"{option} needs the package bayesian-optimization; install it")
 
 
 def cost_of_gradients(

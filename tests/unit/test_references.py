@@ -97,6 +97,12 @@ def test_an_experiment_names_an_algorithm_as_it_was_asked_for():
             "bytescheduler",
             {"credit_mb": 2.0, "partition_mb": 1.0},
         ),
+        (
+            "bytescheduler",
+            {"CREDIT": "524288", "PARTITION": "262144", "CREDIT_TUNING": "1"},
+            "bytescheduler",
+            {"credit_mb": 2.0, "partition_mb": 1.0, "tune": "credit"},
+        ),
         ("bytescheduler", {"USE_BYTESCHEDULER": "0"}, "horovod", {}),
         ("decentralized", {"threshold": "0", "mgwfbp": "0"}, "decentralized", {}),
     ],
@@ -121,7 +127,7 @@ def test_variables_of_a_method_are_options(method, given, algorithm, options):
         ("wfbp", {"nstreams": "0"}, "nstreams=0: must be a whole number, at least 1"),
         ("wfbp", {"density": "0.1"}, "density=0.1: needs a compressor"),
         ("wfbp", {"compressor": "topk", "density": "much"}, "density=much: must be a number"),
-        ("bytescheduler", {"CREDIT_TUNING": "1"}, "CREDIT_TUNING=1: tuning is not supported"),
+        ("bytescheduler", {"CREDIT_TUNING": "often"}, "CREDIT_TUNING=often: must be 0 or 1"),
         ("bytescheduler", {"CREDIT": "much"}, "CREDIT=much: must be a whole number"),
         ("horovod", {"autotune": "soon"}, "autotune=soon: must be 1 or --autotune"),
         ("byteps", {}, "method byteps needs a parameter server"),
@@ -299,7 +305,7 @@ def test_the_record_of_a_trial_holds_what_the_page_says_of_its_variables(machine
 
 def test_the_page_says_of_every_variable_what_it_does():
     shown = {name for given, _ in _table() for name in given}
-    elsewhere = {"WFSGD_TIMELINE", "node_rank", "CREDIT_TUNING"}
+    elsewhere = {"WFSGD_TIMELINE", "node_rank"}
     assert set(variables.DEFAULTS) | set(aliases.VARIABLES) == shown | elsewhere
 
 

@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+import dear
 from dear.algorithms.synchronous.dear import Dear
 from dear.training.tuning import LEAST_MB, MOST_MB, Tuned, Tuner
 from tests.contract.loops import difference, everybody, make_model, make_sgd, mine, steps, wrap
 
 pytest.importorskip("bayes_opt")
+
+
+FIRST = {"threshold_mb": 25.0}
+
+
+def _tuner(seed: int = 0) -> Tuner:
+    return Tuner(FIRST, seed=seed)
 
 
 class Alone:
@@ -44,18 +52,18 @@ def _tune(tuner: Tuner) -> tuple[list[int], list[float], float]:
         tuned.after_step()
         if len(tuner.tried) > before:
             sampled.append(step)
-    return sampled, [tried for tried, _ in tuner.tried], tuned.options.threshold_mb
+    return sampled, [tried["threshold_mb"] for tried, _ in tuner.tried], tuned.options.threshold_mb
 
 
 def test_samples_are_taken_and_the_best_installed_at_the_worked_steps():
-    sampled, _, _ = _tune(Tuner())
+    sampled, _, _ = _tune(_tuner())
     assert sampled == [6, 11, 16, 21, 26, 31, 36, 41, 46, 51]
-    assert Tuned(Dear.Options(fusion="tuned"), Tuner(), Alone()).last_step == 52
+    assert Tuned(Dear.Options(fusion="tuned"), _tuner(), Alone()).last_step == 52
 
 
 def test_what_was_tried_and_what_stayed_is_told():
     communicator = Alone()
-    tuned = Tuned(Dear.Options(fusion="tuned"), Tuner(), communicator)
+    tuned = Tuned(Dear.Options(fusion="tuned"), _tuner(), communicator)
     assert tuned.findings() == {"tuner": {"tried": [], "threshold_mb": None, "wall_s": 0.0}}
     for _ in range(tuned.last_step):
         communicator.now_s += _step_s(tuned.options.threshold_mb)
@@ -69,7 +77,7 @@ def test_what_was_tried_and_what_stayed_is_told():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_it_stays_within_bounds_and_ends_near_the_best(seed):
-    tuner = Tuner(seed=seed)
+    tuner = _tuner(seed=seed)
     _, tried, chosen = _tune(tuner)
     assert tried[0] == 25.0
     assert all(LEAST_MB <= threshold <= MOST_MB for threshold in tried)
@@ -103,15 +111,53 @@ def test_training_is_serial_training_and_ranks_always_agree(world):
     assert len(set(seen[0][1])) > 5
 
 
+def _partitions_trained(tune: str) -> tuple[float, list[tuple[float, float, int]]]:
+    model, wanted = make_model(), make_model()
+    optimizer, serial = make_sgd(model), make_sgd(wanted)
+    wrap(optimizer, model, "bytescheduler", tune=tune, partition_mb=2e-5, credit_mb=1e-4)
+    engine = optimizer._engine
+    bounds = {"partition_mb": (1e-5, 1e-3), "credit_mb": (1e-5, 1e-3)}
+    bounds = {name: bounds[name] for name in engine._rule.options.tuned()}
+    first = {"partition_mb": 2e-5, "credit_mb": 1e-4}
+    engine._rule = Tuned(engine._rule.options, Tuner(first, bounds), engine.communicator)
+    used = []
+
+    def after_step(*_: Any) -> None:
+        options = engine._rule.options
+        assert engine._credit == options.credit_mb * 2**20
+        used.append((options.credit_mb, options.partition_mb, len(engine._partitions)))
+
+    steps(model, optimizer, mine(), range(56), after_step=after_step)
+    steps(wanted, serial, everybody(), range(56))
+    optimizer.synchronize()
+    far = difference(model, wanted)
+    assert len(engine.findings()["tuner"]["tried"]) == (10 if dear.rank() == 0 else 0)
+    optimizer.close()
+    return far, used
+
+
+@pytest.mark.parametrize("tune", ["credit", "partition", "both"])
+def test_bytescheduler_trains_serially_while_its_sizes_change(world, tune):
+    seen = world(3).run(_partitions_trained, tune)
+    assert max(far for far, _ in seen) < 1e-4
+    assert seen[0][1] == seen[1][1] == seen[2][1]
+    credits, partitions, counts = (len(set(values)) for values in zip(*seen[0][1], strict=True))
+    assert (credits > 5, partitions > 5, counts > 1) == (
+        tune != "partition",
+        tune != "credit",
+        tune != "credit",
+    )
+
+
 class Failing(Tuner):
-    def propose(self) -> float:
+    def propose(self) -> dict[str, float]:
         raise ValueError("no idea")
 
 
 def _tuner_fails() -> str:
     model = make_model()
     optimizer = wrap(make_sgd(model), model, "dear", fusion="tuned")
-    optimizer._engine._rule._tuner = Failing()
+    optimizer._engine._rule._tuner = Failing(FIRST)
     try:
         steps(model, optimizer, mine(), range(8))
     except RuntimeError as error:

@@ -176,10 +176,10 @@ WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseco
     throw_as_torch(std::current_exception());
   }
   if (held) release_when_ready(group_, op, call.ready());
-  auto work = c10::make_intrusive<CoreWork>(rank_, type, title.empty() ? nullptr : title.c_str(),
-                                            title.empty() ? TensorList() : call.shown(),
-                                            std::vector<OpPtr>{op}, std::move(result),
-                                            call.synchronize());
+  auto work =
+      c10::make_intrusive<CoreWork>(rank_, type, title.empty() ? nullptr : title.c_str(),
+                                    title.empty() ? TensorList() : call.shown(),
+                                    std::vector<OpPtr>{op}, std::move(result), call.synchronize());
   if (coalescing) block().add(op, call.synchronize());
   return work;
 }

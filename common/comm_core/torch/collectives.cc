@@ -45,7 +45,8 @@ void Batch::start(const at::Tensor& tensor, bool wake) {
 
 void Batch::wait() {
   if (ops_.empty()) return;
-  CoreWork(backend_->getRank(), OpType::COALESCED, nullptr, {}, std::exchange(ops_, {}), {}, nullptr)
+  CoreWork(backend_->getRank(), OpType::COALESCED, nullptr, {}, std::exchange(ops_, {}), {},
+           nullptr)
       .wait(Milliseconds(0));
 }
 

@@ -224,16 +224,17 @@ def log_plan(plan: Plan | None) -> list[str]:
             f"Merged Number of groups: {len(sizes)}",
         ]
     tuner = plan.found.get("tuner") or {"tried": []}
+    names = [name for name in tuner if name.endswith("_mb")]
     for index, tried in enumerate(tuner["tried"]):
+        param = ", ".join(f"{tried[name]:.4f}" for name in names)
         lines.append(
-            f"BO Tuning step [{index}], param: {tried['threshold_mb']:.4f}, "
-            f"iteration time: {tried['step_s']:.4f}"
+            f"BO Tuning step [{index}], param: {param}, iteration time: {tried['step_s']:.4f}"
         )
-    if tuner["tried"] and tuner["threshold_mb"] is not None:
+    if tuner["tried"] and all(tuner[name] is not None for name in names):
+        param = ", ".join(f"{tuner[name]:.4f}" for name in names)
         best = min(tuner["tried"], key=lambda tried: tried["step_s"])
         lines.append(
-            f"BO Tuning optimal param: {tuner['threshold_mb']:.4f}, "
-            f"optimal iteration time {best['step_s']:.4f}"
+            f"BO Tuning optimal param: {param}, optimal iteration time {best['step_s']:.4f}"
         )
         lines.append(f"BO Tuning cost: {tuner['wall_s']:.4f}")
     return lines

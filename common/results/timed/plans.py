@@ -66,11 +66,18 @@ def _predicted(predicted: JsonObject) -> str:
 
 
 def _tuner(tuner: JsonObject) -> list[str]:
-    tried = "; ".join(
-        f"{trial['threshold_mb']:.2f} MB {1e3 * trial['step_s']:.1f} ms" for trial in tuner["tried"]
-    )
-    chosen = tuner["threshold_mb"]
-    end = "it had not ended" if chosen is None else f"{chosen:.2f} MB stayed"
+    names = [name for name in tuner if name.endswith("_mb")]
+
+    def sizes(values: JsonObject) -> str:
+        apart = len(names) > 1
+        return ", ".join(
+            (f"{name.removesuffix('_mb')} " if apart else "") + f"{values[name]:.2f} MB"
+            for name in names
+        )
+
+    tried = "; ".join(f"{sizes(trial)} {1e3 * trial['step_s']:.1f} ms" for trial in tuner["tried"])
+    ended = all(tuner[name] is not None for name in names)
+    end = f"{sizes(tuner)} stayed" if ended else "it had not ended"
     return [f"tuner: {tried}", f"tuner: {end}"]
 
 

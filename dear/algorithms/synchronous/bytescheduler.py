@@ -8,13 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import packed_bucket, with_gradients
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, fuse, layers
 from dear.buckets.updates import PartialUpdate
+from dear.comm.communicator import Communicator
 from dear.comm.work import Work
 from dear.cost.collectives import measured_costs
 from dear.cost.overlap import Overlap, Transfer
@@ -24,10 +25,21 @@ from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, Update, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
-from dear.training.tuning import BackwardProfile, LayerTimes
+from dear.training.tuning import (
+    TRIALS,
+    BackwardProfile,
+    LayerTimes,
+    Regrouping,
+    Tuned,
+    Tuner,
+    need_tuner,
+    tuning_steps,
+)
 
 CREDIT_MB = 16.0
 LEVELS = 4
+TUNED_MB = {"credit_mb": (4.0, 64.0), "partition_mb": (2.0, 32.0)}
+"""Bounds of the tuner."""
 SAMPLES = 8
 """Groups in which changes by a GradScaler are looked for; it scales all gradients."""
 
@@ -62,20 +74,33 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         `credit_mb` is not given; None: 4."""
         profile_steps: int = 2
         """Number of steps measured before the order is made; these overlap no communication."""
+        tune: Literal["none", "credit", "partition", "both"] = "none"
+        """Sizes that rank 0 chooses by its step times in the 52 steps after the profile (Bayesian
+        optimisation, 10 trials): the credit (4 to 64 MB; one queue on every backend), the
+        partitions (2 to 32 MB), or both. `credit_mb` and `partition_mb` are its first values."""
 
         def __post_init__(self) -> None:
             positive("option of bytescheduler 'partition_mb'", self.partition_mb)
             at_least("option of bytescheduler 'profile_steps'", self.profile_steps, 1)
             positive("option of bytescheduler 'credit_mb'", self.credit_mb)
             at_least("option of bytescheduler 'levels'", self.levels, 1)
-            if self.levels is not None and self.credit_mb is not None:
+            if self.levels is not None and (self.credit_mb is not None or self.tunes_credit):
                 raise UserError(
-                    "options of bytescheduler 'levels' and 'credit_mb' exclude each other: with a "
-                    "credit there is only one queue"
+                    "options of bytescheduler 'levels' and 'credit_mb' (or tune=credit, tune=both) "
+                    "exclude each other: with a credit there is only one queue"
                 )
 
         def settling_steps(self) -> int:
-            return self.profile_steps
+            return self.profile_steps + (tuning_steps(TRIALS) if self.tuned() else 0)
+
+        @property
+        def tunes_credit(self) -> bool:
+            return self.tune in ("credit", "both")
+
+        def tuned(self) -> dict[str, tuple[float, float]]:
+            """Returns the bounds in MB of the options that are tuned."""
+            names = {"none": (), "both": tuple(TUNED_MB)}.get(self.tune, (f"{self.tune}_mb",))
+            return {name: TUNED_MB[name] for name in names}
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "cross_iteration"
@@ -100,9 +125,13 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         refuse_lbfgs(replica.optimizer, "bytescheduler")
         options, communicator = replica.options, replica.communicator
         levels, kind = options.levels, replica.params[0].device.type
-        if options.credit_mb is not None and kind in communicator.streamed:
+        if options.tuned():
+            need_tuner(f"option of bytescheduler 'tune'={options.tune}")
+        credit_mb = options.credit_mb
+        if (credit_mb is not None or options.tunes_credit) and kind in communicator.streamed:
+            given = f"'tune'={options.tune}" if credit_mb is None else f"'credit_mb'={credit_mb:g}"
             raise UserError(
-                f"option of bytescheduler 'credit_mb'={options.credit_mb:g}: NCCL does not report "
+                f"option of bytescheduler {given}: NCCL does not report "
                 "when a collective ends, so no credit would return; leave it out (the order of the "
                 "partitions stays), or use comm_core or gloo"
             )
@@ -152,27 +181,14 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self.readers.set_groups(groups)
         self.hooks.before_forward(self.model.modules(), self.before_forward, self.readers)
         kind = self._members[0].device.type
-        one_queue = options.credit_mb is not None or kind not in communicator.native
+        one_queue = (
+            options.credit_mb is not None or options.tunes_credit or kind not in communicator.native
+        )
         self._levels = 1 if one_queue else options.levels or LEVELS
-        limited = one_queue and kind not in communicator.streamed
-        self._credit = (options.credit_mb or CREDIT_MB) * MIB if limited else math.inf
-        """Bytes."""
+        self._limited = one_queue and kind not in communicator.streamed
+        self._rule = tuning(options, communicator)
         self._steps_left = options.profile_steps
-        self._partitions: list[Partition] = []
-        self._tasks_of: list[list[int]] = []
-        """Indices of each group's partitions."""
-        for index, bucket in enumerate(self.buckets):
-            data = bucket.gradients
-            width = data.element_size() * options.share(data.element_size())
-            limit = max(1, int(options.partition_mb * MIB // width))
-            first = len(self._partitions)
-            for piece in data.split(lengths(data.numel(), limit)):
-                carrier = make_carrier(options, communicator, piece)
-                nbytes = float(int(piece.numel() * width))
-                self._partitions.append(
-                    Partition(group=index, piece=piece, carrier=carrier, nbytes=nbytes)
-                )
-            self._tasks_of.append(list(range(first, len(self._partitions))))
+        self._cut(self._rule.options)
         self._uses: Sequence[int] = range(len(self.buckets))
         """Groups in the order in which forward passes read them."""
         self._place = {group: group for group in self._uses}
@@ -187,9 +203,30 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         """Tasks (partitions) of each issuer, in the order in which they start."""
         self._level_of: list[int] = []
         """Queue of each group; 0 is the most urgent."""
-        self._sizes = {task: part.nbytes for task, part in enumerate(self._partitions)}
         # Channel 0 of the communicator is left to all other communication.
         communicator.ensure_channels(self._levels + 1)
+
+    def _cut(self, options: ByteScheduler.Options) -> None:
+        """Makes the partitions, of which none may be under way, and sets the credit."""
+        limited = (options.credit_mb or CREDIT_MB) * MIB
+        self._credit = limited if self._limited else math.inf
+        """Bytes."""
+        self._partitions: list[Partition] = []
+        self._tasks_of: list[list[int]] = []
+        """Indices of each group's partitions."""
+        for index, bucket in enumerate(self.buckets):
+            data = bucket.gradients
+            width = data.element_size() * options.share(data.element_size())
+            limit = max(1, int(options.partition_mb * MIB // width))
+            first = len(self._partitions)
+            for piece in data.split(lengths(data.numel(), limit)):
+                carrier = make_carrier(options, self.communicator, piece)
+                nbytes = float(int(piece.numel() * width))
+                self._partitions.append(
+                    Partition(group=index, piece=piece, carrier=carrier, nbytes=nbytes)
+                )
+            self._tasks_of.append(list(range(first, len(self._partitions))))
+        self._sizes = {task: part.nbytes for task, part in enumerate(self._partitions)}
 
     def ready(self, unit: int) -> None:
         if not self._in_pass:
@@ -197,8 +234,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
             self.averaged = False
             # Finishes layers that did not run since the last step, and a pass that this replaces.
             self.settle()
-            for index in range(len(self.buckets)):
-                self._await(index)
+            self._await_all()
             for issuer, order in zip(self._issuers, self._orders, strict=True):
                 issuer.begin(order, self._sizes)
         for index in self._units[unit]:
@@ -247,8 +283,13 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         if self._times is not None:
             self._steps_left -= 1
             if self._steps_left == 0:
-                self._make_plan(self._times.stop())
+                self._measure(self._times.stop())
                 self._times = None
+        elif self._rule.after_step():
+            self.settle()
+            self._await_all()
+            self._cut(self._rule.options)
+            self._make_plan()
 
     def findings(self) -> dict[str, object]:
         credit_mb = None if math.isinf(self._credit) else self._credit / MIB
@@ -257,29 +298,36 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
             "queues": self._levels,
             "credit_mb": credit_mb,
             "order": [self._partitions[task].group for order in self._orders for task in order],
+            **self._rule.findings(),
         }
 
     def close(self) -> None:
         super().close()
-        for index in range(len(self.buckets)):  # a pass without a step may be under way
-            self._await(index)
+        self._await_all()  # a pass without a step may be under way
         if self._times is not None:
             self._times.stop()
 
-    def _make_plan(self, profile: BackwardProfile) -> None:
-        communicator = self.communicator
-        # Nothing else may use the network during the measurement.
+    def _await_all(self) -> None:
         for index in range(len(self.buckets)):
             self._await(index)
-        cost = measured_costs(communicator, "all_reduce", self.buckets[0].gradients.device)
+
+    def _measure(self, profile: BackwardProfile) -> None:
+        # Nothing else may use the network during the measurement.
+        self._await_all()
+        like = self.buckets[0].gradients.device
+        self._cost = measured_costs(self.communicator, "all_reduce", like)
         bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket.params}
         # Buckets in the order in which the first forward passes read them; unread ones come last.
         read = [bucket_of[param] for param in self.readers.order()]
-        uses = list(dict.fromkeys([*read, *range(len(self.buckets))]))
-        arrivals = [0.0] * len(self.buckets)
+        self._uses = list(dict.fromkeys([*read, *range(len(self.buckets))]))
+        self._arrivals = [0.0] * len(self.buckets)
         for index, seconds in zip(profile.order, profile.arrivals_s, strict=True):
             group = bucket_of[self._members[index]]
-            arrivals[group] = max(arrivals[group], seconds)
+            self._arrivals[group] = max(self._arrivals[group], seconds)
+        self._make_plan()
+
+    def _make_plan(self) -> None:
+        uses, arrivals = self._uses, self._arrivals
         priorities = [0.0] * len(self._partitions)
         for position, group in enumerate(uses):
             tasks = self._tasks_of[group]
@@ -290,13 +338,14 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
             priorities,
             list(self._sizes.values()),
             credit=min(self._credit, max(self._sizes.values())),
-            cost=cost,
+            cost=self._cost,
         )
         launched = sorted(range(len(self.buckets)), key=lambda group: (arrivals[group], -group))
-        uses, order, launched = communicator.broadcast_object((uses, order, launched))
+        uses, order, launched = self.communicator.broadcast_object((uses, order, launched))
         self._uses = uses
         self._place = {group: place for place, group in enumerate(uses)}
         self._level_of = self._shared_out(uses)
+        self._orders, self._issuers = [], []
         for level in range(self._levels):
             self._orders.append(
                 [task for task in order if self._level_of[self._partitions[task].group] == level]
@@ -366,6 +415,17 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
                 self._await(index)
                 means |= self.buckets[index].means()
         return means
+
+
+def tuning(
+    options: ByteScheduler.Options, communicator: Communicator
+) -> Regrouping[ByteScheduler.Options]:
+    """Returns the rule of credit and partitions that `options.tune` names."""
+    bounds = options.tuned()
+    if not bounds:
+        return Regrouping(options)
+    first = {"partition_mb": options.partition_mb, "credit_mb": options.credit_mb or CREDIT_MB}
+    return Tuned(options, Tuner(first, bounds), communicator)
 
 
 Task = TypeVar("Task")

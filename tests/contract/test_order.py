@@ -362,10 +362,10 @@ def test_what_dear_overlaps_with_an_optimizer_that_is_not_element_wise(
 
 def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):
     """Trials have a threshold below every layer; then the better one is kept: all in one."""
-    tried = iter([LAYER_MB] * 9)
+    tried = iter([{"threshold_mb": LAYER_MB}] * 9)
     monkeypatch.setattr(Tuner, "observe", lambda self, seconds: None)
     monkeypatch.setattr(Tuner, "propose", lambda self: next(tried))
-    monkeypatch.setattr(Tuner, "best", lambda self: 25.0)
+    monkeypatch.setattr(Tuner, "best", lambda self: {"threshold_mb": 25.0})
     options = algorithm_options("dear", {"fusion": "tuned", "small_kb": 0, "first_mb": 25.0})
     network = Network()
     with on(network):

@@ -134,7 +134,7 @@ def does_not_overlap(patch: Patch) -> None:
 
 @cut("wfbp", AT_ONCE)
 def waits_at_once(patch: Patch) -> None:
-    _then(patch, AveragingEngine, "ready", lambda self, unit: self._running[-1][2].wait())
+    _then(patch, AveragingEngine, "ready", lambda self, unit: self._batches[0].wait())
 
 
 @cut("wfbp", "no_sync")

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from dear.comm.communicator import Communicator
+from dear.comm.communicator import Batch, Communicator
 from dear.training.parameters.exchange import GraphExchange
 from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
 from tests.contract.training import OnRank, Script, States, far
@@ -57,6 +57,7 @@ class SendingNothing(OnRank):
 
         with (
             mock.patch.object(Communicator, "all_reduce", alone),
+            mock.patch.object(Batch, "start", lambda self, tensor: None),
             mock.patch.object(Communicator, "reduce_scatter", scattered),
         ):
             return super().run()

@@ -234,7 +234,7 @@ def test_a_sweep_with_an_algorithm_that_has_no_reference_passes_on_cpus(tmp_path
     changes |= {"baseline": False, "models": [{"name": "mnist_cnn", "batch_size": 4}]}
     changes["measure"] = {"repeats": 1, "warmup_steps": 2, "check_steps": 2, "min_iter_s": 0.05}
     place = _place(tmp_path, device="cpu")
-    step = gpu_check._sweep(place, "sweep", "mnist_cnn", changes, limit_s=100)
+    step = gpu_check._sweep(place, "sweep", "mnist_cnn", changes, limit_s=280)
     ended = run_command(step, step.limit_s, tmp_path / "log")
     status, reason = step.judge(ended)
     assert status == "ok" and reason.startswith("1 right; unchecked: mgs: only replicas"), reason

@@ -14,6 +14,7 @@ from common.results.exports.reference_reports import reports
 from common.results.records import Bound, FabricFacts, Order, Record
 from common.results.records.trust import Modelled, Network, Strain, Systematic
 from common.results.tables.cells import significant
+from common.results.tables.fields import USE
 from common.results.tables.table import csv_text
 from common.results.timed import answers, bounds, rows
 from common.results.validity import flag_text, incorrect
@@ -259,11 +260,23 @@ def test_markdown_is_one_aligned_line_per_row():
     assert len({len(line) for line in lines}) == 1
     # A bar within a cell must be escaped, or it would open another column.
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {13}
-    unused = ("network", "fault", "of bound", "systematic", "event model")
+    unused = {"network", "fault", "of bound", "systematic", "event model"}
+    unused |= {column.title for column in USE}
     shown = [name for name in rows.comparison(table, "ddp").titles if name not in unused]
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == shown
     assert "speed-up vs ddp (95 % CI)" in lines[0]
     assert re.search(r"\| dear +\| +320 img/s \| .*\| 2\.00 \(.*\| FASTER ", lines[4])
+
+
+def test_use_stands_in_every_format_where_it_is_known():
+    text = [record("ddp", model="bert_base", sentence_len=64, batch_size=4), record("wfbp")]
+    table = rows.comparison(rows.make_rows(text, "ddp"), "ddp")
+    column = table.titles.index("tokens/s")
+    assert [line[column] for line in table.body] == [f"{4 * 2 * 64 / 0.1:.0f}", ""]
+    for shown in (table.markdown(), table.latex(["algorithm", "tokens/s"])):
+        assert "tokens/s" in shown and " 5120 " in shown
+    (row, _) = csv.DictReader(io.StringIO(csv_text(rows.Row, table.rows)))
+    assert float(row["tokens_per_s"]) == pytest.approx(5120)
 
 
 def test_csv_holds_all_fields_at_full_precision():

@@ -196,7 +196,7 @@ def test_show_writes_a_file_per_trial(sweep, tmp_path, capsys):
     assert "timelines of 1 trials in" in capsys.readouterr().out
     into.joinpath("file").touch()
     assert cli.main([*command[:-1], str(into / "file")]) == 2
-    assert "cannot write to" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_a_sweep_without_traces_says_so(sweep, tmp_path):

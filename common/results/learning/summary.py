@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from common.results import stats
 from common.results.learning import race
 from common.results.records import Record
-from common.results.tables.fields import Compared, Validity, identity
+from common.results.tables.fields import Compared, Use, Validity, identity
 from common.results.timed.rows import asked_precision, base_of
 from common.results.validity import flag, flag_text
 
@@ -67,7 +67,7 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnRow(Validity, Rate, Quality, Compared):
+class LearnRow(Validity, Rate, Quality, Use, Compared):
     """Trial that trains for a time or for epochs, and a line of its CSV file, over its runs.
 
     A trial with a result has `samples_per_s`, `unit` and `runs`. `_low` and `_high` are the ends of
@@ -145,6 +145,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         row,
         samples_per_s=record.throughput.value,
         unit=record.throughput.unit,
+        **vars(Use.of(record, record.throughput.value)),
         staleness_mean=max((mean for mean, _ in stale), default=None),
         staleness_max=max((most for _, most in stale), default=None),
         lost_ranks=", ".join(map(str, lost)) or None,

@@ -17,7 +17,7 @@ from common.results.tables.cells import (
     significant,
     word,
 )
-from common.results.tables.fields import NOTES, PLACE
+from common.results.tables.fields import NOTES, PLACE, USE
 from common.results.tables.table import Table
 
 _two: Form = "{:.2f}".format
@@ -137,6 +137,7 @@ _COLUMNS: tuple[Column[LearnRow], ...] = (
     _number("consensus", lambda row: row.consensus_distance or None, "{:.1e}".format),
     _column("staleness", _staleness),
     Column(title="lost", cell=lambda row: Cell(row.lost_ranks or ""), right=False, sparse=True),
+    *USE,
     NOTES,
 )
 

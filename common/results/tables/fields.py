@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
 from common.results.records import Record
-from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown
+from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown, number
 
 AXES = {
     "model": "model",
@@ -107,6 +107,27 @@ class Validity:
     """Reason why there is no number, or why it is flagged, and all other notes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Use of a trial beside its samples; None: unknown, or there is none."""
+
+    tokens_per_s: float | None = None
+    """Tokens of all workers over elapsed time, of a language model."""
+
+    @classmethod
+    def of(cls, record: Record, samples_per_s: float) -> Use:
+        """Returns the use of a trial with a result."""
+        length = record.trial.get("sentence_len")
+        return cls(tokens_per_s=length and samples_per_s * length)
+
+
+class Using(Shown, Protocol):
+    """Row of a trial with its use."""
+
+    @property
+    def tokens_per_s(self) -> float | None: ...
+
+
 class Placed(Shown, Protocol):
     """Row of a trial."""
 
@@ -160,6 +181,15 @@ PLACE: tuple[Column[Placed], ...] = (
     ),
 )
 """First columns of every table; trials without a result have no others."""
+USE: tuple[Column[Using], ...] = (
+    Column(
+        title="tokens/s",
+        cell=lambda row: number(row.tokens_per_s, flag=row.flag),
+        sparse=True,
+        weight=8,
+    ),
+)
+"""Columns before the notes."""
 NOTES: Column[Shown] = Column(
     title="notes",
     cell=lambda row: Cell(row.reason or ""),

@@ -21,7 +21,7 @@ from common.results.tables.cells import (
     significant,
     word,
 )
-from common.results.tables.fields import NOTES, PLACE, Compared, Validity, identity
+from common.results.tables.fields import NOTES, PLACE, USE, Compared, Use, Validity, identity
 from common.results.tables.table import Table
 from common.results.timed import bounds
 from common.results.timed.bounds import BoundNote
@@ -59,7 +59,7 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Validity, Times, Compared):
+class Row(Validity, Times, Use, Compared):
     """Timed trial in a table, and a line of its CSV file.
 
     A trial with a result has `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a
@@ -144,6 +144,7 @@ def _measured(record: Record) -> Row:
         row,
         throughput=rate.value,
         unit=record.throughput.unit,
+        **vars(Use.of(record, rate.value)),
         ci_low=rate.low,
         ci_high=rate.high,
         n=rate.n,
@@ -364,6 +365,7 @@ _JUDGED: tuple[Column[Row], ...] = (
         weight=4,
         phrase="correct: {}",
     ),
+    *USE,
     NOTES,
 )
 

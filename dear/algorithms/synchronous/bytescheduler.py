@@ -7,7 +7,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from dear.buckets.carriers import Carrier, make_carrier
@@ -21,7 +21,7 @@ from dear.cost.collectives import measured_costs
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least, positive
+from dear.options import LATER, at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, Update, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
@@ -74,7 +74,7 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         `credit_mb` is not given; None: 4."""
         profile_steps: int = 2
         """Number of steps measured before the order is made; these overlap no communication."""
-        tune: Literal["none", "credit", "partition", "both"] = "none"
+        tune: Literal["none", "credit", "partition", "both"] = field(default="none", metadata=LATER)
         """Sizes that rank 0 chooses by its step times in the 52 steps after the profile (Bayesian
         optimisation, 10 trials): the credit (4 to 64 MB; one queue on every backend), the
         partitions (2 to 32 MB), or both. `credit_mb` and `partition_mb` are its first values."""

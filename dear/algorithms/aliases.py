@@ -28,6 +28,7 @@ ALIASES: dict[str, tuple[str, Settings]] = {
         {"merge": "threshold", "threshold_mb": 2048.0, "compression": "dgcsampling"},
     ),
     "pytorch-ddp": ("ddp", {}),
+    "dear-notf": ("dear", {"fusion": "none"}),
 }
 """Other names of methods: the algorithm, and the options that differ from its defaults. Methods
 that compress put all gradients into one group (their threshold is 536870912 elements)."""
@@ -51,6 +52,15 @@ def resolved(name: str, options: Mapping[str, object]) -> tuple[str, Settings]:
         )
     algorithm, defaults = ALIASES.get(name, (name, {}))
     return algorithm, {**defaults, **options}
+
+
+def suite_name(algorithm: str, options: Mapping[str, object]) -> str:
+    """Returns the method of DeAR's suite that, with its variables, is this algorithm."""
+    for name in ("pytorch-ddp", "dear-notf"):
+        aliased, fixed = ALIASES[name]
+        if aliased == algorithm and fixed.items() <= options.items():
+            return name
+    return algorithm
 
 
 def method(name: str, variables: Mapping[str, str]) -> tuple[str, Settings]:

@@ -111,6 +111,9 @@ def test_h5_the_name_of_a_log_and_the_command_that_makes_it():
         ("mgwfbp", {"merge": "threshold", "threshold_mb": 25.0}),
         ("mgwfbp", {"merge": "threshold", "threshold_mb": 2.0, "compression": "signum"}),
         ("dear", {"threshold_mb": 10.0}),
+        ("dear", {"fusion": "none"}),
+        ("ddp", {}),
+        ("ddp", {"zero": True}),
     ],
 )
 def test_a_trial_is_made_again_by_its_variables(algorithm, options):
@@ -122,14 +125,21 @@ def test_a_trial_is_made_again_by_its_variables(algorithm, options):
 
 def test_logs_have_the_suites_names_beside_the_trials(tmp_path):
     made = [record("dear"), record("wfbp"), record("none", world=1), record("ddp")]
-    for one in made[:3]:
+    made.insert(2, record("dear", options={"fusion": "none"}, label="dear-notf"))
+    made.insert(3, record("dear", options={"small_kb": 7}, label="dear-too"))
+    for one in made[:5]:
         (tmp_path / one.id).mkdir()
         (tmp_path / one.id / "log-0-rank0.txt").write_text(f"of {one.label}")
     links = link_logs(tmp_path, made)
     assert links == link_logs(tmp_path, made), "again is no mistake"
-    assert [link.read_text() for link in links] == ["of dear", "of wfbp"]
+    assert [link.read_text() for link in links] == [
+        "of dear",
+        "of wfbp",
+        "of dear-notf",
+        "of dear-too",
+    ]
     lines = (tmp_path / "reference_logs" / "commands.txt").read_text().splitlines()
-    assert len(lines) == 2 and lines[0] == f"{links[0].name}: {command(made[0])}"
+    assert len(lines) == 4 and lines[0] == f"{links[0].name}: {command(made[0])}"
 
 
 def test_reports_of_several_runs_stand_side_by_side(tmp_path):

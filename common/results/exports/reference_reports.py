@@ -15,6 +15,7 @@ from common.results.records import Record
 from common.results.tables.cells import Cell, Column, number
 from common.results.tables.table import Table
 from common.results.validity import flag
+from dear.algorithms.aliases import suite_name
 from dear.errors import UserError
 
 _ELEMENTS_PER_MB = (1 << 20) // 4
@@ -177,13 +178,13 @@ def variables(record: Record) -> dict[str, str]:
         "dnn": trial["model"],
         "bs": str(trial["batch_size"]),
         "nworkers": str(trial["world_size"]),
-        "method": trial["algorithm"],
+        "method": suite_name(trial["algorithm"], options),
         "compressor": options.get("compression", "none"),
         "threshold": f"{0 if merges else threshold * _ELEMENTS_PER_MB:.0f}",
         "mgwfbp": str(int(merges)),
         "asc": str(int(options.get("merge") == "asc")),
         "nstreams": str(options.get("channels", 1)),
-    }
+    } | ({"use_zero": "1"} if options.get("zero") else {})
 
 
 def command(record: Record) -> str:
@@ -195,8 +196,8 @@ def command(record: Record) -> str:
 def link_logs(folder: Path, records: Iterable[Record]) -> list[Path]:
     """Links rank 0's logs of a sweep by the suite's names and writes the suite's commands.
 
-    Both are written to `reference_logs` in the sweep's folder. Of trials with the same name the
-    last one is linked.
+    Both are written to `reference_logs` in the sweep's folder. A trial whose variables are those
+    of another one has its identity in the name.
     """
     into = folder / "reference_logs"
     links, lines = {}, []
@@ -205,6 +206,8 @@ def link_logs(folder: Path, records: Iterable[Record]) -> list[Path]:
         if record.trial["algorithm"] == "none" or not log.exists():
             continue
         link = into / log_name(record)
+        if link in links:
+            link = link.with_name(f"{link.stem}-{record.id}.log")
         links[link] = log
         lines.append(f"{link.name}: {command(record)}")
     if links:

@@ -6,10 +6,12 @@ import atexit
 import logging
 import os
 import socket
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dear.comm.backends import MPI, default_backend, prepare
 from dear.comm.communicator import Communicator
@@ -21,6 +23,7 @@ from dear.lazy import dist, torch
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+
 log = logging.getLogger("dear")
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -29,6 +32,7 @@ THREADS_END_S = 0.1
 _facts: RankFacts | None = None
 _communicator: Communicator | None = None
 _at_shutdown: list[Callable[[], None]] = []
+_training: list[weakref.ref[Leaver]] = []
 
 
 def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -67,11 +71,14 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     if facts.local_world_size == 0:
         facts = placed(facts, communicator.gather_objects(facts.place))
     _facts, _communicator = facts, communicator
-    atexit.unregister(_let_threads_end)
-    atexit.register(_let_threads_end)
+    atexit.unregister(_end_of_script)
+    atexit.register(_end_of_script)
 
 
-def _let_threads_end() -> None:
+def _end_of_script() -> None:
+    # After an error, other ranks may never come.
+    if getattr(sys, "last_value", None) is None:
+        _leave()
     # A Gloo thread frees the tensors of its last collective shortly after `wait` has returned, and
     # needs the interpreter's lock (GIL) for that. If the interpreter is already exiting, CPython
     # ends the thread in the middle of a C++ destructor, which aborts the process. Sleeping releases
@@ -149,6 +156,37 @@ def _choose_interface(facts: RankFacts) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
+class Leaver(Protocol):
+    """Object with transfers that other ranks need, e.g. the engine of an optimizer."""
+
+    def leave(self) -> None:
+        """Returns when no other rank needs this one any more."""
+
+
+def training(leaver: Leaver) -> None:
+    """Lets the end of the job or script call `leaver.leave()`, in the order of these calls.
+
+    A script may end without `close()`: transfers of its last step are then under way.
+    """
+    _training.append(weakref.ref(leaver))
+
+
+def trained(leaver: Leaver) -> None:
+    """Takes back `training`; also drops objects that were collected meanwhile."""
+    _training[:] = [ref for ref in _training if ref() not in (None, leaver)]
+
+
+def _leave() -> None:
+    remaining = [ref() for ref in _training]
+    _training.clear()
+    for leaver in remaining:
+        try:
+            if leaver is not None and _communicator is not None and dist.is_initialized():
+                leaver.leave()
+        except RuntimeError as error:
+            log.warning("the last transfers did not end: %s", error)
+
+
 def at_shutdown(callback: Callable[[], None]) -> None:
     """Registers a call before `shutdown` destroys the process group; the last one runs first."""
     _at_shutdown.append(callback)
@@ -157,6 +195,7 @@ def at_shutdown(callback: Callable[[], None]) -> None:
 def shutdown() -> None:
     """Leaves the job. A second call does nothing; `init` may be called again afterwards."""
     global _facts, _communicator
+    _leave()
     while _at_shutdown:
         _at_shutdown.pop()()
     if _communicator is not None:

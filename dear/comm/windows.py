@@ -261,7 +261,15 @@ class NeighborWindow:
 
     def steps_of(self, row: torch.Tensor) -> int:
         """Returns the number of steps in the values of a row from `fetch`."""
-        return int(row[self._steps_at :].view(torch.int64)[0].item())
+        return int(self._tag(row)[0].item())
+
+    def replace(self, row: torch.Tensor, values: torch.Tensor, steps: int) -> None:
+        """Sets the values of a row from `fetch`, and the number of steps in them."""
+        row[: self._numel].copy_(values.detach().reshape(-1))
+        self._tag(row)[0] = steps
+
+    def _tag(self, row: torch.Tensor) -> torch.Tensor:
+        return row[self._steps_at :].view(torch.int64)
 
     def steps_in(self, source: int) -> int | None:
         """Returns the number of steps in the slot of `source`, or None if it is lost."""

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 from dear.buckets.agreement import agree, described, tables
+from dear.comm import runtime
 from dear.comm.communicator import Communicator
 from dear.cost.foreign import Sender
 from dear.errors import UserError
@@ -93,6 +94,7 @@ class Engine(Generic[OptionsT_co]):
         self.model, self.params = replica.model, replica.params
         self.communicator = replica.communicator
         self.hooks = Hooks()
+        runtime.training(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -181,8 +183,13 @@ class Engine(Generic[OptionsT_co]):
         """Returns a context in which backward passes only accumulate."""
         return contextlib.nullcontext()
 
+    def leave(self) -> None:
+        """Returns when no other rank needs this one any more; the script ends without `close`."""
+        self.settle()
+
     def close(self) -> None:
         """Synchronizes, and removes the algorithm from model and optimizer."""
+        runtime.trained(self)
         self.synchronize()
         self.hooks.remove()
 

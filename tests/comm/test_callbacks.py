@@ -212,3 +212,37 @@ def test_ddp_may_outlive_its_group(backend: str, tmp_path: Path):
     """DDP's reducer is C++: as the last owner of a group, it destroys that with the GIL held."""
     ended = _run_all(OUTLIVES.replace("BACKEND", repr(backend)), tmp_path)
     assert [status for status, _said in ended] == [0, 0], ended
+
+
+ENDS = """
+import time
+import torch, dear
+dear.init(timeout_s=20)
+model = torch.nn.Linear(4, 4)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = dear.DistributedOptimizer(sgd, model, algorithm=ALGORITHM)
+for step in range(3):
+    if dear.rank() == 0 and step == 2:
+        time.sleep(1)
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+if dear.rank() == 0:
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    optimizer.synchronize()
+"""
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "neighbor",
+        "pull-get",
+        *[pytest.param(name, marks=pytest.mark.full) for name in ("win-put", "push-sum", "dear")],
+    ],
+)
+def test_a_script_may_end_without_close(algorithm: str, tmp_path: Path):
+    """Rank 1 ends while rank 0 still needs what its last step sends or shows."""
+    ended = _run_all(ENDS.replace("ALGORITHM", repr(algorithm)), tmp_path)
+    assert [status for status, _said in ended] == [0, 0], ended

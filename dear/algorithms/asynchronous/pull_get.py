@@ -61,11 +61,11 @@ class PullExchange(WindowExchange):
                 work.wait()
 
         timed(self.communicator, wait)()
-        rows = {source: row for source, row, _ in reading if window.steps_of(row) != NEVER}
-        own, weights = self.policy.mix_weights()
-        own += sum(weight for source, weight in weights.items() if source not in rows)
-        weights = {source: weights[source] for source in rows}
-        window.collect(bucket.values, own, weights, rows, steps=steps)
+        rows = {source: row for source, row, _ in reading}
+        for row in rows.values():
+            if window.steps_of(row) == NEVER:
+                window.replace(row, bucket.values, steps)
+        window.collect(bucket.values, *self.policy.mix_weights(), rows, steps=steps)
         bucket.touched()
 
 

@@ -536,15 +536,18 @@ class ShardedModel:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Raises `UserError` where the ranks call different operations."""
+    """Raises `UserError` where the ranks call different operations; gives a lost rank a note."""
+    advice = (
+        "fsdp: each rank holds a part of the parameters, so all ranks must run the same passes, "
+        "and load state, call state_dict() and synchronize() together"
+    )
     try:
         yield
     except mismatch_errors() as error:
-        raise UserError(
-            "fsdp: each rank holds a part of the parameters, so all ranks must run the same "
-            "passes, and load state, call state_dict() and synchronize() together; one of them "
-            f"did not: {error}"
-        ) from None
+        raise UserError(f"{advice}; one of them did not: {error}") from None
+    except RuntimeError as error:
+        error.add_note(advice)
+        raise
 
 
 class _Together:

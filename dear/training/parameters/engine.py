@@ -184,6 +184,10 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         self.steps = 0 if saved is None else saved["steps"]
         self.exchange.restore(saved)
 
+    def leave(self) -> None:
+        self.synchronize()
+        self.exchange.release()
+
     def close(self) -> None:
         super().close()
         if self.replica.has_optimizer:

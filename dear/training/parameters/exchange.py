@@ -162,6 +162,7 @@ class GraphExchange(BucketExchange):
         self.pending.clear()
 
     def release(self) -> None:
+        self.communicator.barrier()  # a neighbour may not have taken this rank's last message yet
         self.messages.close()
 
 

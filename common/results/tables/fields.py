@@ -209,7 +209,9 @@ USE: tuple[Column[Using], ...] = (
     ),
     Column(
         title="MiB per rank",
-        cell=lambda row: number(row.memory_bytes and row.memory_bytes / 2**20, "{:.0f}".format),
+        cell=lambda row: number(
+            row.memory_bytes and row.memory_bytes / 2**20, "{:.0f}".format, flag=row.flag
+        ),
         sparse=True,
         weight=8,
     ),

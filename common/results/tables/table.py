@@ -82,7 +82,7 @@ class Table(Generic[R]):
             for title in titles:
                 if title in self.titles and title not in places:
                     raise UserError(
-                        f"column {title}: no row has a value; columns with values: "
+                        f"column {title}: no row has a value (see docs/results.md); with values: "
                         + ", ".join(places)
                     )
             used = [one_of("column", title, places) for title in titles]

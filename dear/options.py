@@ -78,12 +78,12 @@ class Options:
 
 
 LATER = {"later": True}
-"""Metadata of an option that came after records were made."""
+"""Metadata of an option, or of a field of a result, that came after records were made."""
 
 
-def settings(options: Options) -> dict[str, object]:
-    """Returns the values by name, without options of later date that have their default: trials
-    that do not use those keep their identity."""
+def settings(options: DataclassInstance) -> dict[str, object]:
+    """Returns the values by name, without fields of later date that have their default: trials
+    that do not use those keep their identity, and records their text."""
     values = dataclasses.asdict(options)
     for field in dataclasses.fields(options):
         if "later" in field.metadata and values[field.name] == field.default:

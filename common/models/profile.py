@@ -68,6 +68,8 @@ class Profile:
     sentence_len: int | None
     sample_unit: str
     dtype: str
+    flops: int | None = None
+    """Multiplications and additions of a step; None: not counted."""
     rule: str
     """Description of how the times were obtained."""
     modules: tuple[str, ...]
@@ -81,9 +83,9 @@ class Profile:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of everything that affects a replay; `device_name` and `rule` do not."""
+        """Hash of everything that affects a replay; `device_name`, `flops` and `rule` do not."""
         values = dataclasses.asdict(self)
-        del values["device_name"], values["rule"]
+        del values["device_name"], values["flops"], values["rule"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -163,7 +165,7 @@ def _ms(seconds: float) -> float:
 def load(path: Path) -> Profile:
     """Reads a profile; raises `UserError` if the file does not contain one."""
     try:
-        values = json.loads(path.read_bytes())
+        values = {"flops": None} | json.loads(path.read_bytes())  # older files lack it
         if values["schema"] != SCHEMA:
             raise UserError(f"profile {path}: schema {values['schema']}; allowed: {SCHEMA}")
         rows = values["modules"]

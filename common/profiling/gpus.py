@@ -38,6 +38,8 @@ class Gpu:
     """10^9 bytes per second."""
     source: str
     """Document and position in it."""
+    cuda_names: tuple[str, ...] = ()
+    """Further names, by which CUDA reports the device."""
 
     def __post_init__(self) -> None:
         for precision in PRECISIONS:
@@ -82,6 +84,28 @@ def table(path: Path = TABLE) -> dict[str, Gpu]:
     """Returns all entries by name, in the order of the file."""
     entries = yaml.safe_load(path.read_bytes())
     return {key: build_options(Gpu, given, f"key of GPU {key}") for key, given in entries.items()}
+
+
+def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | None:
+    """Returns the peak of matrix products in operations per second; None: not in the table.
+
+    Args:
+        device_name: name of a device by its manufacturer or by CUDA.
+        dtype: type of a trial or a profile; mixed precision multiplies in 16 bits.
+        tf32: products of float32 may use units for tf32.
+    """
+    for gpu in table().values():
+        if device_name in (gpu.name, *gpu.cuda_names):
+            # Devices with units for tf32 have units for bfloat16 at the rate of float16.
+            rates = {
+                "float32": (tf32 and gpu.tf32_tflops) or gpu.fp32_tflops,
+                "float32 (tf32)": gpu.tf32_tflops,
+                "float16": gpu.fp16_tflops,
+                "bfloat16": gpu.tf32_tflops and gpu.fp16_tflops,
+            }
+            tflops = rates.get(dtype.replace("amp-bf", "bfloat").replace("amp-fp", "float"))
+            return tflops and tflops * 1e12
+    return None
 
 
 def find(text: str) -> Choice:

@@ -37,6 +37,8 @@ class Roofline(Clock[float], TorchDispatchMode):
         super().__init__()
         self._device = device
         self._total_s = 0.0
+        self.flops = 0
+        """Multiplications and additions so far."""
 
     def mark(self) -> float:
         return self._total_s
@@ -50,6 +52,7 @@ class Roofline(Clock[float], TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for kernel in kernels(func, args, kwargs, out):
+            self.flops += kernel.flops
             arithmetic_s = kernel.flops / self._device.flops
             self._total_s += max(arithmetic_s, kernel.nbytes / self._device.bandwidth)
         return out
@@ -245,7 +248,8 @@ def _layers(workload: Workload, device: Device) -> Layers:
     try:
         # Attention as plain matrix products, as in the published measurements.
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), clock:
-            return Layers(workload.model, [hooked_step(workload, stretches)])
+            step = hooked_step(workload, stretches)
+            return Layers(workload.model, [step], clock.flops)
     finally:
         stretches.remove()
 
@@ -286,6 +290,18 @@ def profile_of_any(
         sentence_len=sentence_len,
         sample_unit=sample_unit,
     )
+
+
+def step_flops(name: str, build: Callable[[], Workload]) -> int | None:
+    """Returns the multiplications and additions of a training step on the batch of `build`.
+
+    Attention is two matrix products, and four in the backward pass; nothing recomputed counts.
+
+    Raises:
+        UserError: the model cannot be counted, as in `profile_of_any`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return _counted(name, build, _RTX_2080_TI).flops
 
 
 def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Layers:

@@ -154,16 +154,23 @@ class Fields(TypedDict):
     calls: tuple[Call, ...]
     parameters: tuple[ProfiledParameter, ...]
     shared: dict[str, str]
+    flops: int | None
 
 
 class Layers:
-    """Layers of a model, with the medians of their times over several steps."""
+    """Layers of a model, with the medians of their times over several steps.
 
-    def __init__(self, model: torch.nn.Module, steps: Sequence[Step]) -> None:
+    Args:
+        flops: multiplications and additions of a step; None: not counted.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, steps: Sequence[Step], flops: int | None = None
+    ) -> None:
         orders = {(*step.modules, None, *(name for name, _ in step.ready)) for step in steps}
         if len(orders) != 1:
             raise UserError("no profile: the order of the model's layers differs between steps")
-        self._model = model
+        self._model, self.flops = model, flops
         self._names = steps[0].modules
         self._forward = _medians([step.forward_s for step in steps])
         self._backward = _medians([step.backward_s for step in steps])
@@ -212,6 +219,7 @@ class Layers:
             "calls": tuple(calls),
             "parameters": parameters,
             "shared": {name: first[param] for name, param in every if first[param] != name},
+            "flops": self.flops,
         }
 
     def _calls(self) -> list[Call]:

@@ -35,6 +35,10 @@ def test_a_sweep_records_every_trial(driver):
         assert record["throughput"]["n"] == 6
         assert record["throughput"]["ci_low"] <= record["throughput"]["value"]
         assert min(record["results"][0]["compute"].values()) > 0
+        # Torch alone takes 100 MiB. The first repeat has copies for the check.
+        first, second = (result["use"]["memory_bytes"] for result in record["results"])
+        assert first is None and len(second) == record["trial"]["world_size"]
+        assert all(100 << 20 < peak < 2 << 30 for peak in second)
         parts = dict(record["breakdown"])
         step_s = parts.pop("step_s")
         assert 0 <= parts.pop("rank") < record["trial"]["world_size"]

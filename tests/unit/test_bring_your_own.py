@@ -131,6 +131,26 @@ def test_a_gpu_is_found_with_its_precision():
     assert "p40 has no units for fp16" in one_line(lambda: gpus.find("p40-fp16"))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "float32", False, 19.5),
+        ("NVIDIA A100-SXM4-80GB", "float32", True, 156),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", False, 312),
+        ("NVIDIA A100 SXM4 80 GB", "float32 (tf32)", False, 156),
+        ("NVIDIA H100 80GB HBM3", "amp-bf16", True, 989),
+        ("Tesla T4", "float32", True, 8.1),  # no units for it
+        ("Tesla T4", "amp-fp16", False, 65),
+        ("Tesla T4", "bfloat16", False, None),
+        ("Tesla P40", "float16", False, None),
+        ("NVIDIA A100-SXM4-80GB", "float64", False, None),
+        ("NVIDIA H100", "float32", False, None),  # of which there are several
+    ],
+)
+def test_the_peak_of_a_device_is_that_of_its_type(name, dtype, tf32, tflops):
+    assert gpus.peak_flops(name, dtype, tf32=tf32) == (tflops and pytest.approx(tflops * 1e12))
+
+
 # Models
 
 

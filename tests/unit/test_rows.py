@@ -279,6 +279,21 @@ def test_use_stands_in_every_format_where_it_is_known():
     assert float(row["tokens_per_s"]) == pytest.approx(5120)
 
 
+def test_mfu_is_operations_over_time_and_peak_and_memory_that_of_the_largest_rank():
+    use = {"memory_bytes": [3 << 20, 5 << 20], "flops": 6 * 10**9, "peak_flops": 1e12}
+    pair = [record("ddp", 0.1, facts={"use": use}), record("wfbp", 0.1)]
+    table = rows.comparison(rows.make_rows(pair, "ddp"), "ddp")
+    assert table.rows[0].mfu == pytest.approx(6e9 / pair[0].step_s / 1e12)
+    shown = [
+        [line[table.titles.index(name)] for name in ("MiB per rank", "MFU")] for line in table.body
+    ]
+    assert shown == [["5", "6.0%"], ["", ""]]
+    # One rank without a peak, or no known peak of the device: no number.
+    for lacking in ({"memory_bytes": [None, 1]}, {"flops": 5}, {"peak_flops": 5.0}):
+        (row,) = rows.make_rows([record("ddp", facts={"use": lacking})], "ddp")
+        assert (row.memory_bytes, row.mfu) == (None, None)
+
+
 def test_csv_holds_all_fields_at_full_precision():
     bounded = record("dear", 0.5, facts=FACTS)
     table = rows.make_rows([record("ddp", 0.7), record("wfbp", status="failed"), bounded], "ddp")

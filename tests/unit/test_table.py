@@ -151,6 +151,8 @@ def test_a_column_that_is_not_there_is_named():
     table = rows.comparison(rows.make_rows([record("ddp")], "ddp"), "ddp")
     with pytest.raises(UserError, match="unknown column 'speed'"):
         table.latex(["speed"])
+    with pytest.raises(UserError, match=r"column MFU: no row has a value .*: model, .*algorithm"):
+        table.latex(["MFU"])
 
 
 def test_footnotes_have_letters():

@@ -18,7 +18,7 @@ from common.harness.running import ui
 from common.harness.trial import BASELINE, Briefing, Trial
 from common.harness.worker.checking import deviation
 from common.harness.worker.checking.checker import Checker, draw
-from common.harness.worker.timing import costs, evidence, measure
+from common.harness.worker.timing import costs, device_use, evidence, measure
 from common.harness.worker.timing.canary import canary_s
 from common.harness.worker.timing.stopwatch import stopwatch
 from common.harness.worker.timing.strain import Gauge, strain_of, used_cores
@@ -101,6 +101,8 @@ class _Repeat:
                 *costs.to_json(again, self._scale, when="end"),
             ]
         self._engine_costs(training)
+        self._phase("counting operations")
+        self._result["use"] = device_use.arithmetic(trial, self._gather)
         return self._end(training, lambda: checker.recompute(check))
 
     def _plan(self, groups: list[dict[str, Any]], training: Training) -> Plan | None:
@@ -165,6 +167,7 @@ class _Repeat:
             return canary_s(communicator)
 
         counters = evidence.network_counters()
+        memory = device_use.PeakMemory(torch.device(trial.device))
         self._measured = measured = measure.measure_steps(
             training.step,
             communicator,
@@ -176,6 +179,8 @@ class _Repeat:
             gauge=Gauge(self._briefing.links_pid, lambda: training.absorbed_s),
             canary=canary,
         )
+        if checker is None:  # with copies for the check, memory is not the algorithm's
+            self._result["use"] = device_use.memory(trial, self._gather(memory.read()))
         counted = self._gather(evidence.gained(counters, evidence.network_counters()))
         parts = self._gather(training.parts())
         self._result |= {

@@ -13,11 +13,20 @@ from common.results.records.record import (
     fabric_words,
     is_learning,
 )
-from common.results.records.result import REAL, Breakdown, FabricFacts, Group, Plan, Result
+from common.results.records.result import (
+    REAL,
+    Breakdown,
+    DeviceUse,
+    FabricFacts,
+    Group,
+    Plan,
+    Result,
+)
 
 __all__ = [
     "Bound",
     "Breakdown",
+    "DeviceUse",
     "FabricFacts",
     "Failure",
     "Group",

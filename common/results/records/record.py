@@ -21,6 +21,7 @@ from common.results.records.trust import (
 )
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
+from dear.options import settings
 
 SCHEMA = 2
 """Version of the format. Records of another version are refused."""
@@ -195,7 +196,8 @@ class Record:
 
     def to_json(self) -> JsonObject:
         """Returns the record as a JSON object."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(dataclasses.replace(self, results=[]))
+        return values | {"results": [settings(result) for result in self.results]}
 
     @classmethod
     def from_json(cls, values: JsonObject) -> Record:

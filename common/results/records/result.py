@@ -11,6 +11,7 @@ from common.results.records.reading import JsonObject
 from common.results.records.trust import Check, CostCheck, EngineCosts, Network, Strain
 from dear.cost.bounds import StepTimes
 from dear.cost.fit import CollectiveCost
+from dear.options import LATER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,21 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """Memory and arithmetic of the timed steps; None: unknown."""
+
+    memory_bytes: list[int | None] | None = None
+    """Peaks in the timed blocks, by rank: of torch's allocations on a GPU, else of the process's
+    resident memory."""
+    flops: int | None = None
+    """Multiplications and additions of the forward and backward pass of a rank's batch."""
+    peak_flops: float | None = None
+    """Published peak of a rank's device per second, for the trial's type."""
+    unknown: str | None = None
+    """Reason why a value is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """One repeat of a trial, as rank 0 writes it. Times are in seconds of the modelled cluster."""
 
@@ -87,6 +103,8 @@ class Result:
     """Training and test data; None if the data are synthetic."""
     parameters: int | None = None
     gradient_bytes: int | None = None
+    use: DeviceUse | None = field(default=None, metadata=LATER)
+    """Memory of a repeat after the first, or the first repeat's arithmetic; None: learns."""
     started_by: str | None = None
     """Launcher that the ranks found in their environment."""
     compute: StepTimes | None = None

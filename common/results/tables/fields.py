@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
-from common.results.records import Record
+from common.results.records import DeviceUse, Record
 from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown, number
 
 AXES = {
@@ -113,12 +113,27 @@ class Use:
 
     tokens_per_s: float | None = None
     """Tokens of all workers over elapsed time, of a language model."""
+    memory_bytes: int | None = None
+    """Peak memory of the rank and repeat that took most."""
+    mfu: float | None = None
+    """Operations of the model per second and worker over the published peak of its device."""
 
     @classmethod
     def of(cls, record: Record, samples_per_s: float) -> Use:
         """Returns the use of a trial with a result."""
         length = record.trial.get("sentence_len")
-        return cls(tokens_per_s=length and samples_per_s * length)
+        uses = [result.use or DeviceUse() for result in record.results]
+        peaks = [peak for use in uses for peak in use.memory_bytes or ()]
+        flops, peak_flops = uses[0].flops, uses[0].peak_flops
+        mfu = None
+        if flops is not None and peak_flops is not None:
+            samples = record.trial["batch_size"] * record.trial["world_size"]
+            mfu = flops * samples_per_s / samples / peak_flops
+        return cls(
+            tokens_per_s=length and samples_per_s * length,
+            memory_bytes=None if None in peaks else max(peaks, default=None),
+            mfu=mfu,
+        )
 
 
 class Using(Shown, Protocol):
@@ -126,6 +141,10 @@ class Using(Shown, Protocol):
 
     @property
     def tokens_per_s(self) -> float | None: ...
+    @property
+    def memory_bytes(self) -> int | None: ...
+    @property
+    def mfu(self) -> float | None: ...
 
 
 class Placed(Shown, Protocol):
@@ -185,6 +204,20 @@ USE: tuple[Column[Using], ...] = (
     Column(
         title="tokens/s",
         cell=lambda row: number(row.tokens_per_s, flag=row.flag),
+        sparse=True,
+        weight=8,
+    ),
+    Column(
+        title="MiB per rank",
+        cell=lambda row: number(
+            row.memory_bytes and row.memory_bytes / 2**20, "{:.0f}".format, flag=row.flag
+        ),
+        sparse=True,
+        weight=8,
+    ),
+    Column(
+        title="MFU",
+        cell=lambda row: number(row.mfu, "{:.1%}".format, flag=row.flag),
         sparse=True,
         weight=8,
     ),

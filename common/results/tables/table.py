@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic
 
 from common.results.tables import terminal
 from common.results.tables.cells import PROVISIONAL, Cell, Column, R, word
-from dear.errors import one_of
+from dear.errors import UserError, one_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -73,12 +73,18 @@ class Table(Generic[R]):
             titles: titles of the columns, in the order of the paper; None: all that have a value.
 
         Raises:
-            UserError: there is no such column.
+            UserError: there is no such column, or no row has a value in it.
         """
         roles = [column.role for column in self.columns]
         used = [i for i in self._written() if roles[i] != "notes"]
         if titles is not None:
             places = {self.titles[i]: i for i in used}
+            for title in titles:
+                if title in self.titles and title not in places:
+                    raise UserError(
+                        f"column {title}: no row has a value (see docs/results.md); with values: "
+                        + ", ".join(places)
+                    )
             used = [one_of("column", title, places) for title in titles]
         name = next((at for at, i in enumerate(used) if roles[i] == "name"), -1)
         marks: dict[str, str] = {}

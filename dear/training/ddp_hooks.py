@@ -44,6 +44,10 @@ class Passes:
         """Version counters after the last step; the script has written to what has another."""
         hooks.on_gradient(params, self._accumulated)
 
+    def close(self) -> None:
+        """Lets go of the reducer."""
+        del self._reducer
+
     def arm(self) -> None:
         """Notes a forward pass of the model, after which DDP averages once."""
         self._armed, self._running = True, False

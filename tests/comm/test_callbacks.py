@@ -182,3 +182,33 @@ def test_a_script_may_end_with_something_under_way(what, tmp_path):
     wanted = 3 if what == "an exception" else 0
     assert [status for status, _said in ended] == [wanted, 0], ended
     assert "terminate" not in ended[0][1] and "Fatal" not in ended[0][1]
+
+
+OUTLIVES = """
+import os, time
+import torch, torch.distributed as dist, torch.distributed.nn
+import dear
+dear.init(backend=BACKEND)
+model = torch.nn.Linear(4, 4)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = dear.DistributedOptimizer(sgd, model, algorithm="ddp")
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+tensor, gathered = torch.ones(4), [torch.empty(4), torch.empty(4)]
+if dear.rank() == 0:
+    # The backend ends this while the group is destroyed, and needs the interpreter for that.
+    dist.all_gather(gathered, tensor, async_op=True).get_future().then(lambda _: time.sleep(0.1))
+else:
+    time.sleep(1)
+    if BACKEND == "gloo":
+        dist.all_gather(gathered, tensor)
+dear.shutdown()
+optimizer.close()
+"""
+
+
+@pytest.mark.parametrize("backend", ["comm_core", "gloo"])
+def test_ddp_may_outlive_its_group(backend: str, tmp_path: Path):
+    """DDP's reducer is C++: as the last owner of a group, it destroys that with the GIL held."""
+    ended = _run_all(OUTLIVES.replace("BACKEND", repr(backend)), tmp_path)
+    assert [status for status, _said in ended] == [0, 0], ended

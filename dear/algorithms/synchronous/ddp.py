@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from dear.training.gradients import gradient_of, refuse_graph
 from dear.training.hooks import at_end_of_backward
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch._C._distributed_c10d import GradBucket
     from torch.optim.optimizer import StateDict
 
@@ -149,6 +151,11 @@ class _DdpEngine(Engine[Ddp.Options]):
             **buffers,
         )
         ddp = self._ddp
+        for part in (ddp.reducer, ddp.logger):
+            # A group's destructor waits for Gloo's threads, and they may wait for the interpreter.
+            # Python lets go of the interpreter when its own reference is the last one, and the
+            # reducer does not. So Python's reference must outlive the reducer.
+            weakref.finalize(part, _outlived, communicator.groups[0]).atexit = False
         hook = bucket_hook(communicator, options) if communicator.size > 1 else None
         if hook is not None:
             # DDP reads annotations, which are texts here. A lambda has none.
@@ -274,7 +281,13 @@ class _DdpEngine(Engine[Ddp.Options]):
         super().close()
         self.optimizer.state.update(self.whole_state())
         self._zero = None
-        del self._ddp  # the reducer takes out its autograd hooks when it is destroyed
+        # The reducer takes out its autograd hooks when it is destroyed.
+        self._passes.close()
+        del self._ddp
+
+
+def _outlived(group: dist.ProcessGroup) -> None:
+    """Does nothing: its argument lives until it is called."""
 
 
 def bucket_hook(

@@ -15,6 +15,7 @@ import torch
 
 import dear.bluefog as bf
 from dear.bluefog import collectives
+from dear.bluefog.job import job
 from dear.comm.neighbors import Round
 from dear.errors import UserError
 from dear.topology import matrix, uniform
@@ -357,6 +358,38 @@ def test_shutdown_writes_the_timeline_and_may_be_followed_by_init(tmp_path):
     for names, shortest in pool.run(_timeline, f"{tmp_path}/t"):
         assert {"COMPUTE", "wait allreduce"} <= set(names)
         assert shortest >= 0
+    pool.close()
+
+
+def _timeline_of_an_optimizer(prefix, factory):
+    os.environ["BLUEFOG_TIMELINE"] = prefix
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    getattr(bf, factory)(optimizer, model)
+    for switch in (lambda: None, optimizer.turn_off_timeline, optimizer.turn_on_timeline):
+        switch()
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    os.environ.pop("BLUEFOG_TIMELINE")
+    without = optimizer.turn_on_timeline()
+    spans = [(event["name"], event["dur"]) for _, event in job().timeline._events]
+    optimizer.close()
+    bf.shutdown()
+    return without, spans
+
+
+@pytest.mark.parametrize(
+    "factory", ["DistributedAdaptWithCombineOptimizer", "DistributedGradientAllreduceOptimizer"]
+)
+def test_an_optimizer_turns_the_spans_of_its_parameters_on_and_off(tmp_path, factory):
+    pool = RankPool(2, backend="comm_core")
+    pool.run(bf.init)
+    for without, spans in pool.run(_timeline_of_an_optimizer, f"{tmp_path}/t", factory):
+        names = [name for name, _ in spans]
+        # Two of three steps, three parameters.
+        assert names.count("FORWARD") == names.count("GRADIENT COMPT.") == 6
+        assert without is False and min(duration for _, duration in spans) >= 0
     pool.close()
 
 

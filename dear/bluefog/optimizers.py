@@ -33,7 +33,8 @@ from dear.bluefog.collectives import (
     either,
     factors,
 )
-from dear.bluefog.job import TIMELINE, called, job
+from dear.bluefog.job import called, job
+from dear.bluefog.variables import TIMELINE
 from dear.bluefog.windows import Named
 from dear.comm.neighbors import Exchange, Pending, Round
 from dear.comm.windows import NeighborWindow

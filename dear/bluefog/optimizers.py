@@ -25,6 +25,7 @@ from dear.algorithms.asynchronous.push_sum import PushSum
 from dear.algorithms.asynchronous.win_put import WinPut
 from dear.algorithms.decentralized.neighbor import Neighbor
 from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
+from dear.bluefog import variables
 from dear.bluefog.collectives import (
     Targets,
     check_neighbors,
@@ -182,7 +183,8 @@ def _combined(
     ) -> torch.optim.Optimizer:
         every = num_steps_per_communication
         at_least("num_steps_per_communication", every, 1)
-        replica = Replica(model, optimizer, job().communicator, Neighbor.Options(every=every))
+        options = Neighbor.Options(every=every, bucket_mb=variables.bucket_mb())
+        replica = Replica(model, optimizer, job().communicator, options)
         knobs: Any = optimizer  # BlueFog's scripts set these attributes of the optimizer
         knobs.self_weight = knobs.src_weights = knobs.dst_weights = None
         knobs.neighbor_weights = knobs.send_neighbors = None
@@ -321,7 +323,8 @@ def _windowed(
         every, prefix = num_steps_per_communication, window_prefix or stem
         at_least("num_steps_per_communication", every, 1)
         current = job()
-        replica = Replica(model, optimizer, current.communicator, WindowOptions(every=every))
+        options = WindowOptions(every=every, bucket_mb=variables.bucket_mb())
+        replica = Replica(model, optimizer, current.communicator, options)
         for knob, value in {**dict.fromkeys(knobs), "force_barrier": False}.items():
             setattr(optimizer, knob, value)
         if prefix in {name.rpartition(".")[0] for name in current.windows}:

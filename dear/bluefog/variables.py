@@ -6,7 +6,9 @@ import logging
 import os
 import re
 
-from dear.errors import one_of
+from dear.buckets.grouping import MIB
+from dear.errors import UserError, one_of
+from dear.training.parameters.options import BUCKET_MB
 
 log = logging.getLogger("dear")
 
@@ -15,16 +17,30 @@ NODES_PER_MACHINE = "BLUEFOG_NODES_PER_MACHINE"
 TIMELINE = "BLUEFOG_TIMELINE"
 """Environment variable: prefix of the names of the traces."""
 LOG_LEVEL, HIDE_TIME = "BLUEFOG_LOG_LEVEL", "BLUEFOG_LOG_HIDE_TIME"
+FUSION = "BLUEFOG_FUSION_THRESHOLD"
 _LEVELS = {"trace": "DEBUG", "fatal": "CRITICAL"}
 _LEVELS |= {name.lower(): name for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _NEEDLESS = {
     "CYCLE_TIME|SLEEP_USEC_FOR_WIN_PASSIVE|NUM_FINALIZER_THREADS": "there is no polling thread",
-    "FUSION_THRESHOLD": "layers are buckets of their own",
     "MPI_THREAD_LEVEL|MAX_WIN_SENT_LENGTH": "windows do not use MPI",
     "[A-Z_]+_BY_MPI|OPS_ON_CPU|WIN_ON_GPU|USE_UCX": "bf.init(backend=...) decides what is used",
     "WIN_(TIMEOUT_S|WARN_AFTER_S|RESTART_RETRIES|DISABLE_RESTART)": "bf.init(timeout_s=...) does",
 }
 """Names of BlueFog's variables without `BLUEFOG_`, and why they have no effect here."""
+
+
+def bucket_mb() -> float:
+    """Returns the size of buckets in MB: BLUEFOG_FUSION_THRESHOLD (bytes), else the usual one.
+
+    Raises:
+        UserError: its value is no whole number.
+    """
+    text = os.environ.get(FUSION)
+    if not text:
+        return BUCKET_MB
+    if not text.isdecimal():
+        raise UserError(f"{FUSION}={text}: must be a whole number of bytes")
+    return max(1, int(text)) / MIB
 
 
 def read() -> None:

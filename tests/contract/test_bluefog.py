@@ -395,22 +395,34 @@ def test_an_optimizer_turns_the_spans_of_its_parameters_on_and_off(tmp_path, fac
 
 
 LOGGED = """
-import logging, dear.bluefog as bf
+import logging, torch, dear.bluefog as bf
 bf.init()
-logging.getLogger("dear").debug("shown")
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+bf.DistributedAdaptWithCombineOptimizer(optimizer, model)
+logging.getLogger("dear").debug(len(optimizer._engine.buckets))
 """
 
 
-@pytest.mark.parametrize(("hide", "form"), [("0", r"\d{4}-\S+ \S+ "), ("1", "")])
-def test_variables_of_the_log_have_an_effect_and_others_are_named(hide, form):
-    given = {"LOG_LEVEL": "trace", "LOG_HIDE_TIME": hide, "CYCLE_TIME": "1", "WIN_TIMEOUT_S": "9"}
+@pytest.mark.parametrize(
+    ("hide", "form", "fusion", "buckets"),
+    [("0", r"\d{4}-\S+ \S+ ", "8000000", 1), ("1", "", "0", 2)],
+)
+def test_variables_of_bluefog_have_an_effect_or_are_named(hide, form, fusion, buckets):
+    given = {
+        "LOG_LEVEL": "trace",
+        "LOG_HIDE_TIME": hide,
+        "FUSION_THRESHOLD": fusion,
+        "CYCLE_TIME": "1",
+        "WIN_TIMEOUT_S": "9",
+    }
     given |= {"ALLREDUCE_BY_MPI": "1", "NODES_PER_MACHINE": "1"}
     env = {**os.environ, **{f"BLUEFOG_{name}": value for name, value in given.items()}}
     done = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True)
     lines = done.stderr.splitlines()
     named = [line.split("=")[0].split("BLUEFOG_")[1] for line in lines if "no effect" in line]
     assert named == ["ALLREDUCE_BY_MPI", "CYCLE_TIME", "WIN_TIMEOUT_S"]
-    assert re.fullmatch(form + "DEBUG: shown", lines[-1]), done.stderr
+    assert re.fullmatch(f"{form}DEBUG: {buckets}", lines[-1]), done.stderr
     env["BLUEFOG_LOG_LEVEL"] = "loud"
     done = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True)
     assert "unknown BLUEFOG_LOG_LEVEL 'loud'" in done.stderr.splitlines()[-1]

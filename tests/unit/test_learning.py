@@ -369,8 +369,8 @@ def _write_text(folder):
 def test_a_recipe_trains_the_model_of_its_name(path, tmp_path, monkeypatch):
     write = {"cifar10": write_cifar, "imagefolder": write_images, "mnist": write_mnist}
     data = yaml.safe_load(path.read_bytes())["learn"]["data"]
-    made = write.get(data, _write_text)(tmp_path)
-    monkeypatch.setenv(datasets.SOURCES[data].variable, str(made))
+    folder = write.get(data, _write_text)(tmp_path)
+    monkeypatch.setenv(datasets.SOURCES[data].variable, str(folder))
     monkeypatch.setattr("common.machine.available_bytes", lambda: 1 << 40)
     trials = load(find_experiment(path.stem)).trials()
     assert [trial.algorithm for trial in trials] == ["ddp", "mgwfbp", "dear"]

@@ -32,12 +32,18 @@ def use_own_environment() -> None:
         os.execve(python, [python, *sys.argv], {**os.environ, TRIED: "1"})
 
 
-if __name__ == "__main__":
-    use_own_environment()
-    missing = [name for name in ("torch", "numpy", "yaml") if not importlib.util.find_spec(name)]
+def check() -> None:
+    """Exits with a line where this Python lacks what the harness imports."""
+    needed = ("torch", "numpy", "yaml", "psutil")
+    missing = [name for name in needed if not importlib.util.find_spec(name)]
     if missing:
         print(f"error: {sys.executable} has no {' and no '.join(missing)}: {HELP}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    use_own_environment()
+    check()
     from common.harness.cli import main
 
     sys.exit(main(sys.argv[1:]))

@@ -5,8 +5,9 @@
 # this machine alone as local processes. cluster=emulated: on virtual hosts of this machine.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-python=python3
-[[ -x "$root/.venv/bin/python" ]] && python="$root/.venv/bin/python"
+# shellcheck source=scripts/shared.sh
+source "$root/scripts/shared.sh"
+python=$(project_python "$root")
 exec "$python" -c 'import sys
 sys.path.insert(0, sys.argv.pop(1))
 from common.harness.variables import main

@@ -163,8 +163,24 @@ def _on_host(value: object) -> object:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def allreduce(tensor: torch.Tensor, average: bool = True) -> torch.Tensor:
-    """Returns the mean (or sum) of `tensor` over all ranks as a new tensor; blocking."""
+def allreduce(tensor: torch.Tensor, average: bool = True, symmetric: bool = False) -> torch.Tensor:
+    """Returns the mean (or sum) of `tensor` over all ranks as a new tensor; blocking.
+
+    Args:
+        symmetric: `tensor` is a symmetric matrix `[n, n]`; only its upper triangle is read, and
+            travels.
+
+    Raises:
+        UserError: `symmetric`, and `tensor` is no square matrix.
+    """
     result = tensor.detach().clone()
-    runtime.communicator().all_reduce(result, op="mean" if average else "sum").wait()
+    sent = result
+    if symmetric:
+        if result.dim() != 2 or result.shape[0] != result.shape[1]:
+            raise UserError(f"symmetric: must be a matrix [n, n], got {list(result.shape)}")
+        rows, columns = torch.triu_indices(*result.shape, device=result.device)
+        sent = result[rows, columns]
+    runtime.communicator().all_reduce(sent, op="mean" if average else "sum").wait()
+    if symmetric:
+        result[rows, columns] = result[columns, rows] = sent
     return result

@@ -6,17 +6,17 @@
 # installed into the environment, for the backend `mpi`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$(cd "${1:-.venv}" && pwd)
+# shellcheck source=scripts/shared.sh
+source scripts/shared.sh
+venv=$(environment "${1:-}")
 python="$venv/bin/python"
 source_dir=common/comm_core
 build_dir=build/comm_core
 switch_source=common/emulation/links/link_switch
 switch_dir=build/link_switch
 
-if ! command -v "${CXX:-c++}" > /dev/null; then
-  echo "error: no C++ compiler found (Debian: apt-get install g++)" >&2
-  exit 2
-fi
+command -v "${CXX:-c++}" > /dev/null \
+  || mistake "no C++ compiler found (Debian: apt-get install g++)"
 rm -rf "$build_dir/extensions"
 mkdir -p "$build_dir"
 facts=$("$python" scripts/build_facts.py)
@@ -24,8 +24,6 @@ with_tests=$([[ "${2:-}" == tests ]] && echo ON || echo OFF)
 cmake_args=("-DCOMM_CORE_TESTS=$with_tests")
 while IFS= read -r line; do cmake_args+=("-D$line"); done <<< "$facts"
 
-# shellcheck source=scripts/follow.sh
-source scripts/follow.sh
 log="$build_dir/build.log"
 export PATH="$venv/bin:$PATH"
 started=$SECONDS
@@ -36,8 +34,7 @@ echo "== building the comm core (45 s on 2 cores, 3 minutes with its tests; log:
   && cmake --build "$switch_dir"; } > "$log" 2>&1 &
 if ! follow $! "$log" "comm core"; then
   grep -m 5 -E 'error|Error' "$log" >&2 || tail -n 5 "$log" >&2
-  echo "error: the comm core was not built; the whole log is in $log" >&2
-  exit 2
+  mistake "the comm core was not built; the whole log is in $log"
 fi
 # Renamed into place: a process that has the old file mapped keeps it whole, and there is one at
 # any time.

@@ -5,9 +5,10 @@
 # (default: $OUT, else logs/gpu-check). Exit status: 1 if a step failed, 2 without a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3}
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-  echo "error: gpu-check needs Python 3.10 or newer (make PYTHON=/path/to/python3 gpu-check)" >&2
-  exit 2
-fi
-exec "$python" -m common.gpu_check.check "$@"
+# shellcheck source=scripts/shared.sh
+source scripts/shared.sh
+PYTHON=${PYTHON:-python3}
+program PYTHON
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+  || mistake "gpu-check needs Python 3.10 or newer (make PYTHON=/path/to/python3 gpu-check)"
+exec "$PYTHON" -m common.gpu_check.check "$@"

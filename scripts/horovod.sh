@@ -5,11 +5,11 @@
 # A wheel once built is kept in HOROVOD_WHEELS (default ~/.cache/dear-bench/horovod) and used again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$(cd "${1:-.venv}" && pwd)
+# shellcheck source=scripts/shared.sh
+source scripts/shared.sh
+venv=$(environment "${1:-}")
 version=0.28.1
 python="$venv/bin/python"
-# shellcheck source=scripts/follow.sh
-source scripts/follow.sh
 note="$venv/horovod-build-failed.txt"
 log="$venv/horovod-build.log"
 work=$(mktemp -d)

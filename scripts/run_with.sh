@@ -3,14 +3,12 @@
 #   [nworkers=8] [hostfile=FILE] [rdma=0] run_with.sh LAUNCHER [EXPERIMENT.yaml] [FLAGS of `run`]
 # With nworkers, mpirun and ssh take their hosts from configs/cluster$nworkers unless told otherwise.
 set -euo pipefail
-for name in dnn bs senlen method ngpu_per_node cluster nworker; do
-  if [[ -n "${!name:-}" ]]; then
-    echo "error: variable $name: this script reads nworkers, hostfile and rdma only; use --set," \
-      "or dear/horovod_mpi_cj.sh" >&2
-    exit 2
-  fi
-done
 root=$(cd "$(dirname "$0")/.." && pwd)
+# shellcheck source=scripts/shared.sh
+source "$root/scripts/shared.sh"
+words="this script reads nworkers, hostfile and rdma only; use --set, or dear/horovod_mpi_cj.sh"
+refuse_others "$words" dnn bs senlen method ngpu_per_node cluster nworker
+(($#)) || mistake "usage: run_with.sh LAUNCHER [EXPERIMENT.yaml] [FLAGS of \`run\`]"
 launcher=$1
 shift
 experiment="$root/configs/experiments/reference.yaml"
@@ -30,6 +28,5 @@ fi
 [[ -z "$hostfile" ]] || sets+=(--set "hostfile=$hostfile")
 [[ "${rdma:-0}" == 0 ]] || sets+=(--set "launcher_options.rdma=$rdma")
 
-python=python3
-[[ -x "$root/.venv/bin/python" ]] && python="$root/.venv/bin/python"
+python=$(project_python "$root")
 exec "$python" "$root/benchmarks.py" run "$experiment" "${sets[@]}" "$@"

@@ -5,7 +5,10 @@
 # Takes about 3 minutes to build and 10 to run on 2 cores. The first finding ends it with an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PATH="$(cd "${1:-.venv}" && pwd)/bin:$PATH"
+# shellcheck source=scripts/shared.sh
+source scripts/shared.sh
+venv=$(environment "${1:-}")
+PATH="$venv/bin:$PATH"
 export TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1"
 export ASAN_OPTIONS="detect_stack_use_after_return=1"
 export UBSAN_OPTIONS="halt_on_error=1 print_stacktrace=1"

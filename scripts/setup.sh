@@ -5,13 +5,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 lenient=${2:-}
-python=${PYTHON:-python3}
+# shellcheck source=scripts/shared.sh
+source scripts/shared.sh
+PYTHON=${PYTHON:-python3}
+program PYTHON
 if [[ -n "$lenient" && -e "$venv/ready" ]]; then
   echo "$venv is set up already"
   exit
 fi
 
-"$python" - <<'EOF' || exit 2
+"$PYTHON" - <<'EOF' || exit 2
 import sys
 if sys.version_info < (3, 10):
     sys.exit(f"error: Python {sys.version.split()[0]} is too old, 3.10 or newer is needed "
@@ -20,7 +23,7 @@ EOF
 
 # A GPU machine usually brings a torch that fits its driver: use that one.
 own_torch() {
-  "$python" - <<'EOF' 2>/dev/null
+  "$PYTHON" - <<'EOF' 2>/dev/null
 import importlib.metadata as metadata
 major, minor = map(int, metadata.version("torch").split(".")[:2])
 metadata.version("torchvision")
@@ -34,18 +37,18 @@ trap 'rm -f "$wanted"' EXIT
 grep -v '^#' requirements.txt > "$wanted"
 options=()
 if own_torch; then
-  echo "== using the torch of $python"
+  echo "== using the torch of $PYTHON"
   options=(--system-site-packages)
   sed -i '/^torch/d' "$wanted"
 fi
 
 if [[ ! -x "$venv/bin/python" ]]; then
   echo "== creating $venv"
-  "$python" -m venv "${options[@]}" "$venv"
+  "$PYTHON" -m venv "${options[@]}" "$venv" || exit 2
   if [[ ${#options[@]} -gt 0 ]]; then
     # If this Python is a virtual environment's itself, what it has installed is not among the
     # "system's" packages, so name its folders.
-    "$python" - > "$("$venv/bin/python" -c "$site")/machine.pth" <<'EOF'
+    "$PYTHON" - > "$("$venv/bin/python" -c "$site")/machine.pth" <<'EOF'
 import sys, sysconfig
 if sys.prefix != sys.base_prefix:
     print(*{sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}, sep="\n")

@@ -4,7 +4,10 @@
 # repeats only the tests that failed last, and prints their names; it fails if there are none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-pytest=("${1:-.venv}/bin/python" -m pytest)
+# shellcheck source=scripts/shared.sh
+source scripts/shared.sh
+venv=$(environment "${1:-}")
+pytest=("$venv/bin/python" -m pytest)
 parts=(unit comm system others)
 
 run() {  # the tests of a part, with pytest's options

@@ -24,7 +24,7 @@ from dear.training.algorithm import load_plugin
 
 
 def find_experiment(given: str | Path) -> Path:
-    """Returns a file, or the one of configs/experiments with that name, with or without `.yaml`.
+    """Returns a file, or the one in configs/experiments with that name, with or without `.yaml`.
 
     Raises:
         UserError: there is neither.
@@ -32,7 +32,7 @@ def find_experiment(given: str | Path) -> Path:
     path = Path(given)
     if path.exists() or path.parent != Path():
         return path
-    known = {path.stem: path for path in EXPERIMENTS.glob("*.yaml")}
+    known = {path.stem: path for path in EXPERIMENTS.rglob("*.yaml")}
     return one_of("experiment", path.name.removesuffix(".yaml"), known)
 
 

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ DEFAULTS |= {"rdma": "0", "cluster": "", "ngpu_per_node": "", "WFSGD_TIMELINE": 
 DEFAULTS |= {"nnodes": "", "node_rank": "", "master": ""}
 """Variables that say nothing of a method, with the references' defaults. `cluster`, `nnodes` and
 `master` are our own."""
+_KNOWN = {*DEFAULTS, *aliases.VARIABLES}
 _WAYS = (
     "write your hosts into configs/cluster{n}, say cluster=emulated (virtual hosts here), or start "
     "each node by hand with nnodes=, node_rank= and master="
@@ -63,6 +65,7 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
     Raises:
         UserError: a value that is none, a combination that cannot be, or no place for the ranks.
     """
+    _refuse_misspelled(environ)
     given = {name: environ.get(name) or default for name, default in DEFAULTS.items()}
     numbers = {name: _whole(given, name) for name in ("nworkers", "bs", "senlen")}
     if given["rdma"] not in NETWORKS:
@@ -77,7 +80,7 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
         "world_sizes": [numbers["nworkers"]],
     }
     model = {"name": given["dnn"], "batch_size": numbers["bs"]}
-    if given["dnn"].startswith("bert"):
+    if given["dnn"].startswith("bert") or environ.get("senlen"):
         model["sentence_len"] = numbers["senlen"]
     by_hand = {name: given[name] for name in ("nnodes", "node_rank", "master") if given[name]}
     if by_hand:
@@ -95,6 +98,13 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
     if given["WFSGD_TIMELINE"]:
         flags.append(f"--trace={given['WFSGD_TIMELINE']}")
     return flags, words
+
+
+def _refuse_misspelled(environ: Mapping[str, str]) -> None:
+    """Raises `UserError` for a variable in lower case that is nearly one of ours."""
+    for name in environ:
+        if name.islower() and name not in _KNOWN and get_close_matches(name, _KNOWN, 1, 0.8):
+            raise unknown("variable", name, _KNOWN, "see docs/references.md")
 
 
 def _whole(given: Mapping[str, str], name: str, least: int = 1) -> int:

@@ -55,6 +55,8 @@ class NodesLauncher(SshLauncher):
             super().__post_init__()
             at_least("nnodes", self.nnodes, 1)
             positive("wait_s", self.wait_s)
+            if not re.fullmatch(r"[\w.:-]+", self.master):
+                raise UserError(f"master must be a name or an address, got {self.master!r}")
             if not 0 <= self.node_rank < self.nnodes:
                 raise UserError(
                     f"node_rank must be in 0..{self.nnodes - 1} (nnodes={self.nnodes}), got "

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from dear import topology as graphs
+from dear.bluefog import variables
+from dear.bluefog.variables import NODES_PER_MACHINE, TIMELINE
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Machines, Round
@@ -27,11 +29,6 @@ from dear.lazy import dist, nx
 from dear.training.trace import Timeline
 
 log = logging.getLogger("dear")
-
-NODES_PER_MACHINE = "BLUEFOG_NODES_PER_MACHINE"
-"""Environment variable: number of ranks per simulated machine."""
-TIMELINE = "BLUEFOG_TIMELINE"
-"""Environment variable: prefix of the names of the traces."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,6 +126,7 @@ def init(
     """
     global _job
     if _job is None:
+        variables.read()
         runtime.init(backend=backend, timeout_s=timeout_s)
         _job = Job(runtime.communicator())
         runtime.at_shutdown(_leave)

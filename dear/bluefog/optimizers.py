@@ -5,6 +5,8 @@ Settings that may change from step to step are attributes of the returned optimi
 `enable_topo_check`; with windows also `force_barrier`. None uses the topology's value.
 `neighbor_weights` and `send_neighbors` are older names of `src_weights` and `dst_weights`. A step
 after `optimizer.synchronize()` waits for nothing, with or without `optimizer.skip_synchronize()`.
+`optimizer.turn_off_timeline()` and `turn_on_timeline()` switch the spans of its parameters, which
+are on at first where there is a timeline.
 """
 
 # ruff: noqa: N802 - BlueFog's names
@@ -13,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,6 +25,7 @@ from dear.algorithms.asynchronous.push_sum import PushSum
 from dear.algorithms.asynchronous.win_put import WinPut
 from dear.algorithms.decentralized.neighbor import Neighbor
 from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
+from dear.bluefog import variables
 from dear.bluefog.collectives import (
     Targets,
     check_neighbors,
@@ -30,13 +35,14 @@ from dear.bluefog.collectives import (
     factors,
 )
 from dear.bluefog.job import called, job
+from dear.bluefog.variables import TIMELINE
 from dear.bluefog.windows import Named
 from dear.comm.neighbors import Exchange, Pending, Round
 from dear.comm.windows import NeighborWindow
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
-from dear.training.engine import Replica, distribute
+from dear.training.engine import AnyEngine, Distributed, Replica, distribute
 from dear.training.hooks import Hooks, at_end_of_backward
 from dear.training.parameters.exchange import STREAMS, GraphExchange, Rounds, always
 from dear.training.parameters.stepped import AdaptThenCombine, CombineThenAdapt
@@ -60,6 +66,58 @@ class _OfTheJob:
 
     def close(self) -> None:
         return
+
+
+def _with_timeline(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distributed:
+    """Makes the optimizer distributed, with methods that switch the spans of its parameters."""
+    spans, knobs = _Spans(engine), distribute(optimizer, engine)
+    vars(knobs).update(turn_on_timeline=spans.turn_on, turn_off_timeline=spans.turn_off)
+    spans.turn_on()
+    return knobs
+
+
+class _Spans:
+    """Spans `FORWARD` and `GRADIENT COMPT.` of an optimizer's parameters in the job's timeline.
+
+    The first is the forward pass of the module that has the parameter. The second lasts from the
+    end of the model's forward pass until the gradient is complete.
+    """
+
+    def __init__(self, engine: AnyEngine) -> None:
+        self._engine = engine
+        self._on = self._watches = False
+        self._began: dict[torch.nn.Module, float] = {}
+        self._ended = 0.0
+
+    def turn_on(self) -> bool:
+        """Returns False without a timeline."""
+        self._on = TIMELINE in os.environ
+        if self._on and not self._watches:
+            self._watches, model, hooks = True, self._engine.model, self._engine.hooks
+            self._names = {param: name for name, param in model.named_parameters()}
+            for module in model.modules():
+                hooks.before_forward([module], self._forward_begins)
+                hooks.after_forward(module, self._forward_ends)
+            hooks.on_gradient(self._engine.params, self._gradient_ends)
+        return self._on
+
+    def turn_off(self) -> None:
+        self._on = False
+
+    def _forward_begins(self, module: torch.nn.Module) -> None:
+        self._began[module] = time.monotonic()
+
+    def _forward_ends(self, module: torch.nn.Module) -> None:
+        self._ended = time.monotonic()
+        for param in module.parameters(recurse=False):
+            self._add(param, "FORWARD", self._began[module])
+
+    def _gradient_ends(self, param: torch.nn.Parameter) -> None:
+        self._add(param, "GRADIENT COMPT.", self._ended)
+
+    def _add(self, param: torch.nn.Parameter, activity: str, began: float) -> None:
+        if self._on and param in self._names:
+            job().timeline.add(self._names[param], activity, began, time.monotonic())
 
 
 def _start_mean(values: torch.Tensor, part: Round) -> Pending:
@@ -125,7 +183,8 @@ def _combined(
     ) -> torch.optim.Optimizer:
         every = num_steps_per_communication
         at_least("num_steps_per_communication", every, 1)
-        replica = Replica(model, optimizer, job().communicator, Neighbor.Options(every=every))
+        options = Neighbor.Options(every=every, bucket_mb=variables.bucket_mb())
+        replica = Replica(model, optimizer, job().communicator, options)
         knobs: Any = optimizer  # BlueFog's scripts set these attributes of the optimizer
         knobs.self_weight = knobs.src_weights = knobs.dst_weights = None
         knobs.neighbor_weights = knobs.send_neighbors = None
@@ -133,7 +192,7 @@ def _combined(
         knobs.src_machine_weights = knobs.dst_machine_weights = None
         knobs.enable_topo_check = True
         exchange = _averaging(communication_type, optimizer)
-        return distribute(optimizer, engine(replica, exchange, every=every))
+        return _with_timeline(optimizer, engine(replica, exchange, every=every))
 
     return called(f"Distributed{words}Optimizer", doc, make)
 
@@ -183,7 +242,7 @@ def DistributedGradientAllreduceOptimizer(
     """
     at_least("num_steps_per_communication", num_steps_per_communication, 1)
     replica = Replica(model, optimizer, job().communicator, Wfbp.Options())
-    return distribute(optimizer, AccumulatingEngine(num_steps_per_communication, replica))
+    return _with_timeline(optimizer, AccumulatingEngine(num_steps_per_communication, replica))
 
 
 class AccumulatingEngine(AveragingEngine):
@@ -264,7 +323,8 @@ def _windowed(
         every, prefix = num_steps_per_communication, window_prefix or stem
         at_least("num_steps_per_communication", every, 1)
         current = job()
-        replica = Replica(model, optimizer, current.communicator, WindowOptions(every=every))
+        options = WindowOptions(every=every, bucket_mb=variables.bucket_mb())
+        replica = Replica(model, optimizer, current.communicator, options)
         for knob, value in {**dict.fromkeys(knobs), "force_barrier": False}.items():
             setattr(optimizer, knob, value)
         if prefix in {name.rpartition(".")[0] for name in current.windows}:
@@ -274,7 +334,7 @@ def _windowed(
         engine = algorithm.order(replica, exchange, every=every)
         for index, (bucket, window) in enumerate(exchange.windows.items()):
             current.windows[f"{prefix}.{index}"] = Named(window, bucket.values)
-        return distribute(optimizer, engine)
+        return _with_timeline(optimizer, engine)
 
     return called(f"Distributed{stem}Optimizer", doc, make)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import dear
 from dear.errors import UserError
+from dear.options import at_least
 
 _INFINIBAND = ["--mca", "pml", "ucx"]
 _ETHERNET = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,vader"]
@@ -30,13 +31,12 @@ def words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Returns the command that `bfrun` runs, and the variables that it sets.
 
     Raises:
-        UserError: no command, or hosts without an mpirun.
+        UserError: no command, no such program or hostfile, or hosts without an mpirun.
     """
     options = _parser().parse_args(arguments)
     if not options.command:
         raise UserError("bfrun: no command given; for example: bfrun -np 2 python train.py")
-    if options.np < 1:
-        raise UserError(f"bfrun: -np must be at least 1, got {options.np}")
+    at_least("bfrun: -np", options.np, 1)
     env = {}
     if options.timeline_filename:
         env["BLUEFOG_TIMELINE"] = options.timeline_filename
@@ -49,6 +49,8 @@ def words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             raise UserError(f"bfrun: --{name.replace('_', '-')} goes with -H or -hostfile")
     if options.use_infiniband:
         raise UserError("bfrun: --use-infiniband goes with -H or -hostfile")
+    if shutil.which(options.command[0]) is None:
+        raise UserError(f"bfrun: {options.command[0]}: no such program")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     return [*torchrun, "--nproc-per-node", str(options.np), *options.command], env
 
@@ -76,6 +78,8 @@ def _mpirun(options: argparse.Namespace, env: dict[str, str]) -> list[str]:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         raise UserError("bfrun: other hosts need Open MPI's mpirun, which is not on the PATH")
+    if options.hostfile and not Path(options.hostfile).is_file():
+        raise UserError(f"bfrun: hostfile {options.hostfile}: no such file")
     command = [mpirun, "-np", str(options.np), "--bind-to", "none"]
     command += ["-H", options.host] if options.host else ["--hostfile", options.hostfile]
     command += _INFINIBAND if options.use_infiniband else _ETHERNET
@@ -88,14 +92,17 @@ def _mpirun(options: argparse.Namespace, env: dict[str, str]) -> list[str]:
         command += ["--prefix", options.prefix]
     for name in sorted({*env, *(name for name in os.environ if name.startswith(_PASSED_ON))}):
         command += ["-x", name]
-    return [*command, *shlex.split(options.extra_mpi_flags)]
+    try:
+        return [*command, *shlex.split(options.extra_mpi_flags)]
+    except ValueError as error:
+        raise UserError(f"bfrun: --extra-mpi-flags: {error}") from None
 
 
 def notebook_words(arguments: Sequence[str]) -> list[str]:
     """Returns the command that `ibfrun` runs.
 
     Raises:
-        UserError: ipyparallel is not installed.
+        UserError: no engines, or ipyparallel is not installed.
     """
     parser = argparse.ArgumentParser(prog="ibfrun", description="Engines for a notebook's ranks.")
     parser.add_argument("-v", "--version", action="version", version=dear.__version__)
@@ -103,6 +110,7 @@ def notebook_words(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("-np", "--num-proc", dest="np", type=int, default=1, help="ranks")
     parser.add_argument("--ipython-profile", default="bluefog")
     options = parser.parse_args(arguments)
+    at_least("ibfrun: -np", options.np, 1)
     if importlib.util.find_spec("ipyparallel") is None:
         raise UserError(
             "ibfrun: ipyparallel is not installed: pip install 'dear-bench[notebook]', or in the "

@@ -97,6 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         more = "" if options.data_dir else " (not MNIST; --data-dir FOLDER trains on its IDX files)"
         print(f"data: {names}, {len(train_set)} images to train on, {len(test_set)} to test{more}")
 
+    most = len(train_set) // dear.size()
+    if not 1 <= options.batch_size <= most:
+        raise dear.UserError(f"--batch-size must be from 1 to {most}, got {options.batch_size}")
+    if not (options.lr >= 0 and options.momentum >= 0):
+        raise dear.UserError("--lr and --momentum must be at least 0")
+
     model = Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.6)

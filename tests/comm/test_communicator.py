@@ -272,6 +272,22 @@ def test_allreduce_returns_the_mean_or_the_sum(c: Communicator) -> None:
     assert message(lambda: dear.allreduce(whole))
 
 
+@on_ranks(_shared, 3)
+def test_of_a_symmetric_matrix_only_the_upper_triangle_travels(c: Communicator) -> None:
+    upper = torch.arange(9.0).view(3, 3).triu() + c.rank
+    whole = upper.triu() + upper.triu(1).T
+    before = runtime.communicator().bytes_sent
+    mean = dear.allreduce(whole, symmetric=True)
+    assert runtime.communicator().bytes_sent - before == 6 * whole.element_size()
+    assert mean.equal(dear.allreduce(whole))
+    assert dear.allreduce(upper, average=False, symmetric=True).equal(
+        dear.allreduce(whole, average=False)
+    )
+    assert "must be a matrix [n, n], got [3]" in message(
+        lambda: dear.allreduce(torch.ones(3), symmetric=True)
+    )
+
+
 def _alone() -> None:
     c = Communicator(dist.new_group(timeout=timedelta(seconds=0.5)))
     if c.rank == 0:

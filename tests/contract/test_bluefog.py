@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 
 import dear.bluefog as bf
 from dear.bluefog import collectives
+from dear.bluefog.job import job
 from dear.comm.neighbors import Round
 from dear.errors import UserError
 from dear.topology import matrix, uniform
@@ -358,6 +360,72 @@ def test_shutdown_writes_the_timeline_and_may_be_followed_by_init(tmp_path):
         assert {"COMPUTE", "wait allreduce"} <= set(names)
         assert shortest >= 0
     pool.close()
+
+
+def _timeline_of_an_optimizer(prefix, factory):
+    os.environ["BLUEFOG_TIMELINE"] = prefix
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    getattr(bf, factory)(optimizer, model)
+    for switch in (lambda: None, optimizer.turn_off_timeline, optimizer.turn_on_timeline):
+        switch()
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    os.environ.pop("BLUEFOG_TIMELINE")
+    without = optimizer.turn_on_timeline()
+    spans = [(event["name"], event["dur"]) for _, event in job().timeline._events]
+    optimizer.close()
+    bf.shutdown()
+    return without, spans
+
+
+@pytest.mark.parametrize(
+    "factory", ["DistributedAdaptWithCombineOptimizer", "DistributedGradientAllreduceOptimizer"]
+)
+def test_an_optimizer_turns_the_spans_of_its_parameters_on_and_off(tmp_path, factory):
+    pool = RankPool(2, backend="comm_core")
+    pool.run(bf.init)
+    for without, spans in pool.run(_timeline_of_an_optimizer, f"{tmp_path}/t", factory):
+        names = [name for name, _ in spans]
+        # Two of three steps, three parameters.
+        assert names.count("FORWARD") == names.count("GRADIENT COMPT.") == 6
+        assert without is False and min(duration for _, duration in spans) >= 0
+    pool.close()
+
+
+LOGGED = """
+import logging, torch, dear.bluefog as bf
+bf.init()
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+bf.DistributedAdaptWithCombineOptimizer(optimizer, model)
+logging.getLogger("dear").debug(len(optimizer._engine.buckets))
+"""
+
+
+@pytest.mark.parametrize(
+    ("hide", "form", "fusion", "buckets"),
+    [("0", r"\d{4}-\S+ \S+ ", "8000000", 1), ("1", "", "0", 2)],
+)
+def test_variables_of_bluefog_have_an_effect_or_are_named(hide, form, fusion, buckets):
+    given = {
+        "LOG_LEVEL": "trace",
+        "LOG_HIDE_TIME": hide,
+        "FUSION_THRESHOLD": fusion,
+        "CYCLE_TIME": "1",
+        "WIN_TIMEOUT_S": "9",
+    }
+    given |= {"ALLREDUCE_BY_MPI": "1", "NODES_PER_MACHINE": "1"}
+    env = {**os.environ, **{f"BLUEFOG_{name}": value for name, value in given.items()}}
+    done = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    named = [line.split("=")[0].split("BLUEFOG_")[1] for line in lines if "no effect" in line]
+    assert named == ["ALLREDUCE_BY_MPI", "CYCLE_TIME", "WIN_TIMEOUT_S"]
+    assert re.fullmatch(f"{form}DEBUG: {buckets}", lines[-1]), done.stderr
+    env["BLUEFOG_LOG_LEVEL"] = "loud"
+    done = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True)
+    assert "unknown BLUEFOG_LOG_LEVEL 'loud'" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("given", [(7, 2, 2, 0), (8, 2, 3, 0), (7, 2, 3, 0)])

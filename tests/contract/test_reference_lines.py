@@ -87,7 +87,7 @@ def folder(tmp_path):
     """A folder with the scripts, the project's files beside them, and the commands on the PATH."""
     for name, script in FILES.items():
         (tmp_path / name).write_text(HEAD + scripts.SETTING + script + "\nprint('done')\n")
-    for name in ("common", "configs", "dear", "examples", "mnist.sh", "benchmarks.py"):
+    for name in ("common", "configs", "dear", "examples", "scripts", "mnist.sh", "benchmarks.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     commands = tmp_path / "bin"
     commands.mkdir()

@@ -163,6 +163,8 @@ def test_the_shell_script_starts_as_many_workers_as_it_is_told():
     [
         pytest.param(["--algorithm", "deer"], "did you mean 'dear'?", marks=pytest.mark.full),
         (["--data-dir", "/nonexistent"], "no MNIST files"),
+        pytest.param(["--batch-size", "0"], "from 1 to 1618, got 0", marks=pytest.mark.full),
+        pytest.param(["--lr", "nan"], "must be at least 0", marks=pytest.mark.full),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(flags, words):

@@ -131,3 +131,51 @@ def test_the_notebook_names_no_machine():
     assert not re.search(rf"\b{re.escape(socket.gethostname())}\b|/\w+/|\d+\.\d+\.\d+\.", text)
     pictures = outputs(notebook, "display_data")
     assert all(set(out["data"]) == {"image/png", "text/plain"} for out in pictures)
+
+
+def _ibfrun(environment, *arguments):
+    command = [sys.executable, "-c", "from dear.bluefog.run import interactive as i; exit(i())"]
+    done = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+IN_A_NOTEBOOK = """
+import ipyparallel, sys
+from dear import interactive
+client = ipyparallel.Client(profile="bluefog")
+client.wait_for_engines(2, timeout=100)
+order = interactive.assign_ranks(client)
+
+def body():
+    import torch
+    import dear.bluefog as bf
+    bf.init()
+    return bf.rank(), bf.size(), bf.allreduce(torch.ones(1) * bf.rank()).item()
+
+print(client[order].apply_sync(body))
+"""
+
+
+@pytest.mark.full
+def test_ibfrun_starts_engines_that_average_and_stops_them(tmp_path):
+    pytest.importorskip("ipyparallel", reason="pip install -r examples/requirements.txt")
+    mark = f"ibfrun-{uuid.uuid4().hex}"
+    environment = {**os.environ, "DEAR_TEST_MARK": mark, "IPYTHONDIR": str(tmp_path)}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    try:
+        _ibfrun(environment, "start", "-np", "2")
+        done = subprocess.run(
+            [sys.executable, "-c", IN_A_NOTEBOOK],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.stdout.strip() == "[(0, 2, 0.5), (1, 2, 0.5)]", done.stderr
+        _ibfrun(environment, "stop")
+        wait_for(lambda: not processes_of(mark))
+    finally:
+        for process in processes_of(mark):
+            os.kill(process, signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -162,3 +163,51 @@ def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
     result = json.loads(job.result_path.read_text())
     assert result["started_by"] == "torchrun"
     assert result["check"]["matches_reference"]
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "words"),
+    [
+        ("dear/horovod_mpi_cj.sh", {"nworker": "2"}, "unknown variable 'nworker'; did you mean"),
+        ("dear/horovod_mpi_cj.sh", {"nworkers": "2 3"}, "nworkers=2 3: must be a whole number"),
+        ("dear/horovod_mpi_cj.sh", {"bs": "abc"}, "bs=abc: must be a whole number"),
+        ("dear/horovod_mpi_cj.sh", {"cluster": "nosuch"}, "unknown cluster 'nosuch'"),
+        ("scripts/run_with.sh", {}, "usage: run_with.sh LAUNCHER"),
+        ("scripts/run_mpi.sh quick", {"dnn": "vgg16"}, "variable dnn: this script reads"),
+        ("scripts/run_mpi.sh quick", {"hostfile": "/no such"}, "hostfile /no such: No such file"),
+        ("mnist.sh", {"nworkers": "abc"}, "nworkers=abc: must be a whole number"),
+        ("mnist.sh", {"nworkers": "0"}, "nworkers=0: must be a whole number"),
+        ("mnist.sh", {"dnn": "resnet50"}, "variable dnn: this script reads"),
+        pytest.param("mnist.sh", {"method": "deer"}, "mean 'dear'", marks=pytest.mark.full),
+        ("scripts/build.sh /nosuch", {}, "/nosuch: no virtual environment"),
+        ("scripts/horovod.sh /nosuch", {}, "/nosuch: no virtual environment"),
+        ("scripts/sanitize.sh /nosuch", {}, "/nosuch: no virtual environment"),
+        ("scripts/test.sh /nosuch", {}, "/nosuch: no virtual environment"),
+        ("scripts/gpu_check.sh", {"PYTHON": "/nosuch"}, "PYTHON=/nosuch: no such program"),
+        ("scripts/setup.sh /nosuch", {"PYTHON": "/nosuch"}, "PYTHON=/nosuch: no such program"),
+    ],
+)
+def test_a_mistake_in_what_a_script_is_given_is_one_line(command, variables, words):
+    done = subprocess.run(
+        [ROOT / command.split()[0], *command.split()[1:]],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_a_python_without_packages_is_named_before_anything_starts(tmp_path):
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    for name in ("mnist.sh", "dear/horovod_mpi_cj.sh", "scripts/shared.sh", "benchmarks.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("mnist.sh", "dear/horovod_mpi_cj.sh"):
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(tmp_path / name, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert re.fullmatch(r"error: \S+ has no torch and .*make bench.*\n", done.stderr)

@@ -15,7 +15,8 @@ from dear.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-def test_on_this_machine_torchrun_starts_the_ranks():
+def test_on_this_machine_torchrun_starts_the_ranks(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     command, env = run.words(
         ["-np", "2", "--timeline-filename", "t_", "python", "x.py", "-np", "9"]
     )
@@ -26,8 +27,10 @@ def test_on_this_machine_torchrun_starts_the_ranks():
     assert env == {"BLUEFOG_TIMELINE": "t_"}
 
 
-def test_on_several_hosts_mpirun_does(monkeypatch):
+def test_on_several_hosts_mpirun_does(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.chdir(tmp_path)
+    Path("h").touch()
     for name in ("OMP_NUM_THREADS", "HOME_OF_MINE"):
         monkeypatch.setenv(name, "1")
     given = ["-np", "4", "-H", "a:2,b:2", "-p", "2222", "--network-interface", "eth1"]
@@ -52,10 +55,13 @@ def test_on_several_hosts_mpirun_does(monkeypatch):
         (["-np", "2", "-p", "9", "x"], "--ssh-port goes with -H or -hostfile"),
         (["-H", "a:1", "-hostfile", "h", "x"], "not both"),
         (["-H", "a:1", "x"], "Open MPI's mpirun, which is not on the PATH"),
+        (["-np", "2", "nosuch"], "bfrun: nosuch: no such program"),
+        (["-hostfile", "/nosuch", "mpi"], "hostfile /nosuch: no such file"),
+        (["-H", "a:1", "--extra-mpi-flags", "'x", "mpi"], "extra-mpi-flags: No closing quotation"),
     ],
 )
 def test_what_cannot_be_is_a_line(monkeypatch, capsys, given, text):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if "mpi" in given else None)
     assert run.main(given) == 2
     said = capsys.readouterr().err
     assert text in said and said.count("\n") == 1
@@ -73,6 +79,8 @@ def test_engines_for_a_notebook(monkeypatch):
         "--profile",
         "bluefog",
     ]
+    with pytest.raises(UserError, match="-np must be at least 1, got 0"):
+        run.notebook_words(["start", "-np", "0"])
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"ipyparallel is not installed: .*\[notebook\]"):
         run.notebook_words(["start"])

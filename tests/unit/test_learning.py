@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from common.harness.experiment_file import load
+from common.harness.experiment_file import find_experiment, load
 from common.harness.settings import LearnConfig
 from common.harness.trial import Trial
 from common.harness.worker.loop import Loop, Schedule, TrainingClock
@@ -18,10 +18,11 @@ from common.launch.job import Job, outcome_of
 from common.models import datasets
 from common.models.datasets.batches import Batches
 from common.models.datasets.tensors import Tensors
+from common.paths import EXPERIMENTS
 from common.results.records.learned import Data
 from dear.comm import runtime
 from dear.errors import UserError
-from tests.system.made import make_trial, write_mnist
+from tests.system.made import make_trial, write_cifar, write_images, write_mnist
 
 GOOD = {
     "algorithms": ["dear", "asyncddp"],
@@ -355,3 +356,22 @@ def test_data_is_what_its_name_says_not_what_a_folder_suggests(ask, tmp_path, mo
         ask("mnist", None)
     with pytest.raises(UserError, match="digits comes with scikit-learn and has no folder"):
         ask("digits", write_mnist(tmp_path))
+
+
+def _write_text(folder):
+    (folder / "words").write_text("to be or not " * 500)
+    return folder / "words"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(EXPERIMENTS.glob("recipes/*.yaml")), ids=lambda path: path.stem
+)
+def test_a_recipe_trains_the_model_of_its_name(path, tmp_path, monkeypatch):
+    write = {"cifar10": write_cifar, "imagefolder": write_images, "mnist": write_mnist}
+    data = yaml.safe_load(path.read_bytes())["learn"]["data"]
+    folder = write.get(data, _write_text)(tmp_path)
+    monkeypatch.setenv(datasets.SOURCES[data].variable, str(folder))
+    monkeypatch.setattr("common.machine.available_bytes", lambda: 1 << 40)
+    trials = load(find_experiment(path.stem)).trials()
+    assert [trial.algorithm for trial in trials] == ["ddp", "mgwfbp", "dear"]
+    assert {(t.model, t.world_size, t.learn.data) for t in trials} == {(path.stem, 4, data)}

@@ -175,6 +175,34 @@ def test_the_command_reads_reports_beside_a_sweep(tmp_path, capsys):
     assert "reports have only means" in capsys.readouterr().err
 
 
+def test_the_command_reads_logs_of_a_suite(tmp_path, capsys):
+    total = "Total {} on {} {}PU(s): {} +-1.2\n"
+    logs = {
+        ("0", "dear", 8, "none"): total.format("img/sec", 8, "G", "100.0") + "x: 5\n",
+        ("0", "dear", 64, "none"): total.format("img/sec", 64, "G", 7897.6),
+        ("0", "wfbp", 64, "none"): "#CMD: x\nTraceback: Total chaos\n",
+        ("0", "wfbp", 64, "topk"): total.format("sen/sec", 64, "C", "787.2"),
+        ("1", "dear", 64, "none"): total.format("img/sec", 64, "G", "1e4"),
+    }
+    logs["0", "dear", 8, "none"] += total.format("img/sec", 8, "G", "110.0")
+    for (rdma, method, world, compressor), text in logs.items():
+        name = f"rdma-{rdma}-method-{method}-dnn-resnet50-bs-64-nworker-{world}"
+        (tmp_path / f"{name}-compressor-{compressor}-thres-0.log").write_text(text)
+    (tmp_path / "exp.log").write_text("cd dear\n")
+    rates = {
+        "dear": ["105.000", "7897.600"],
+        "wfbp-compressor-none-thres-0": ["nan", "nan"],
+        "wfbp-compressor-topk-thres-0": ["nan", "787.200"],
+    }
+    assert load_reports(tmp_path) == {
+        "0": {"resnet50_64": rates},
+        "1": {"resnet50_64": {"dear": ["nan", "10000.000"]}},
+    }
+    (tmp_path / "r.json").write_text(json.dumps({"0": {"resnet50_64": {"dear": ["1", "2"]}}}))
+    assert cli.main(["compare", str(tmp_path), f"{tmp_path}/r.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[1]["rates"] == [7897.6, 2]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

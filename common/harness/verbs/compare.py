@@ -31,7 +31,8 @@ _STATUS = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
-    text = "a folder of records, SWEEP@LABEL or SWEEP@key=value for a part of it, or a reports.json"
+    text = "a folder of records, SWEEP@LABEL or SWEEP@key=value for a part of it, a reports.json, "
+    text += "or a folder with the logs of a reference suite"
     parser.add_argument("first", help=text)
     parser.add_argument("second", help="the same; ratios are those of the second to the first")
     parser.add_argument("more", nargs="*", help="further reports.json files or folders")
@@ -66,10 +67,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints the comparison; the exit status is 0, `REGRESSION` or `NO_ANSWER`."""
     operands = [options.first, options.second, *options.more]
-    if any(operand.endswith(".json") for operand in operands):
+    from common.results.exports.reference_reports import is_reports
+
+    if any(map(is_reports, operands)):
         return _compare_reports(operands, options)
     if options.more:
-        raise UserError("compare: two sweeps; only reports.json of several stand side by side")
+        raise UserError("compare: two sweeps; only reports and logs of several stand side by side")
     if options.junit and not options.fail_on:
         raise UserError("compare: --junit shows what fails; give --fail-on, too")
     from common.harness.output import write_whole
@@ -140,7 +143,12 @@ def _across(options: argparse.Namespace) -> list[str]:
 
 def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> int:
     """Prints reports of the reference suites and sweeps side by side, as mean rates."""
-    from common.results.exports.reference_reports import load_reports, reports, side_by_side
+    from common.results.exports.reference_reports import (
+        is_reports,
+        load_reports,
+        reports,
+        side_by_side,
+    )
 
     for flag in ("fail_on", "junit", "summary", "across"):
         if getattr(options, flag):
@@ -149,7 +157,7 @@ def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> in
     table = side_by_side(
         {
             name: load_reports(Path(name))
-            if name.endswith(".json")
+            if is_reports(name)
             else reports(_operand(name, options.logs), _worlds(name, options.logs))
             for name in operands
         }

@@ -154,7 +154,7 @@ def listing() -> dict[str, Any]:
         },
         "experiments": {
             str(path.relative_to(ROOT)): yaml.safe_load(path.read_bytes()).get("description", "")
-            for path in sorted(EXPERIMENTS.glob("*.yaml"))
+            for path in sorted(EXPERIMENTS.rglob("*.yaml"))
         },
     }
 

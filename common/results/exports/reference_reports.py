@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from dear.algorithms.aliases import suite_name
 from dear.errors import UserError
 
 _ELEMENTS_PER_MB = (1 << 20) // 4
+_LOG = re.compile(
+    r"rdma-(.+)-method-(.+)-dnn-(.+)-bs-(\d+)-nworker-(\d+)-compressor-(.+)-thres-(.+)\.log"
+)
+_TOTAL = re.compile(r"Total .*[CG]PU\(s\): ([\d.eE+-]+|nan)\b")
 Reports: TypeAlias = dict[str, dict[str, dict[str, list[str]]]]
 """Content of a `reports.json`: {rdma: {MODEL_BS: {method: [samples/s, ...]}}}."""
 
@@ -77,11 +82,13 @@ def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[
 
 
 def load_reports(path: Path) -> Reports:
-    """Reads a file that `reports` or a reference suite has made.
+    """Reads a file that `reports` or a reference suite has made, or a suite's folder of logs.
 
     Raises:
         UserError: the file cannot be read, or has another form.
     """
+    if path.is_dir():
+        return read_logs(path)
     try:
         content: Reports = json.loads(path.read_bytes())
         for tasks in content.values():
@@ -95,6 +102,49 @@ def load_reports(path: Path) -> Reports:
             f"{path}: is no reports.json: must be {{rdma: {{MODEL_BS: {{method: [samples/s]}}}}}}"
         ) from None
     return content
+
+
+def is_reports(name: str) -> bool:
+    """Returns True for the name of a `reports.json`, or of a folder with a suite's logs."""
+    return name.endswith(".json") or any(map(_LOG.fullmatch, _names(Path(name))))
+
+
+def read_logs(folder: Path) -> Reports:
+    """Reads the logs of a suite's sweep: each one's rate is the mean of its lines `Total ...`.
+
+    Methods have a rate for each number of workers among the logs, ascending; `nan` without a log,
+    or for one without such a line (the run crashed). Where a method ran with several compressors
+    or thresholds, its name has them.
+
+    Raises:
+        UserError: a log cannot be read.
+    """
+    rates: dict[tuple[str, str, str], dict[tuple[str, str], dict[int, float]]] = {}
+    for name in sorted(_names(folder)):
+        if not (match := _LOG.fullmatch(name)):
+            continue
+        rdma, method, dnn, bs, world, *variant = match.groups()
+        try:
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(f"{folder / name}: {error.strerror}") from None
+        totals = list(map(float, _TOTAL.findall(text)))
+        by_variant = rates.setdefault((rdma, f"{dnn}_{bs}", method), {})
+        by_world = by_variant.setdefault((variant[0], variant[1]), {})
+        by_world[int(world)] = statistics.fmean(totals) if totals else math.nan
+    every = [by_world for variants in rates.values() for by_world in variants.values()]
+    places = sorted({world for by_world in every for world in by_world})
+    content: Reports = {}
+    for (rdma, task, method), variants in rates.items():
+        for (compressor, threshold), by_world in variants.items():
+            more = f"-compressor-{compressor}-thres-{threshold}" if len(variants) > 1 else ""
+            texts = [f"{by_world.get(world, math.nan):.3f}" for world in places]
+            content.setdefault(rdma, {}).setdefault(task, {})[method + more] = texts
+    return content
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 @dataclass(frozen=True, kw_only=True)

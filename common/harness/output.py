@@ -117,9 +117,8 @@ def write_traces(
     paths = traces.write(folder, records, into)
     if not quiet:
         here = short(str(into))
-        print(
-            f"{len(paths)} timeline{'s' * (len(paths) != 1)} in {here}: open merged.json in ui.perfetto.dev"
-        )
+        number = f"{len(paths)} timeline{'s' * (len(paths) != 1)}"
+        print(f"{number} in {here}: open merged.json in ui.perfetto.dev")
 
 
 def _title(folder: Path, records: Sequence[Record]) -> str:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dear.comm.backends import MPI, default_backend, prepare
 from dear.comm.communicator import Communicator
@@ -32,7 +32,7 @@ THREADS_END_S = 0.1
 _facts: RankFacts | None = None
 _communicator: Communicator | None = None
 _at_shutdown: list[Callable[[], None]] = []
-_training: list[weakref.ref[Leaver]] = []
+_at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -78,7 +78,7 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
 def _end_of_script() -> None:
     # After an error, other ranks may never come.
     if getattr(sys, "last_value", None) is None:
-        _leave()
+        _end()
     # A Gloo thread frees the tensors of its last collective shortly after `wait` has returned, and
     # needs the interpreter's lock (GIL) for that. If the interpreter is already exiting, CPython
     # ends the thread in the middle of a C++ destructor, which aborts the process. Sleeping releases
@@ -156,33 +156,28 @@ def _choose_interface(facts: RankFacts) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-class Leaver(Protocol):
-    """Object with transfers that other ranks need, e.g. the engine of an optimizer."""
+def at_end(method: Callable[[], None]) -> None:
+    """Registers a method that the end of the job or script calls, in the order of these calls.
 
-    def leave(self) -> None:
-        """Returns when no other rank needs this one any more."""
-
-
-def training(leaver: Leaver) -> None:
-    """Lets the end of the job or script call `leaver.leave()`, in the order of these calls.
-
-    A script may end without `close()`: transfers of its last step are then under way.
+    A script may end without `close()`: transfers of its last step are then under way. Nothing is
+    called for an object that was collected before, nor after an error that ended the script.
     """
-    _training.append(weakref.ref(leaver))
+    _at_end.append(weakref.WeakMethod(method))
 
 
-def trained(leaver: Leaver) -> None:
-    """Takes back `training`; also drops objects that were collected meanwhile."""
-    _training[:] = [ref for ref in _training if ref() not in (None, leaver)]
+def forget(owner: object) -> None:
+    """Takes back `at_end` for the methods of `owner`, and drops those of collected objects."""
+    methods = [(ref, ref()) for ref in _at_end]
+    _at_end[:] = [ref for ref, method in methods if getattr(method, "__self__", owner) is not owner]
 
 
-def _leave() -> None:
-    remaining = [ref() for ref in _training]
-    _training.clear()
-    for leaver in remaining:
+def _end() -> None:
+    methods = [ref() for ref in _at_end]
+    _at_end.clear()
+    for method in methods:
         try:
-            if leaver is not None and _communicator is not None and dist.is_initialized():
-                leaver.leave()
+            if method is not None and _communicator is not None and dist.is_initialized():
+                method()
         except RuntimeError as error:
             log.warning("the last transfers did not end: %s", error)
 
@@ -195,7 +190,7 @@ def at_shutdown(callback: Callable[[], None]) -> None:
 def shutdown() -> None:
     """Leaves the job. A second call does nothing; `init` may be called again afterwards."""
     global _facts, _communicator
-    _leave()
+    _end()
     while _at_shutdown:
         _at_shutdown.pop()()
     if _communicator is not None:

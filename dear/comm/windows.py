@@ -254,22 +254,14 @@ class NeighborWindow:
             self.p += sum(w * rows[source][self._numel].item() for source, w in weights.items())
         if steps is not None:
             for source, row in rows.items():
-                source_steps = self.steps_of(row)
+                source_steps = int(self.tag(row).item())
                 if source_steps or not self.weighted:  # else nothing arrived since the last reset
                     self._heard[source] = source_steps
                 self.peers.near[source].staleness.note(steps - self._heard.get(source, 0))
 
-    def steps_of(self, row: torch.Tensor) -> int:
-        """Returns the number of steps in the values of a row from `fetch`."""
-        return int(self._tag(row)[0].item())
-
-    def replace(self, row: torch.Tensor, values: torch.Tensor, steps: int) -> None:
-        """Sets the values of a row from `fetch`, and the number of steps in them."""
-        row[: self._numel].copy_(values.detach().reshape(-1))
-        self._tag(row)[0] = steps
-
-    def _tag(self, row: torch.Tensor) -> torch.Tensor:
-        return row[self._steps_at :].view(torch.int64)
+    def tag(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the number of steps in the values of a row from `fetch`: one int64, to change."""
+        return row[self._steps_at :].view(torch.int64)[:1]
 
     def steps_in(self, source: int) -> int | None:
         """Returns the number of steps in the slot of `source`, or None if it is lost."""

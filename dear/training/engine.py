@@ -94,7 +94,7 @@ class Engine(Generic[OptionsT_co]):
         self.model, self.params = replica.model, replica.params
         self.communicator = replica.communicator
         self.hooks = Hooks()
-        runtime.training(self)
+        runtime.at_end(self.settle)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -183,13 +183,9 @@ class Engine(Generic[OptionsT_co]):
         """Returns a context in which backward passes only accumulate."""
         return contextlib.nullcontext()
 
-    def leave(self) -> None:
-        """Returns when no other rank needs this one any more; the script ends without `close`."""
-        self.settle()
-
     def close(self) -> None:
         """Synchronizes, and removes the algorithm from model and optimizer."""
-        runtime.trained(self)
+        runtime.forget(self)
         self.synchronize()
         self.hooks.remove()
 

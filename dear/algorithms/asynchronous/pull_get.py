@@ -63,8 +63,9 @@ class PullExchange(WindowExchange):
         timed(self.communicator, wait)()
         rows = {source: row for source, row, _ in reading}
         for row in rows.values():
-            if window.steps_of(row) == NEVER:
-                window.replace(row, bucket.values, steps)
+            if window.tag(row).item() == NEVER:
+                row[: bucket.values.numel()].copy_(bucket.values)
+                window.tag(row).fill_(steps)
         window.collect(bucket.values, *self.policy.mix_weights(), rows, steps=steps)
         bucket.touched()
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from dear.buckets.flat import Bucket
+from dear.comm import runtime
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.engine import (
@@ -85,6 +86,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         """Number of steps so far, by which schedules go."""
         self._sent: dict[Bucket, list[tuple[int, int]]] = {}
         """Versions of the parameters that neighbours read in place, by bucket."""
+        runtime.at_end(exchange.leave)
         exchange.open(self.communicator, self.params[0].device)
         self.prepare()
         if replica.has_optimizer:
@@ -184,11 +186,8 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         self.steps = 0 if saved is None else saved["steps"]
         self.exchange.restore(saved)
 
-    def leave(self) -> None:
-        self.synchronize()
-        self.exchange.release()
-
     def close(self) -> None:
+        runtime.forget(self.exchange)
         super().close()
         if self.replica.has_optimizer:
             self.scaling.close()

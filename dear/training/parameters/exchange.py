@@ -41,6 +41,7 @@ class BucketExchange(ABC):
         saved(), restore(saved)   state of the exchange in a checkpoint; each rank saves its own
         take_down()               drops the buckets, and gives parameters their own memory
         release()                 ends all communication
+        leave()                   the script ends without `take_down` and `release`
 
     Overlapped engines do not call `shared`, `meet` and `adapt`. `share` and `mix` run under
     `torch.no_grad()`.
@@ -105,6 +106,10 @@ class BucketExchange(ABC):
 
     def release(self) -> None:
         return
+
+    def leave(self) -> None:
+        self.wait()
+        self.release()
 
 
 class Messages(Protocol):

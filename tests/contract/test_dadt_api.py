@@ -411,7 +411,7 @@ def _after():
         optimizer.step()
         optimizer.zero_grad()
     dadt.shutdown()
-    with pytest.raises(UserError, match="left by shutdown"):
+    with pytest.raises(UserError, match="has left the job"):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 

@@ -117,7 +117,9 @@ def write_traces(
     paths = traces.write(folder, records, into)
     if not quiet:
         here = short(str(into))
-        print(f"timelines of {len(paths)} trials in {here}: open merged.json in ui.perfetto.dev")
+        print(
+            f"{len(paths)} timeline{'s' * (len(paths) != 1)} in {here}: open merged.json in ui.perfetto.dev"
+        )
 
 
 def _title(folder: Path, records: Sequence[Record]) -> str:

@@ -60,18 +60,17 @@ def tables(mine: Sequence[Tensor] | str, communicator: Communicator) -> list[lis
     return communicator.gather_objects(mine if isinstance(mine, str) else list(mine))
 
 
-def agree(mine: Sequence[Tensor] | str, communicator: Communicator) -> None:
+def agree(mine: Sequence[Tensor], communicator: Communicator) -> None:
     """Checks that all ranks train the same parameters; collective.
 
     Args:
-        mine: descriptions of this rank's trained parameters, or the reason why it cannot train.
+        mine: descriptions of this rank's trained parameters. A rank that cannot train calls
+            `tables`.
 
     Raises:
         UserError: on all ranks, with the first difference.
     """
     everyone = tables(mine, communicator)
-    if isinstance(mine, str):
-        raise UserError(mine)
     for rank, other in enumerate(everyone):
         if isinstance(other, str):
             raise UserError(f"rank {rank} cannot train: {other}")

@@ -20,6 +20,8 @@ from dear.lazy import dist, torch
 
 TAG_BYTES = 8
 LINE_BYTES = 64
+NEVER = -1
+"""Number of steps in values that their rank has not decided to show."""
 
 
 class Row:
@@ -257,10 +259,14 @@ class NeighborWindow:
             self.p += sum(w * rows[source][self._numel].item() for source, w in weights.items())
         if steps is not None:
             for source, row in rows.items():
-                source_steps = int(row[self._steps_at :].view(torch.int64)[0].item())
+                source_steps = self.steps_of(row)
                 if source_steps or not self.weighted:  # else nothing arrived since the last reset
                     self._heard[source] = source_steps
                 self.peers.near[source].staleness.note(steps - self._heard.get(source, 0))
+
+    def steps_of(self, row: torch.Tensor) -> int:
+        """Returns the number of steps in the values of a row from `fetch`."""
+        return int(row[self._steps_at :].view(torch.int64)[0].item())
 
     def steps_in(self, source: int) -> int | None:
         """Returns the number of steps in the slot of `source`, or None if `source` is lost."""

@@ -112,6 +112,11 @@ class Algorithm(ABC, Generic[OptionsT]):
         """
         return None
 
+    def _refuse(self, replica: Replica[OptionsT]) -> None:
+        self.refuse(replica)
+        groups = replica.optimizer.param_groups if replica.has_optimizer else []
+        replica.options.refuse(replica.params, groups)
+
     def refuse(self, replica: Replica[OptionsT]) -> None:
         """Raises `UserError` if the algorithm cannot train the model or the optimizer."""
         return
@@ -147,9 +152,7 @@ class Algorithm(ABC, Generic[OptionsT]):
         missing = self.unavailable() if shared else None
         if missing:
             raise Unavailable(missing)
-        replica = Replica(model, optimizer, communicator, options)
-        self.refuse(replica)
-        options.refuse(replica.params, [] if optimizer is None else optimizer.param_groups)
+        replica = Replica(model, optimizer, communicator, options, self._refuse)
         return model, distribute(optimizer, self.engine(replica) if shared else Engine(replica))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
-from dear.buckets.agreement import agree, described
+from dear.buckets.agreement import agree, described, tables
 from dear.comm.communicator import Communicator
 from dear.cost.foreign import Sender
 from dear.errors import UserError
@@ -49,6 +49,10 @@ class Replica(Generic[OptionsT_co]):
 
     Args:
         optimizer: updates the parameters; None: the owner of the engine updates them.
+        refuse: raises `UserError` for what the algorithm cannot train.
+
+    Raises:
+        UserError: on all ranks, if one refuses or trains other parameters.
     """
 
     def __init__(
@@ -57,12 +61,21 @@ class Replica(Generic[OptionsT_co]):
         optimizer: torch.optim.Optimizer | None,
         communicator: Communicator,
         options: OptionsT_co,
+        refuse: Callable[[Replica[OptionsT_co]], None] = lambda replica: None,
     ) -> None:
         self.model, self.communicator, self.options = model, communicator, options
         self.has_optimizer = optimizer is not None
         self._optimizer = optimizer
-        self.params = _agreed(model, optimizer, communicator)
-        """Parameters that the optimizer updates and that need a gradient, in the model's order."""
+        try:
+            self.params = _trained(model, optimizer)
+            """Parameters that the optimizer updates and that need a gradient, in model order."""
+            refuse(self)
+        except UserError as error:
+            tables(str(error), communicator)
+            raise
+        chosen = set(self.params)
+        named = (pair for pair in model.named_parameters() if pair[1] in chosen)
+        agree(described(named), communicator)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -409,20 +422,6 @@ def _change_class(optimizer: torch.optim.Optimizer, to: type) -> None:
 
     vars(step)["_wrapped_by_lr_sched"] = marked
     attributes["step"] = step
-
-
-def _agreed(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, communicator: Communicator
-) -> list[torch.nn.Parameter]:
-    """Returns the parameters to train; raises `UserError` on all ranks if the ranks differ."""
-    try:
-        params = _trained(model, optimizer)
-    except UserError as error:
-        agree(str(error), communicator)
-        raise
-    chosen = set(params)
-    agree(described(pair for pair in model.named_parameters() if pair[1] in chosen), communicator)
-    return params
 
 
 def _trained(

@@ -13,7 +13,7 @@ import dear
 import dear.bluefog as bf
 from dear.buckets.agreement import described
 from tests.contract.algorithms import Meaning
-from tests.contract.loops import message
+from tests.contract.loops import make_model, message
 from tests.contract.test_promises import every
 from tests.ranks import on_ranks
 
@@ -60,6 +60,17 @@ def _check(lines: list[str]) -> None:
 @on_ranks(2)
 def test_ranks_that_train_different_parameters_are_refused(name: str) -> None:
     _check(_refusals(name, odd=1))
+
+
+@pytest.mark.parametrize("name", ["dear", "dadt", "bytescheduler"])
+@on_ranks(2)
+def test_all_ranks_refuse_what_the_algorithm_refuses_on_one(name: str) -> None:
+    model = make_model()
+    kind = torch.optim.LBFGS if dear.rank() == 1 else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)
+    wrap = functools.partial(dear.DistributedOptimizer, optimizer, model, algorithm=name)
+    line = message(wrap)
+    assert "LBFGS" in line and line.startswith("rank 1 cannot train: ") == (dear.rank() == 0), line
 
 
 @on_ranks(3, "wfbp")

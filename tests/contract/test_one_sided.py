@@ -142,6 +142,32 @@ def test_y1_equal_replicas_that_learn_nothing_stay_as_they_are(world, size, name
     assert max(world(size).run(_equal_start, name)) < 1e-5
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["wrapped", "trained"])
+@every
+@on_ranks(2)
+def test_only_parameters_that_were_broadcast_are_averaged(name: str, again: bool) -> None:
+    """Rank 0 steps first, beside a rank that had other values before."""
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0 + dear.rank())
+    optimizer = _wrapped(model, name, 0.0)
+    if again:
+        _drawn_to_rank(model, optimizer, 1)
+        optimizer.synchronize()
+        _barrier()
+        nn.init.constant_(model.weight, 1.0 + dear.rank())
+        dear.broadcast_optimizer_state(optimizer)
+    dear.broadcast_parameters(model.state_dict())
+    _barrier()
+    # The first step of asyncddp makes the windows on all ranks.
+    for turn in ([0, 1],) if name == "asyncddp" and not again else ([0], [1]):
+        if dear.rank() in turn:
+            _drawn_to_rank(model, optimizer, 1)
+            optimizer.synchronize()
+        _barrier()
+    optimizer.close()
+    assert model.weight.tolist() == [[1.0] * 3]
+
+
 def _drawn_to_rank(model: nn.Module, optimizer: Any, count: int, pause_s: float = 0.0) -> None:
     """Every rank would have its own number as weights."""
     for _ in range(count):

@@ -193,7 +193,7 @@ def test_show_writes_a_file_per_trial(sweep, tmp_path, capsys):
     (place,) = into.iterdir()
     found = {path.name: json.loads(path.read_text()) for path in place.iterdir()}
     assert found == {"merged.json": traces.timeline(TOLD)}
-    assert "timelines of 1 trials in" in capsys.readouterr().out
+    assert "1 timeline in" in capsys.readouterr().out
     into.joinpath("file").touch()
     assert cli.main([*command[:-1], str(into / "file")]) == 2
     assert "is not a folder" in capsys.readouterr().err

@@ -104,7 +104,8 @@ def show(
     chosen = zip(trials, entries, strict=True)
     least_s = sum(_least_s(trial, entry, experiment) for trial, entry in chosen if entry["run"])
     about = f" (at least {ui.duration(least_s)})" if runs else ""
-    print(f"{len(entries)} trials, {runs} to run{about}; results in {short(str(folder))}")
+    number = f"{len(entries)} trial{'s' * (len(entries) != 1)}"
+    print(f"{number}, {runs} to run{about}; results in {short(str(folder))}")
     again = [word for word in options.arguments if word not in ("-n", "--dry-run")]
     command = [*map(short, DRIVER), *again]
     largest = max(trial.world_size for trial in trials)

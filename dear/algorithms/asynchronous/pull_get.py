@@ -4,27 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dear.buckets.flat import Bucket
 from dear.comm.neighbors import timed
+from dear.comm.windows import NEVER
 from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import dist, torch
 from dear.training.algorithm import Capabilities
 from dear.training.parameters.windows import WindowAlgorithm, WindowExchange, WindowOptions
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 
 class PullExchange(WindowExchange):
     """Exchange in which the receiver reads from the sender.
 
     `share` shows a bucket. When all are shown, the rank starts to read its neighbours' buckets.
+    This rank's own values count as a neighbour's which has shown none since it got its parameters.
     """
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
-        super().lay_out(members, steps)
+        super().lay_out(members, NEVER)
         self._reading: dict[Bucket, list[tuple[int, torch.Tensor, dist.Work]]] = {}
 
     def refill(self, steps: int) -> None:
         """Does nothing: no rank puts values into slots."""
+
+    def drop(self) -> None:
+        super().drop()
+        self._hide()
+
+    def restore(self, saved: StateDict | None) -> None:
+        super().restore(saved)
+        self._hide()
+
+    def _hide(self) -> None:
+        """Shows that this rank's parameters are being replaced."""
+        for bucket, window in self.windows.items():
+            window.show(bucket.values, steps=NEVER)
 
     def share(self, bucket: Bucket, steps: int) -> None:
         self.windows[bucket].show(bucket.values, steps=steps)
@@ -35,16 +54,18 @@ class PullExchange(WindowExchange):
             self._reading[bucket] = window.fetch(self.policy.part.sources)
 
     def mix(self, bucket: Bucket, steps: int) -> None:
-        reading = self._reading.pop(bucket)
+        window, reading = self.windows[bucket], self._reading.pop(bucket)
 
         def wait() -> None:
             for _, _, work in reading:
                 work.wait()
 
         timed(self.communicator, wait)()
-        rows = {source: row for source, row, _ in reading}
-        weights = self.policy.mix_weights()
-        self.windows[bucket].collect(bucket.values, *weights, rows, steps=steps)
+        rows = {source: row for source, row, _ in reading if window.steps_of(row) != NEVER}
+        own, weights = self.policy.mix_weights()
+        own += sum(weight for source, weight in weights.items() if source not in rows)
+        weights = {source: weights[source] for source in rows}
+        window.collect(bucket.values, own, weights, rows, steps=steps)
         bucket.touched()
 
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 PENDING = "delayed_gradients"
 """Key in an optimizer's state dict for the gradients that no update has applied yet."""
+HELD = "delayed_steps"
+"""Key in the first parameter group: the number of steps whose gradients are in `PENDING`. A plain
+optimizer that loads the state loses those gradients, and keeps this number."""
 
 
 class Dadt(Algorithm["Dadt.Options"]):
@@ -93,6 +96,12 @@ class Dadt(Algorithm["Dadt.Options"]):
 
     def refuse(self, replica: Replica[Options]) -> None:
         refuse_lbfgs(replica.optimizer, "dadt")
+        if lost := replica.optimizer.param_groups[0].pop(HELD, 0):
+            raise UserError(
+                "the optimizer was not wrapped yet when it loaded its state, and has lost the "
+                f"gradients of {lost} steps that no update has applied: wrap it before it loads "
+                "the state, or flush() before the state is saved"
+            )
 
     def alone(self, options: Options) -> bool:
         return True  # updates are delayed with one rank, too
@@ -165,9 +174,13 @@ class DelayedEngine(GradientEngine[Dadt.Options]):
             means = lap.gradients()
             gradients = [_copied(means.get(param)) for param in held(self.optimizer)]
             pending.append({"gradients": gradients, "scale": _copied(lap.scale)})
-        return {**plain(), PENDING: pending}
+        state = {**plain(), PENDING: pending}
+        if pending:
+            state["param_groups"][0][HELD] = len(pending)
+        return state
 
     def resume(self, state: StateDict) -> None:
+        self.optimizer.param_groups[0].pop(HELD, None)
         entries = state.get(PENDING, [])
         if len(entries) > self.options.delay:
             raise UserError(

@@ -112,6 +112,7 @@ class _FsdpEngine(AveragingEngine):
     """Engine that averages the parameters that cannot be cut; torch averages the others."""
 
     def __init__(self, replica: Replica[Fsdp.Options]) -> None:
+        _agree_on_state(replica)
         self._sharded = ShardedModel(replica)
         super().__init__(replica, self._sharded.rest)
         self._point_to(self._sharded.of)
@@ -240,6 +241,19 @@ class _FsdpEngine(AveragingEngine):
             for param in held(self.optimizer)
             if param in state
         }
+
+
+def _agree_on_state(replica: Replica[Fsdp.Options]) -> None:
+    """Raises `UserError` on all ranks if only some have optimizer state; collective."""
+    state = replica.optimizer.state
+    known = [sorted(state.get(param, ())) for param in replica.params]
+    everyone = replica.communicator.gather_objects(known)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise UserError(
+                f"fsdp: the optimizers of rank 0 and rank {rank} hold different state; each rank "
+                "holds a part, so every rank must load the whole checkpoint"
+            )
 
 
 def _refuse_second_derivatives(output: object) -> None:

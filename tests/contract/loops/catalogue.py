@@ -58,6 +58,7 @@ LOOPS: dict[Loop, str] = {
     between.scheduled_by_loss: "",
     states.saved_by_all: "",
     states.loaded_by_root: "horovod#392",
+    states.loaded_by_root_and_wrapped: "",
     states.assigned: "",
     states.distributed_checkpoint: "",
     states.evaluated_by_root: "",

@@ -91,6 +91,7 @@ REFUSED: dict[Loop, dict[str, str]] = {
     between.saved_whole: _WHOLE,
     states.pruned_later: _TAKEN,
     states.loaded_by_root: _FSDP_ALONE,
+    states.loaded_by_root_and_wrapped: {**_FSDP_ALONE, "dadt": "flush() before the state is saved"},
     states.evaluated_by_root: _FSDP_ALONE,
     states.normed_and_evaluated_by_root: {"ddp": "broadcast_buffers=False", **_FSDP_ALONE},
     states.state_read_by_root: _FSDP_ALONE,

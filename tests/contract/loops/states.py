@@ -29,7 +29,9 @@ def rest(run: Run, *, new: bool = False) -> range:
 States = dict[str, Any]
 
 
-def _resume(run: Run, save: Any, load: Any, ranks: str = "all") -> None:
+def _resume(
+    run: Run, save: Any, load: Any, ranks: str = "all", *, wrapped_later: bool = False
+) -> None:
     """Training stops after two steps, and new objects go on."""
     model = make_model()
     optimizer = run.wrap(model)
@@ -39,10 +41,14 @@ def _resume(run: Run, save: Any, load: Any, ranks: str = "all") -> None:
         saved = save(model, optimizer)
         optimizer.close()
         fresh = make_model()
-        again = run.wrap(fresh)
-        train(run, fresh, again, range(7, 8))  # on which nothing may depend
+        again = make_sgd(fresh)
+        if not wrapped_later:
+            again = run.wrap(fresh, again)
+            train(run, fresh, again, range(7, 8))  # on which nothing may depend
         if ranks == "all" or run.rank == 0:
             load(saved, fresh, again)
+        if wrapped_later:
+            again = run.wrap(fresh, again)
         if ranks == "root":
             run.from_root(fresh, again)
         return fresh, again
@@ -72,6 +78,13 @@ def saved_by_all(run: Run) -> None:
 def loaded_by_root(run: Run) -> None:
     if run.averages:
         _resume(run, _states, _load, ranks="root")
+    else:
+        _adopt(run)
+
+
+def loaded_by_root_and_wrapped(run: Run) -> None:
+    if run.averages:
+        _resume(run, _states, _load, ranks="root", wrapped_later=True)
     else:
         _adopt(run)
 

@@ -63,7 +63,6 @@ class _OfTheJob:
 
 
 def _start_mean(values: torch.Tensor, part: Round) -> Pending:
-    """Starts the mean over all ranks."""
     mixed = values.clone()
     work = job().communicator.all_reduce(mixed, op="mean")
     return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
@@ -115,7 +114,6 @@ def _neighbor_rounds(messages: Exchange, knobs: Any) -> Rounds:
 def _combined(
     engine: type[CombineThenAdapt | AdaptThenCombine], words: str, doc: str
 ) -> Callable[..., torch.optim.Optimizer]:
-    """Returns the factory of optimizers with this engine."""
 
     def make(
         optimizer: torch.optim.Optimizer,

@@ -89,7 +89,6 @@ def get_current_created_window_names() -> list[str]:
 
 
 def _sender(operation: str, does: str) -> Callable[..., int]:
-    """Returns `win_put_nonblocking` or `win_accumulate_nonblocking`."""
     add = operation == "win_accumulate"
 
     def start(

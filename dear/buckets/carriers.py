@@ -105,7 +105,6 @@ class Payloads(Carrier):
         return self._communicator.all_gather(self._gathered, row, **queue)
 
     def _row_of(self, tensor: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
-        """Returns this rank's payload and flags as 1-D uint8."""
         self._all_present = all(present)
         payload = self.compressor.compress(flat_view(tensor))
         marks = mark(payload.new_empty(len(present)), present)
@@ -128,7 +127,6 @@ class Payloads(Carrier):
         self._gathered = None
 
     def _read(self, marks: torch.Tensor) -> None:
-        """Sets `used` from the flags of all ranks, `[ranks, pieces]`."""
         if self._all_present:  # all pieces are used, so no copy from the device is needed
             self.used = [True] * len(self.pieces)
         else:

@@ -76,11 +76,7 @@ class HalfOptions(Options):
         return self.compression in SPARSE + SIGNS
 
     def share(self, element_size: int) -> float:
-        """Returns the number of bytes sent per byte of gradients.
-
-        Args:
-            element_size: bytes of one gradient element.
-        """
+        """Returns the bytes sent per byte of gradients, for elements of `element_size` bytes."""
         return self.wire.itemsize / element_size if self.wire else 1.0
 
 

@@ -95,7 +95,6 @@ class Watch:
         return now is not None and not torch.equal(now, self._sampled)
 
     def _counters(self) -> list[int]:
-        """Returns the version counters of the recorded gradients; views of one tensor share one."""
         if self._shared is not None:
             return [self._shared._version]
         return [0 if gradient is None else gradient._version for gradient in self._seen]
@@ -187,11 +186,7 @@ class Bucket(Watch):
         mark(self.marks, has)
 
     def copy_gradients(self, to: Sequence[torch.Tensor], divisor: int = 1) -> None:
-        """Copies the gradients divided by `divisor` into `to`; a missing gradient becomes 0.
-
-        Args:
-            to: one tensor per parameter, in its shape.
-        """
+        """Copies gradients / `divisor` into `to`, one tensor per parameter; a missing one is 0."""
         with torch.no_grad():
             for param, view in zip(self.params, to, strict=True):
                 if param.grad is None:

@@ -99,7 +99,6 @@ class Decoupled(ABC):
         self._reducing = self._reduce(whole if self._staged is None else self._stage(self._staged))
 
     def _stage(self, staged: torch.Tensor) -> torch.Tensor:
-        """Copies the gradients into the staged buffer, scaled so that their sum is the mean."""
         return torch.mul(self.bucket.gradients, 1 / self._communicator.size, out=staged)
 
     def reduced(self) -> bool:

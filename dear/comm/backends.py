@@ -46,11 +46,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 
 def backend_for(backend: str, device: str) -> str:
-    """Returns the backend for tensors on a type of device.
-
-    Args:
-        backend: a result of `backend_of`.
-    """
+    """Returns the backend for a type of device; `backend` is a result of `backend_of`."""
     pairs = dict(pair.split(":") for pair in backend.split(",") if ":" in pair)
     return pairs.get(device, "") if pairs else backend
 
@@ -84,7 +80,6 @@ def prepare(backend: str) -> str:
 
 
 def _built(name: str) -> bool:
-    """Returns False if torch has this backend but was built without it."""
     return bool(getattr(dist, f"is_{name}_available", lambda: True)())
 
 

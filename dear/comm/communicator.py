@@ -216,7 +216,6 @@ class Communicator(Account):
         return channel, priority
 
     def _wakes(self, tensor: torch.Tensor) -> bool:
-        """Returns True if the all-reduce of `tensor` wakes the comm core's thread."""
         if not self._more_follow or tensor.nbytes > HELD_BYTES:
             return True
         self._held += 1

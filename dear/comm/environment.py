@@ -85,11 +85,7 @@ def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
 
 
 def launcher_facts(env: Mapping[str, str] = os.environ) -> RankFacts | None:
-    """Returns the facts from the launcher's variables, or None if no known launcher set them.
-
-    Raises:
-        UserError: as `rank_facts`.
-    """
+    """Returns the launcher's facts, or None without a known launcher; raises as `rank_facts`."""
     step = env.get("SLURM_STEP_ID", "")
     in_step = step != "" and not (step.isdecimal() and int(step) >= _SPECIAL_STEP)
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
@@ -137,12 +133,9 @@ def launcher_facts(env: Mapping[str, str] = os.environ) -> RankFacts | None:
 
 
 def placed(facts: RankFacts, places: Sequence[str]) -> RankFacts:
-    """Returns the facts with the place on the host.
+    """Returns the facts with the place on the host; `places` has each rank's `RankFacts.place`.
 
     The launcher's local ranks count if they are 0, 1, ... on this host; else the ranks' order.
-
-    Args:
-        places: `RankFacts.place` of every rank, in rank order.
     """
     hosts, numbers = zip(*(place.rsplit(" ", 1) for place in places), strict=True)
     here = [rank for rank, host in enumerate(hosts) if host == hosts[facts.rank]]
@@ -254,7 +247,6 @@ def assign_ranks(client: Any) -> list[int]:
 
 
 def _place() -> tuple[str, bool]:
-    """Returns this engine's host, and True if the engine has joined a job."""
     runtime = sys.modules.get("dear.comm.runtime")
     return socket.gethostname(), runtime is not None and runtime.is_initialized()
 
@@ -268,6 +260,5 @@ def _free_port() -> int:
 
 
 def _enter(variables: dict[str, str]) -> None:
-    """Sets environment variables of this engine."""
     os.environ.pop("DEAR_STORE", None)  # it belongs to the notebook's own job, if there is one
     os.environ.update(variables)

@@ -60,13 +60,9 @@ class DeviceClock:
     def follow(
         self, handle: Any, queue: object, enqueued_s: float, tensors: Sequence[torch.Tensor]
     ) -> Callable[[], WorkTimes]:
-        """Starts to time a transfer of `tensors` that was just queued.
+        """Times a transfer of `tensors` that was just queued; transfers of a queue run in order.
 
-        Args:
-            queue: transfers of one queue run one after another.
-
-        Returns:
-            A function that waits for the end of the transfer and returns its times.
+        Returns a function that waits for the end of the transfer and returns its times.
         """
         ready = self._event()
         aside = self._aside.get(queue)

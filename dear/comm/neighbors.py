@@ -265,14 +265,11 @@ class GlobalAverage:
         return self._kept is not None
 
     def apply(self, *, keep: bool = True, measure: bool = True) -> float | None:
-        """Averages in place.
+        """Averages in place; raises `UserError` if the last average with a copy was not reverted.
 
         Args:
             keep: keep a copy for `revert`.
             measure: return the distance of this rank's values to the mean (norm of the difference).
-
-        Raises:
-            UserError: the last average with a copy was not reverted.
         """
         if self.applied:
             raise UserError("the models are averaged already; call revert() first")

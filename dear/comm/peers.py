@@ -160,10 +160,7 @@ class Peers:
     def leave(self, timeout_s: float) -> None:
         """Waits until all ranks have left or are lost; neighbours may still write until then.
 
-        Only with `apart`.
-
-        Raises:
-            RuntimeError: some ranks have not left after `timeout_s` seconds.
+        Only with `apart`. Raises RuntimeError if some have not left after `timeout_s` seconds.
         """
         departures = self._expect_departures()
         departures.done()
@@ -219,13 +216,9 @@ class Departures:
         return self._store.check([str(rank)])
 
     def wait(self, timeout_s: float, look: Callable[[], object]) -> None:
-        """Waits until all ranks are done or lost.
+        """Waits until all ranks are done or lost; calls `look`, which may record losses, meanwhile.
 
-        Args:
-            look: called from time to time; may record lost ranks.
-
-        Raises:
-            RuntimeError: after `timeout_s` seconds some ranks are neither; the message names them.
+        Raises RuntimeError, with the ranks that are neither, after `timeout_s` seconds.
         """
         deadline = self._clock() + timeout_s
         waiting = list(range(self._size))

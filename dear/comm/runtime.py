@@ -151,8 +151,7 @@ def _choose_interface(facts: RankFacts) -> None:
 
 
 def at_shutdown(callback: Callable[[], None]) -> None:
-    """Registers a call that `shutdown` makes before it destroys the process group; last in, first
-    out."""
+    """Registers a call that `shutdown` makes before the process group ends; last in, first out."""
     _at_shutdown.append(callback)
 
 
@@ -218,8 +217,7 @@ def local_size() -> int:
 def ranks_per_machine(communicator: Communicator) -> int:
     """Returns the number of ranks per machine; a blocking collective call.
 
-    Raises:
-        UserError: machines have different numbers of ranks, or ranks that are not consecutive.
+    Raises `UserError` if machines have different numbers of ranks, or not consecutive ranks.
     """
     positions = communicator.gather_objects((local_rank(), local_size()))
     sizes = {size for _, size in positions}
@@ -259,7 +257,6 @@ def interface_towards(host: str) -> str | None:
 
 
 def _addresses() -> Iterator[tuple[str, int, str]]:
-    """Yields interface, family and address of this host."""
     import psutil
 
     for name, items in psutil.net_if_addrs().items():

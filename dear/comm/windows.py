@@ -131,11 +131,7 @@ class NeighborWindow:
     def idle(self, *, wait: bool) -> list[int]:
         """Returns the targets that have received their last message; counts the others as skipped.
 
-        Args:
-            wait: True waits until all targets have received it.
-
-        Raises:
-            RuntimeError: a message has failed.
+        With `wait`, waits for all targets. Raises RuntimeError if a message has failed.
         """
         reachable = []
         for target in self.targets:

@@ -42,7 +42,6 @@ class Work:
             self._record(queue, tensors)
 
     def _record(self, queue: object, tensors: Sequence[torch.Tensor]) -> None:
-        """Starts to measure a transfer whose backend reports no times."""
         communicator, handle = self._communicator, self._handle
         if self._streamed:
             clock = communicator.device_clock(tensors[0].device)
@@ -173,11 +172,9 @@ class Account:
             self.record_times, self._log = before, None
 
     def note(self, name: str, nbytes: int) -> Callable[[], None]:
-        """Logs the start of a transfer that this class did not start.
+        """Logs the start of a transfer from outside; returns a function that logs its end.
 
-        Returns:
-            A function that logs the end; the caller calls it after the wait, which may be later
-            than the true end.
+        The caller calls that function after the wait, which may be later than the true end.
         """
         if self._log is None:
             return lambda: None

@@ -336,9 +336,7 @@ def exchange_wire_limit_s(
 ) -> float:
     """Returns the seconds per step for which a schedule keeps the busiest host's link busy.
 
-    Args:
-        nbytes: size of all parameters.
-        loads: by host and step (`Traffic.loads`).
+    `nbytes` is the size of all parameters; `loads` are by host and step (`Traffic.loads`).
     """
     hosts = len(loads)
 

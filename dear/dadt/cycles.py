@@ -94,11 +94,9 @@ class Request:
             self._answer.set_exception(error)
 
     def wait(self, timeout_s: float) -> torch.Tensor:
-        """Waits for the result and returns it; the tensor belongs to the caller.
+        """Waits for the result and returns it, the caller's own tensor; raises the error of `fail`.
 
-        Raises:
-            RuntimeError: no result within `timeout_s` seconds; names ranks without such a request.
-            Exception: the error of `fail`.
+        Raises RuntimeError after `timeout_s` seconds, with the ranks that lack such a request.
         """
         if not futures.wait([self._answer], timeout_s).done:
             asked = f"; ranks {self.missing} have not asked for it" if self.missing else ""
@@ -245,9 +243,7 @@ class Cycles:
     def submit(self, request: Request) -> None:
         """Adds a request. It runs when all ranks have submitted one with the same key.
 
-        Raises:
-            UserError: `close` was called before.
-            Exception: the error that ended the thread.
+        Raises `UserError` after `close`, and the error that ended the thread, if there was one.
         """
         with self._changed:
             if self._dead is not None:

@@ -254,7 +254,6 @@ init = initialize
 def _executors(
     executor_type: str | None, all_reduce_executor: str | None, broadcast_executor: str | None
 ) -> tuple[str | None, str | None]:
-    """Returns the executor, and the executor of broadcasts (None: the same)."""
     named = {name for name in (executor_type, all_reduce_executor) if name is not None}
     if len({EXECUTORS.get(name, name) for name in named}) > 1:
         raise UserError(

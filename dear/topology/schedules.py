@@ -127,8 +127,7 @@ else:
 def schedule(name: str, world_size: int, rank: int, local_size: int) -> Schedule:
     """Returns the schedule `name` of one rank; `one-peer-exp` ignores `local_size`.
 
-    Raises:
-        UserError: the name is unknown, or the schedule does not fit the world.
+    Raises `UserError` if the name is unknown or the schedule does not fit the world.
     """
     return one_of("dynamic topology", name, DYNAMIC)(world_size, local_size, rank)
 

@@ -230,7 +230,6 @@ def plugin_of(name: str) -> Plugin | None:
 
 
 def _modules() -> dict[str, str]:
-    """Returns name -> module of all algorithms."""
     shipped = {
         file.stem.replace("_", "-"): f"dear.algorithms.{file.parent.name}.{file.stem}"
         for file in FOLDER.glob("*/[!_]*.py")

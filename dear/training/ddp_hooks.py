@@ -58,7 +58,6 @@ class Passes:
 
     @staticmethod
     def _node(param: torch.Tensor) -> torch.autograd.graph.Node:
-        """Returns the graph node of the parameter that carries DDP's hook."""
         with torch.enable_grad():
             return torch.autograd.graph.get_gradient_edge(param).node
 

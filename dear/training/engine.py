@@ -345,7 +345,6 @@ def distribute(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distribut
 
 
 def _refuse_replaced() -> NoReturn:
-    """Raises `UserError`, after loading has replaced a trained parameter."""
     raise UserError(
         "load_state_dict(assign=True) has replaced parameters that the optimizer trains; load with "
         "assign=False, or load before you make the optimizer"

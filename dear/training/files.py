@@ -64,7 +64,6 @@ def module_of(path: Path, package: str) -> ModuleType:
 
 
 def _advice(error: BaseException, path: Path) -> str:
-    """Returns advice after a failed import, or "" if there is none."""
     if not isinstance(error, ImportError):
         return ""
     if any(node.level for node in _import_nodes(path) if isinstance(node, ast.ImportFrom)):
@@ -118,7 +117,6 @@ def _check_visible(path: Path, name: str, files: list[Path]) -> None:
 
 
 def _imports(path: Path) -> set[str]:
-    """Returns the top-level names of all modules that the file imports."""
     names: set[str] = set()
     for node in _import_nodes(path):
         if isinstance(node, ast.Import):

@@ -57,11 +57,7 @@ def touched(
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
 ) -> object:
-    """Runs the torch function `func`; if it reads values, settles the parameters first.
-
-    Args:
-        types: classes of the arguments.
-    """
+    """Runs the torch function `func`; first settles parameters if `func` reads their values."""
     if reads_values(func):
         for kind in types:
             if issubclass(kind, Mixin):

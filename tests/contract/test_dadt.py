@@ -310,7 +310,7 @@ def _changing():
     words.weight.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert "is sparse now, and was dense" in message(
+    assert "is sparse now, but was dense" in message(
         lambda: words(torch.tensor([1])).sum().backward()
     )
     optimizer.zero_grad()

@@ -131,7 +131,6 @@ def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
 
 
 def _traffic(options: Neighbor.Options, size: int, local_size: int) -> Traffic:
-    """Returns the traffic of the steps that average."""
     if options.hierarchical:
         return _traffic(
             dataclasses.replace(options, hierarchical=False, local_size=None), size // local_size, 1

@@ -392,7 +392,6 @@ class DearEngine(DeferredEngine[Dear.Options]):
             self.hooks.before_forward([self.model], self.before_model)
 
     def _learn(self) -> None:
-        """Agrees with all ranks on one observed order."""
         place = {param: i for i, param in enumerate(self.params)}
         end = max(self._arrivals.values(), default=0.0)
         seen = RunOrder(

@@ -295,7 +295,6 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """dtype in which gradients travel."""
         return self.options.wire or self.params[0].dtype
 
     def _send(self, tensor: torch.Tensor, name: str) -> int:

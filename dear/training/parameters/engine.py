@@ -121,7 +121,6 @@ class ParameterEngine(Engine[LocalOptions], ABC):
             self._sent.update({bucket: bucket.versions() for bucket in buckets})
 
     def _written(self, buckets: Iterable[Bucket]) -> bool:
-        """Returns True if parameters have changed while they were being sent."""
         return any(b in self._sent and self._sent[b] != b.versions() for b in buckets)
 
     def arrived(self, buckets: Sequence[Bucket]) -> None:

@@ -1,8 +1,8 @@
 """Lazy imports of `torch` and other slow packages.
 
 The command line lists algorithms, checks their options and prints plans in a fraction of a second;
-`import torch` takes seconds. Modules that these commands import therefore take torch from here. It
-is imported at the first access to an attribute. Annotations may still name torch, since they are
+`import torch` takes seconds. Modules that these commands import therefore take torch from here;
+the first access to an attribute imports it. Annotations may still name torch, since they are
 strings (`from __future__ import annotations`).
 """
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 
 class LazyModule:
-    """Proxy of a module that imports it at the first access to an attribute.
+    """Proxy of a module; the first access to an attribute imports the module.
 
-    From then on the proxy shares the module's namespace: training loops look up many attributes.
+    From then on the proxy shares the module's namespace, as training loops look up many attributes.
     """
 
     __slots__ = ("__dict__", "_name")

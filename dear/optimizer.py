@@ -39,8 +39,8 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         named_parameters: the generator `model.named_parameters()`, in place of `model`, as in
             scripts of MG-WFBP and Horovod. A list does not work: the model is read from the
             generator.
-        norm_clip: each gradient of this rank is scaled down to a 2-norm of at most `norm_clip /
-            sqrt(size())` before it is sent, as in MG-WFBP.
+        norm_clip: largest 2-norm of each gradient of this rank, times `sqrt(size())`. Larger
+            gradients are scaled down before they are sent, as in MG-WFBP.
         options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`. The arguments of
             DeAR's first implementation are accepted, too (`dear.algorithms.aliases`).
 
@@ -110,7 +110,7 @@ def broadcast_parameters(
             different orders and memory formats.
 
     Raises:
-        UserError: on all ranks, if one has no tensor of a name, or one of another shape or dtype.
+        UserError: on all ranks, if a rank lacks a name or has another shape or dtype for it.
     """
     communicator = runtime.communicator()
     items = params.items() if isinstance(params, Mapping) else params

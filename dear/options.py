@@ -43,12 +43,12 @@ class Options:
     def staleness(self) -> int:
         """Returns the number of steps between a gradient and the update that applies it.
 
-        With a `delayed` algorithm this number of first steps update nothing.
+        So many first steps of a `delayed` algorithm update nothing.
         """
         return 0
 
     def in_step(self) -> bool:
-        """Returns True if an `asynchronous` algorithm is set to wait for all ranks in each step.
+        """Returns True if these settings make an `asynchronous` algorithm wait in each step.
 
         All ranks must then make the same number of steps.
         """
@@ -78,12 +78,12 @@ class Options:
 
 
 LATER = {"later": True}
-"""Metadata of an option, or of a field of a result, that came after records were made."""
+"""Metadata of an option, or of a result's field, that was added after records existed."""
 
 
 def settings(options: DataclassInstance) -> dict[str, object]:
-    """Returns the values by name, without fields of later date that have their default: trials
-    that do not use those keep their identity, and records their text."""
+    """Returns the values by name, without `LATER` fields at their default. So trials that do not use
+    these options keep their identity, and records their text."""
     values = dataclasses.asdict(options)
     for field in dataclasses.fields(options):
         if "later" in field.metadata and values[field.name] == field.default:

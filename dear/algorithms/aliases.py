@@ -35,12 +35,12 @@ that compress put all gradients into one group (their threshold is 536870912 ele
 SERVERS = ("bspps", "wfbpps", "byteschedulerps", "byteps")
 """Methods that need a parameter server."""
 _WHOLE = 536870912
-"""Threshold that the suite passes to every method but WFBP. A method that does not read it keeps
-its own threshold."""
+"""Threshold (elements) that the suite passes to every method except WFBP. Methods that do not use
+it keep their own threshold."""
 
 
 def resolved(name: str, options: Mapping[str, object]) -> tuple[str, Settings]:
-    """Returns the algorithm behind `name`, and the alias's options overridden by `options`.
+    """Returns the algorithm behind `name`, and its options: those of the alias and of `options`.
 
     Raises:
         UserError: the method needs a parameter server.
@@ -55,7 +55,7 @@ def resolved(name: str, options: Mapping[str, object]) -> tuple[str, Settings]:
 
 
 def suite_name(algorithm: str, options: Mapping[str, object]) -> str:
-    """Returns the method of DeAR's suite that, with its variables, is this algorithm."""
+    """Returns the name in DeAR's suite for an algorithm with these options."""
     for name in ("pytorch-ddp", "dear-notf"):
         aliased, fixed = ALIASES[name]
         if aliased == algorithm and fixed.items() <= options.items():
@@ -87,13 +87,13 @@ def method(name: str, variables: Mapping[str, str]) -> tuple[str, Settings]:
 
 
 def arguments(algorithm: str, given: Mapping[str, object], halves: bool) -> tuple[str, Settings]:
-    """Returns algorithm and options for arguments of DeAR's first `DistributedOptimizer`, or ours.
+    """Returns algorithm and options for arguments of this project or of DeAR's first optimizer.
 
     DeAR's arguments are `compression` (a name, or an object with a `name`), `is_sparse`, `density`,
     `threshold` (MB of 2^20 bytes; None for fusion by layers), `num_nearby_layers`,
     `exclude_parts` (a text), `mgwfbp`, `asc`, `fp16`, `seq_layernames` (parameters, first one
-    first) and `layerwise_times` (their seconds). `rdma` chose a table of costs; it is ignored,
-    since costs are measured here. Unsupported arguments are refused by name, unless they are off.
+    first) and `layerwise_times` (their seconds). `rdma` is ignored: it chose a table of costs,
+    which are measured here. Unsupported arguments raise an error, unless they are off.
 
     Args:
         halves: True if the model's parameters have 16 bits.
@@ -181,7 +181,7 @@ def _translate_fusion(name: str, result: Settings) -> None:
 
 
 class _Given:
-    """Given variables of a method. A read removes a variable; those that remain are refused."""
+    """Given variables of a method; reading removes one, and `refuse_others` refuses the rest."""
 
     def __init__(self, name: str, variables: Mapping[str, str]) -> None:
         self._name, self._left = name, dict(variables)

@@ -7,9 +7,10 @@ gradients of each rank's backward pass. `ranks.update()` steps each rank's optim
 these references, and a benchmark compares its trials with them. An algorithm without a reference
 here may define one in its own file, by the name `reference`.
 
-Averaging with weights `W[sender, receiver]` is `x <- W' x`, a product with the rows of all ranks.
-Ranks of one-sided algorithms do not wait, so their results depend on timing. Their references
-assume that all ranks wait (`barrier`), or (`asyncddp`) that ranks step one after another.
+In formulas, x are a rank's parameters, g its gradients, and W the weights: `W[sender, receiver]`.
+Averaging is `x <- W' x` with the transposed W, a product with the rows of all ranks. Results of
+one-sided algorithms depend on timing, since no rank waits. Their references assume that all ranks
+wait (`barrier`), or (`asyncddp`) that ranks step one after another.
 """
 
 from __future__ import annotations
@@ -47,20 +48,21 @@ class Ranks(Protocol):
         ...
 
     def update(self, rank: int | None = None) -> None:
-        """Steps the optimizer of a rank; None: of each rank."""
+        """Steps the optimizer of one rank; None: of every rank."""
         ...
 
 
 Reference = Callable[[Ranks, Any], Iterator[None]]
-"""Reference by ranks and the algorithm's options."""
+"""Reference: a function of the ranks and the algorithm's options."""
 
 
 def reference_of(name: str, options: Options) -> Reference | None:
-    """Returns the reference of algorithm `name` with these options; None if it has none.
+    """Returns the reference of algorithm `name` with these options; None if there is none.
 
-    An algorithm without a function here gets the one of its consistency: `average` for synchronous
-    algorithms, `delayed` for delayed ones. The elements that `error_feedback` chooses depend on
-    what travels together; here each tensor travels alone. Some compressors have no reference.
+    Without a function of its name here, an algorithm gets the one of its consistency: `average` if
+    it is synchronous, `delayed` if it is delayed. Which elements `error_feedback` chooses depends
+    on the tensors that travel together; here each tensor travels alone. Some compressors have no
+    reference.
     """
     algorithm = algorithm_class(name)
     module = sys.modules[algorithm.__module__]
@@ -79,7 +81,7 @@ def reference_of(name: str, options: Options) -> Reference | None:
 
 
 def average(ranks: Ranks, options: object) -> Iterator[None]:
-    """Update: x_i <- x_i - update(mean of all g); equal replicas stay equal."""
+    """Update: x <- x - update(mean of g over all ranks); equal replicas stay equal."""
     while True:
         ranks.g = ranks.g.mean(0)
         ranks.update()
@@ -104,17 +106,17 @@ def error_feedback(ranks: Ranks, options: CompressedOptions) -> Iterator[None]:
 
 allreduce = average
 wfbp = mgwfbp = bytescheduler = horovod = ddp = hierarchical = average
-"""Same sums as `average`; gradients travel earlier, in other portions or in another order."""
+"""Same sums as `average`, but gradients travel earlier, in other portions or in another order."""
 dear = average
-"""Average in two halves; the second one ends before the next forward pass needs it."""
+"""Same as `average`, in two halves; the second ends before the next forward pass needs it."""
 fsdp = average
-"""Average in which each rank updates its own part; the update of an element needs no others."""
+"""Same as `average`; each rank updates its own part, as elements are updated independently."""
 mgs = average
-"""Average with density=1; otherwise `error_feedback`, of merged groups instead of tensors."""
+"""Same as `average` with density=1; else as `error_feedback`, but of merged groups of tensors."""
 
 
 def majority(ranks: Ranks, options: object) -> Iterator[None]:
-    """Update: x_i <- x_i - update(sign of most g: 1 or -1; 0 in a tie)."""
+    """Update: x <- x - update(sign that most ranks' g have: 1 or -1; 0 in a tie)."""
     while True:
         ranks.g = torch.where(ranks.g >= 0, 1.0, -1.0).double().sum(0).sign()
         ranks.update()
@@ -122,7 +124,7 @@ def majority(ranks: Ranks, options: object) -> Iterator[None]:
 
 
 def delayed(ranks: Ranks, options: Options) -> Iterator[None]:
-    """Update: x <- x - update(mean of the g of some steps before); `close` applies the last g."""
+    """Update: x <- x - update(mean of g some steps ago); `close` applies the last gradients."""
     held: deque[torch.Tensor] = deque()
     try:
         while True:
@@ -140,7 +142,10 @@ dadt = delayed
 
 
 def neighbor(ranks: Ranks, options: Neighbor.Options) -> Iterator[None]:
-    """Update, awc: x <- W' x - update(g(x)); atc: x <- W' (x - update(g(x)))."""
+    """Averages and updates. awc (combine, then adapt): x <- W' x - update(g(x)).
+
+    atc (adapt, then combine): x <- W' (x - update(g(x))).
+    """
     for step in count():
         due = step % options.every == options.every - 1
         weights = torch.eye(len(ranks.x)).double()
@@ -155,7 +160,7 @@ def neighbor(ranks: Ranks, options: Neighbor.Options) -> Iterator[None]:
 
 
 def decentralized(ranks: Ranks, options: Decentralized.Options) -> Iterator[None]:
-    """Update: x <- (1 - a) x + a W' x - update(g(x)); ranks start equal, so the first W is 1."""
+    """Update: x <- (1 - a) x + a W' x - update(g(x)), a: `adaptive_factor`; at first without W."""
     size, node = len(ranks.x), options.ranks_per_node or ranks.local_size
     topology = TopologyReg.make(options.topology, world_size=size, rank=0, local_world_size=node)
     for step in count():
@@ -170,7 +175,7 @@ def decentralized(ranks: Ranks, options: Decentralized.Options) -> Iterator[None
 
 
 def gradient_tracking(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
-    """Update: y <- W' y + g - last g;  x <- W' x - update(y)."""
+    """Update: y <- W' y + g - last g, then x <- W' x - update(y); y estimates the mean of g."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     y = last = torch.zeros_like(ranks.x)
     while True:
@@ -182,7 +187,7 @@ def gradient_tracking(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
 
 
 def exact_diffusion(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
-    """Update: psi = x - update(g);  x <- (W + 1)' / 2 (psi + x - last psi)."""
+    """Update: psi = x - update(g), then x <- (W + 1)' / 2 (psi + x - last psi)."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     weights = (weights + torch.eye(len(ranks.x))) / 2
     last = ranks.x
@@ -198,7 +203,8 @@ def exact_diffusion(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
 def push_diging(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
     """Update: u <- C (v x - update(y)); v <- C v; x = u / v; y <- C y + g - last g.
 
-    C splits a rank's values equally among itself and its targets. What a script writes to x counts.
+    C splits a rank's values equally among itself and its targets, v is the rank's weight, and y its
+    estimate of the mean of g. If a script writes to x, the new value counts.
     """
     size = len(ranks.x)
     shares = torch.as_tensor(matrix(splitting(graph(options.topology, size)))).T
@@ -214,7 +220,7 @@ def push_diging(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
 
 
 def _weights(options: Neighbor.Options, ranks: Ranks, step: int) -> torch.Tensor:
-    """Returns `W[sender, receiver]` of round `step` of `neighbor`."""
+    """Returns `W[sender, receiver]` for round `step` of `neighbor`."""
     size, local_size = len(ranks.x), options.local_size or ranks.local_size
     machines = size // local_size if options.hierarchical else size
     if machines == 1 or options.dynamic == "none":
@@ -248,7 +254,7 @@ pull_get = win_put
 
 
 def push_sum(ranks: Ranks, options: WindowOptions) -> Iterator[None]:
-    """Update: u <- C (u - update(g)); p <- C p; x = u / p, with C as for `push_diging`."""
+    """Update: u <- C (u - update(g)); p <- C p; x = u / p. C is explained at `push_diging`."""
     size = len(ranks.x)
     shares = torch.as_tensor(matrix(splitting(graph(options.topology, size)))).T
     p = torch.ones(size, 1).double()
@@ -263,7 +269,7 @@ def push_sum(ranks: Ranks, options: WindowOptions) -> Iterator[None]:
 
 
 def asyncddp(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
-    """Update, one rank after another: x_i <- w_i x_i + sum of w_j (last put of j) - update(g_i)."""
+    """Update, rank after rank: x_i <- w_i x_i + sum of w_j (last value put by j) - update(g_i)."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     while True:
         for rank in range(len(ranks.x)):

@@ -93,14 +93,14 @@ def MeshGrid2DGraph(size: int, shape: tuple[int, int] | None = None) -> nx.DiGra
 
 
 def GetDynamicOnePeerSendRecvRanks(topo: nx.DiGraph, self_rank: int) -> Peers:
-    """Yields ([send], [receive]) endlessly: each rank sends to its neighbours in `topo` in turn."""
+    """Yields ([send], [receive]) endlessly; each rank sends to its neighbours in `topo` in turn."""
     return schedules.forever(schedules.one_peer(topo, self_rank))
 
 
 def GetExp2DynamicSendRecvMachineRanks(
     world_size: int, local_size: int, self_rank: int, local_rank: int
 ) -> Peers:
-    """Yields ([send], [receive]) endlessly: machine numbers at distance 1, 2, 4, ... in turn."""
+    """Yields ([send], [receive]) endlessly, as machine numbers at distance 1, 2, 4, ... in turn."""
     if world_size % local_size or local_rank != self_rank % local_size:
         raise UserError(
             f"rank {self_rank} (local rank {local_rank}) of {world_size} does not fit machines of "
@@ -113,19 +113,19 @@ def GetExp2DynamicSendRecvMachineRanks(
 def GetInnerOuterRingDynamicSendRecvRanks(
     world_size: int, local_size: int, self_rank: int
 ) -> Peers:
-    """Yields ([send], [receive]) endlessly: rings inside machines and between them."""
+    """Yields ([send], [receive]) endlessly, along rings inside machines and between them."""
     return schedules.forever(schedules.inner_outer_ring(world_size, local_size, self_rank))
 
 
 def GetInnerOuterExpo2DynamicSendRecvRanks(
     world_size: int, local_size: int, self_rank: int
 ) -> Peers:
-    """Yields ([send], [receive]) endlessly: exponential graphs inside and between machines."""
+    """Yields ([send], [receive]) endlessly, along exponential graphs in and between machines."""
     return schedules.forever(schedules.inner_outer_exp2(world_size, local_size, self_rank))
 
 
 topology_util = sys.modules[__name__]
-"""Same module as `bf`, by the name of BlueFog's module: `bf.topology_util.RingGraph` works, too."""
+"""Same module as `bf`, under the name of BlueFog's module: for `bf.topology_util.RingGraph`."""
 
 _TOPOLOGIES = """ExponentialTwoGraph ExponentialGraph SymmetricExponentialGraph MeshGrid2DGraph
     StarGraph RingGraph FullyConnectedGraph GetRecvWeights GetSendWeights IsTopologyEquivalent

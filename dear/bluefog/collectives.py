@@ -1,12 +1,12 @@
 """BlueFog's collective, neighbour and pairwise operations: reductions, gathers, weighted sums.
 
-`_nonblocking` forms take the same arguments as the blocking ones and return a handle for `poll` and
-`synchronize`; the tensors must not be changed until `synchronize` returns. The argument `name` is
+Each operation has a `_nonblocking` form, with the same arguments, that returns a handle for `poll`
+and `synchronize`. Its tensors must not change until `synchronize` returns. The argument `name` is
 accepted for compatibility with BlueFog; only timelines show it.
 
-Neighbour operations use the weights of the topology by default. A call may override them with
-`self_weight` and `src_weights` (rank -> factor of the tensor received from it), and the edges with
-`dst_weights` (rank -> factor of the tensor sent to it, or a list of ranks):
+Neighbour operations use the topology's weights by default. A call may replace these by
+`self_weight` and `src_weights` (rank -> factor of the tensor received from there). It may replace
+the edges by `dst_weights` (rank -> factor of the tensor sent there, or a list of ranks):
 
     result = self_weight * x + sum over j of (j's dst_weight for this rank) * src_weight_j * x_j
 """
@@ -25,7 +25,7 @@ from dear.topology import from_matrix, matrix, uniform
 
 Targets = Mapping[int, float] | Sequence[int]
 Parameters = Mapping[str, Any] | Iterable[Any]
-"""A state dict, an iterable of parameters, or one of (name, parameter) pairs."""
+"""A state dict, or an iterable of parameters or of (name, parameter) pairs."""
 
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def allreduce_nonblocking_(
     is_hierarchical_local: bool = False,
     name: str | None = None,
 ) -> int:
-    """Starts `allreduce` in place."""
+    """Starts `allreduce`, in place."""
     ranks = job().machines.local if is_hierarchical_local else job().communicator
     work = ranks.all_reduce(tensor.detach(), op="mean" if average else "sum")
     return started("allreduce", name, work.done, work.wait, lambda: tensor)
@@ -59,9 +59,9 @@ def allreduce_nonblocking(
 
 
 def allgather_nonblocking(tensor: torch.Tensor, name: str | None = None) -> int:
-    """Concatenates all ranks' tensors along the first dimension, whose size may differ.
+    """Concatenates the tensors of all ranks along dimension 0, whose size may differ.
 
-    The start blocks until the sizes are exchanged.
+    The call blocks until the sizes are exchanged.
     """
     others = [other for other in range(job().size) if other != job().rank]
     return _gathered(tensor, others, others, check=False, with_own=True, name=name)
@@ -74,7 +74,7 @@ def broadcast_nonblocking_(tensor: torch.Tensor, root_rank: int, name: str | Non
 
 
 def broadcast_nonblocking(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """Copies the tensor of `root_rank` to a new tensor; `tensor` has the same shape and dtype."""
+    """Returns the tensor of `root_rank` as a new tensor; `tensor` has the same shape and dtype."""
     return broadcast_nonblocking_(tensor.detach().clone(), root_rank, name)
 
 
@@ -92,7 +92,7 @@ broadcast_optimizer_state = plain.broadcast_optimizer_state
 
 
 def allreduce_parameters(params: Parameters) -> None:
-    """Replaces floating-point tensors by their mean over all ranks: exact consensus."""
+    """Replaces floating-point tensors by their means over all ranks, so that all ranks agree."""
     tensors = [value for _, value in _named(params) if value.is_floating_point()]
     for handle in [allreduce_nonblocking_(tensor.detach()) for tensor in tensors]:
         synchronize(handle)
@@ -122,8 +122,8 @@ def neighbor_allreduce_nonblocking(
     Args:
         tensor: floating-point, of any shape; all ranks give the same shape.
         neighbor_weights, send_neighbors: older names of `src_weights` and `dst_weights`.
-        enable_topo_check: compare the ranks' lists first, if `dst_weights` are given; this costs
-            one small blocking all-gather.
+            enable_topo_check: if `dst_weights` are given, first compare the ranks' lists; this
+                costs one small blocking all-gather.
 
     Raises:
         UserError: incomplete weights, unknown ranks, contradictory lists, or an integer tensor.
@@ -157,10 +157,10 @@ def neighbor_allgather_nonblocking(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> int:
-    """Concatenates the in-neighbours' tensors, without this rank's, along the first dimension.
+    """Concatenates the in-neighbours' tensors (not this rank's own) along dimension 0.
 
-    The order is that of `src_ranks`, by default ascending. The sizes of the first dimension may
-    differ. The start blocks until the sizes are exchanged.
+    The order is that of `src_ranks`, by default ascending. The sizes of dimension 0 may differ. The
+    call blocks until the sizes are exchanged.
     """
     if (src_ranks is None) != (dst_ranks is None):
         raise UserError("neighbor_allgather: give src_ranks and dst_ranks together, or neither")
@@ -180,9 +180,9 @@ def hierarchical_neighbor_allreduce_nonblocking(
     enable_topo_check: bool = False,
     name: str | None = None,
 ) -> int:
-    """Computes the mean inside each machine, then the weighted sum over neighbouring machines.
+    """Computes the mean in each machine, then the weighted sum over neighbouring machines.
 
-    Weights are keyed by machine number. All ranks of a machine get bitwise equal results.
+    Keys of weights are numbers of machines. All ranks of a machine get bitwise equal results.
     """
     what = "hierarchical_neighbor_allreduce"
     part = chosen_part(
@@ -237,7 +237,7 @@ pair_gossip = blocking(pair_gossip_nonblocking)
 def either(given: T | None, older: T | None, name: str, older_name: str) -> T | None:
     """Returns the value given under either name; raises `UserError` if both names are used."""
     if given is not None and older is not None:
-        raise UserError(f"{older_name} is the older name of {name}; give one of them")
+        raise UserError(f"{older_name} is the older name of {name}; give only one of them")
     return older if given is None else given
 
 
@@ -248,11 +248,11 @@ def chosen_part(
     destinations: Targets | None,
     what: str,
 ) -> Round:
-    """Returns the round with a call's weights; weights that are not given come from `default`.
+    """Returns the round with the weights of a call; `default` gives those that are missing.
 
     Raises:
-        UserError: incomplete weights; without destinations also a source that does not send to this
-            rank in the topology.
+        UserError: incomplete weights. If no destinations are given, also: a source does not send to
+            this rank in the topology.
     """
     check_weights(self_weight, sources, destinations, what)
     if sources is None:
@@ -274,15 +274,16 @@ def chosen_part(
 
 
 class WeightsError(UserError, ValueError):
-    """Incomplete weights. BlueFog raises a ValueError, so this class is a subclass of it, too."""
+    """Incomplete weights; also a ValueError, since BlueFog raises one."""
 
 
 def check_weights(
     self_weight: float | None, sources: object, destinations: object, what: str
 ) -> None:
-    """Raises `WeightsError` if only one of `self_weight` and `sources` is given.
+    """Checks that `self_weight` and `sources` are both given or both missing.
 
-    `destinations` need both.
+    Raises:
+        WeightsError: only one is given, or `destinations` without both.
     """
     if (self_weight is None) != (sources is None):
         both = ("self_weight", "src_weights")
@@ -291,19 +292,20 @@ def check_weights(
     if destinations is not None and sources is None:
         raise WeightsError(
             f"{what}: dst_weights are given without self_weight and src_weights; give these, too, "
-            "so that this rank knows its sources"
+            "because this rank must know its sources"
         )
 
 
 def factors(ranks: Targets) -> dict[int, float]:
-    """Returns rank -> factor; ranks given as a list get the factor 1."""
+    """Returns rank -> factor; ranks that are given as a list get the factor 1."""
     return dict(ranks) if isinstance(ranks, Mapping) else dict.fromkeys(ranks, 1.0)
 
 
 def check_neighbors(exchange: Exchange, part: Round) -> None:
-    """Compares the lists of all ranks; raises `UserError` on every rank if they are contradictory.
+    """Compares the lists of all ranks; collective and blocking.
 
-    Collective and blocking.
+    Raises:
+        UserError: on every rank, if the lists contradict each other.
     """
     _checked(exchange.core.check_neighbors, list(part.sources), list(part.destinations))
 
@@ -320,7 +322,7 @@ def _gathered(
     """Returns a handle for the concatenation of the tensors of `sources`.
 
     Args:
-        with_own: insert this rank's tensor at its place in rank order.
+        with_own: insert this rank's own tensor, in rank order.
     """
     exchange = job().exchange
     local = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
@@ -357,7 +359,7 @@ def _check_machines(part: Round) -> None:
         if lists != by_machine[rank // job().local_size]:
             raise UserError(
                 f"rank {rank} gives other neighbour machines than the first rank of its machine; "
-                "all ranks of a machine must give the same ones"
+                "all ranks of a machine must give the same machines"
             )
     sent = _edges([targets for _, targets in by_machine])
     expected = {(source, to) for to, source in _edges([sources for sources, _ in by_machine])}
@@ -375,8 +377,8 @@ def InferSourceFromDestinationRanks(  # noqa: N802 (BlueFog's name)
     """Returns the ranks whose `dst_ranks` contain this rank, ascending; collective and blocking.
 
     Args:
-        construct_adjacency_matrix: also return the weights `[n, n]` (row: sender, column: receiver)
-            with which every rank weighs itself and its sources equally.
+        construct_adjacency_matrix: also return weights `[n, n]` (row: sender, column: receiver),
+            by which every rank gives itself and its sources equal weights.
     """
     edges = _edges(_peers(dst_ranks))
     sources = sorted(source for source, to in edges if to == job().rank)
@@ -399,13 +401,14 @@ def _peers(ranks: list[int]) -> list[list[int]]:
     lists = job().communicator.gather_objects([] if wrong else list(ranks))
     if wrong:
         raise UserError(
-            f"rank {wrong[0]} is no neighbour: give a rank from 0 to {size - 1}, not this one"
+            f"rank {wrong[0]} cannot be a neighbour: give another rank than this one, from 0 to "
+            f"{size - 1}"
         )
     return lists
 
 
 def _edges(lists: Iterable[Iterable[int]]) -> set[tuple[int, int]]:
-    """Returns the pairs (i, j) for each j in list i."""
+    """Returns the pair (i, j) for each j in the list with index i."""
     return {(number, other) for number, others in enumerate(lists) for other in others}
 
 

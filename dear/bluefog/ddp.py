@@ -7,7 +7,7 @@
         criterion(model(x), y).backward()  # also updates; each rank runs at its own pace
     model.global_avg()
 
-It replaces `bluefog.torch.ddp`, a module of Asyncddp's fork of BlueFog.
+This module replaces `bluefog.torch.ddp`, which exists in Asyncddp's fork of BlueFog.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = ["DecentralizedDataParallel", "LocalStepRandomBatchSampler"]
 class DecentralizedDataParallel(Module):
     """Model wrapper that trains in the backward pass and averages with the neighbours in a graph.
 
-    A step is one backward pass. When the last gradient of a bucket of parameters is ready, the
-    bucket is averaged with the values received from the neighbours, updated by its optimizer with
-    this rank's own gradient, and sent to the neighbours. All ranks start with rank 0's parameters
-    and buffers.
+    A step is one backward pass. When the last gradient of a bucket of parameters is ready, three
+    things happen. The bucket is averaged with the values received from the neighbours. Its
+    optimizer updates it with this rank's own gradients. It is sent to the neighbours. All ranks
+    start with rank 0's parameters and buffers.
 
     Args:
         model: already on its device; it is trained in place.
@@ -49,13 +49,13 @@ class DecentralizedDataParallel(Module):
         lr_scheduler_fn: makes the schedule of an optimizer, which advances once per step; None: no
             schedule.
         topology: as for `set_topology`; None: the topology of `bf.set_topology`.
-        sync: True: all ranks make the same number of steps and average the values of the step
-            before. False: no rank waits; each averages the latest values that have arrived (the
+        sync: True: all ranks make the same number of steps, and average the values of the previous
+            step. False: no rank waits; each rank averages the latest values that have arrived (the
             algorithm `asyncddp`).
         scaler: scales the loss in the script. This class calls its `unscale_`, `step` and `update`.
-        grad_clip_norm: largest norm of this rank's whole gradient; 0.0: no limit. With a limit or a
+        grad_clip_norm: largest norm of all gradients of this rank; 0.0: no limit. With a limit or a
             scaler, all updates are made at the end of the backward pass.
-        param_as_bucket_view: must be True: parameters are always views of the buckets.
+        param_as_bucket_view: must be True, since parameters are always views of the buckets.
         sync_buffer_in_global_avg: `global_avg` averages floating-point buffers, too.
         bucket_size_in_mb: upper limit of a bucket's size, in MB of 2^20 bytes.
 
@@ -81,8 +81,8 @@ class DecentralizedDataParallel(Module):
         positive("bucket_size_in_mb", bucket_size_in_mb)
         if not param_as_bucket_view:
             raise UserError(
-                "param_as_bucket_view=False is not supported: parameters are always views of "
-                "buckets"
+                "param_as_bucket_view=False is not supported, since parameters are always views of "
+                "buckets; leave it out"
             )
         communicator = runtime.communicator()
         self._model = model
@@ -102,18 +102,19 @@ class DecentralizedDataParallel(Module):
         broadcast_parameters(model.state_dict())
 
     def set_topology(self, topology: nx.DiGraph | Mapping[str, Any]) -> None:
-        """Sets which ranks average with each other; a collective call before the first step.
+        """Sets which ranks average with each other; collective, only before the first step.
 
         Args:
-            topology: a graph of all ranks, or `{"topology": graph, ...}`. Its weights are used if
-                every edge has one; otherwise each source and the rank itself get equal weights.
+            topology: a graph of all ranks, or `{"topology": graph, ...}`. If every edge has a
+                weight, these are used; otherwise a rank and its sources get equal weights.
 
         Raises:
             UserError: training has begun, or the graph is not valid.
         """
         if self._engine is not None:
             raise UserError(
-                "the topology cannot change after training has begun: messages in flight use it"
+                "the topology cannot change after training has begun, since messages that are "
+                "being sent depend on it; set it before the first step"
             )
         graph = topology["topology"] if isinstance(topology, Mapping) else topology
         if not isinstance(graph, nx.DiGraph):
@@ -135,7 +136,7 @@ class DecentralizedDataParallel(Module):
         self._engine = OverlappedInBackward(self._replica, exchange, self._updater)
 
     def global_avg(self) -> None:
-        """Sets all replicas to their mean; a collective call. Training continues from the mean."""
+        """Sets all replicas to their mean; training continues from it. A collective call."""
         if self._engine is not None:
             self._engine.exchange.wait()
         self._average.apply(keep=False, measure=False)
@@ -147,7 +148,7 @@ class DecentralizedDataParallel(Module):
         return self._updater.learning_rate()
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the staleness of the averaged values by neighbour, for `sync=False`."""
+        """Returns the staleness of the averaged values by neighbour; {} with `sync=True`."""
         return {} if self._engine is None else self._engine.statistics()
 
     __reduce_ex__ = refuse_copy
@@ -163,6 +164,6 @@ class DecentralizedDataParallel(Module):
         return self._model.named_parameters(*args, **kwargs)
 
     def close(self) -> None:
-        """Detaches the engine from the model; waits for ranks that still train and are alive."""
+        """Removes the engine from the model; waits for the living ranks that still train."""
         if self._engine is not None:
             self._engine.close()

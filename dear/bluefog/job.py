@@ -1,9 +1,9 @@
-"""BlueFog's view of the job: ranks, machines, topologies, and operations under way.
+"""BlueFog's view of the job: ranks, machines, topologies, and operations that have not ended.
 
-Nonblocking calls return handles: numbers of operations under way, for `poll` and `synchronize`. If
-the environment variable BLUEFOG_TIMELINE is set, `bf.shutdown()` writes a file in Chrome's trace
-format, whose name is that value and `<rank>.json`. It has activities, waits for operations, and
-the comm core's transfers.
+Nonblocking calls return handles: numbers of operations for `poll` and `synchronize`. If the
+environment variable BLUEFOG_TIMELINE is set, `bf.shutdown()` writes a file in Chrome's trace
+format. The file's name is the variable's value and `<rank>.json`. It shows activities, waits for
+operations, and the comm core's transfers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Job:
         self.communicator = communicator
         self.rank, self.size = communicator.rank, communicator.size
         self.pairs = Exchange(communicator)
-        """Exchange of calls between two ranks, so all ranks must make it beforehand."""
+        """Exchange for calls between two ranks; all ranks make it here, as it is collective."""
         self.topology = self.weights = graphs.exponential(communicator.size)
-        """Topology of the ranks, and the same graph with the weights of averages."""
+        """Topology of the ranks, and the same graph with the weights for averaging."""
         self.machine_topology: nx.DiGraph | None = None
         self.machine_weights: nx.DiGraph | None = None
         self.skip_checks = False
@@ -52,14 +52,14 @@ class Job:
         """Windows (`dear.bluefog.windows.Named`) by name."""
         self.with_p = False
         self.running: dict[int, tuple[Callable[[], bool], Callable[[], Any]]] = {}
-        """Handle -> functions that test for the end of the operation, and wait for its result."""
+        """Handle -> two functions: one tests whether the operation has ended, one waits for it."""
         self.timeline = Timeline(TIMELINE, self.rank)
         self.activities: dict[str, list[tuple[str, float]]] = {}
-        """Name of a tensor -> activities that have begun, with their times in seconds."""
+        """Name of a tensor -> activities that have begun, with their start times in seconds."""
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """Returns the exchange of neighbour calls; the first access is a collective call."""
+        """Exchange for neighbour calls; the first access is a collective call."""
         return Exchange(self.communicator)
 
     @functools.cached_property
@@ -72,13 +72,14 @@ class Job:
         size = self.communicator.size
         if size % int(simulated):
             raise UserError(
-                f"{NODES_PER_MACHINE}={simulated}: {size} ranks are no whole number of machines"
+                f"{NODES_PER_MACHINE}={simulated}: {size} ranks cannot be split into machines of "
+                "this size"
             )
         return int(simulated)
 
     @functools.cached_property
     def machines(self) -> Machines:
-        """Returns the machines of hierarchical calls; the first access is a collective call."""
+        """Machines for hierarchical calls; the first access is a collective call."""
         return Machines(self.communicator, self.local_size)
 
     def part(self) -> Round:
@@ -107,7 +108,7 @@ _job: Job | None = None
 def job() -> Job:
     """Returns the state of the job; raises `UserError` before `init`."""
     if _job is None:
-        raise UserError("call bf.init() first")
+        raise UserError("bf is not initialized, or was shut down: call bf.init() first")
     return _job
 
 
@@ -166,7 +167,7 @@ def rank() -> int:
 
 
 def local_size() -> int:
-    """Returns the ranks per machine, or BLUEFOG_NODES_PER_MACHINE if that is set."""
+    """Returns the number of ranks per machine, or BLUEFOG_NODES_PER_MACHINE if that is set."""
     return job().local_size
 
 
@@ -186,7 +187,10 @@ def machine_rank() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Returns True if all machines run equally many, consecutive ranks; collective at first."""
+    """Returns True if every machine runs the same number of ranks, with consecutive numbers.
+
+    The first call is collective.
+    """
     try:
         return local_size() > 0
     except UserError:
@@ -204,7 +208,7 @@ def mpi_threads_supported() -> bool:
 
 
 def unified_mpi_window_model_supported() -> bool:
-    """Returns True: values of a `win_put` are visible without further synchronization."""
+    """Returns True: a `win_put` becomes visible without further synchronization."""
     return True
 
 
@@ -217,11 +221,11 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
     """Sets which ranks average with each other; a collective call.
 
     Args:
-        topology: a graph of all ranks, the same on all; None: exponential with base 2.
-        is_weighted: use the weights of its edges; otherwise 1 / (number of sources + 1).
+        topology: a graph of all ranks, the same on all ranks; None: exponential with base 2.
+        is_weighted: use the weights of the edges; otherwise 1 / (number of sources + 1).
 
     Returns:
-        False, without a change, while windows exist, since their slots follow the old topology.
+        True; or False, without a change, while windows exist: their slots need the old topology.
 
     Raises:
         UserError: the nodes are not the ranks, the graph is not strongly connected, ranks give
@@ -252,12 +256,12 @@ def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> boo
 
 
 def load_machine_topology() -> nx.DiGraph | None:
-    """Returns the topology of the machines; None if none was set."""
+    """Returns the topology of the machines, or None if none was set."""
     return job().machine_topology
 
 
 def weighed(graph: nx.DiGraph, count: int, is_weighted: bool) -> nx.DiGraph:
-    """Returns `graph` with the weights of averages; checks it and compares it between ranks."""
+    """Checks `graph`, also that it is the same on all ranks; returns it with averaging weights."""
     if is_weighted:
         graphs.check_graph(graph, count)
     else:
@@ -267,8 +271,8 @@ def weighed(graph: nx.DiGraph, count: int, is_weighted: bool) -> nx.DiGraph:
     different = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
     if different:
         raise UserError(
-            f"topology: that of rank {different[0]} differs from that of rank 0; all ranks must "
-            "set the same"
+            f"topology: rank {different[0]} and rank 0 give different graphs; all ranks must set "
+            "the same graph"
         )
     return graph if is_weighted else graphs.uniform(graph)
 
@@ -294,7 +298,7 @@ def out_neighbor_machine_ranks() -> list[int]:
 
 
 def set_skip_negotiate_stage(value: bool) -> None:
-    """Sets whether neighbour calls with their own lists skip the comparison of the lists."""
+    """Sets whether neighbour calls that give lists of ranks skip the comparison of these lists."""
     job().skip_checks = bool(value)
 
 
@@ -310,7 +314,7 @@ def started(
     wait: Callable[[], Any],
     result: Callable[[], Any] = lambda: True,
 ) -> int:
-    """Returns a handle; `done` never blocks, `result` is called after `wait`."""
+    """Returns a handle of an operation; `done` never blocks, `result` is called after `wait`."""
 
     def ended() -> Any:
         with timeline_context(name or operation, f"wait {operation}"):
@@ -368,8 +372,8 @@ def called(name: str, doc: str | None, function: Callable[P, T]) -> Callable[P, 
 def suspend() -> None:
     """Does nothing.
 
-    In BlueFog it stops a busy polling thread between the cells of a notebook. The comm core sleeps
-    while it has no work.
+    BlueFog stops a busy polling thread here, between the cells of a notebook. The comm core sleeps
+    anyway while it has no work.
     """
 
 
@@ -378,7 +382,7 @@ def resume() -> None:
 
 
 def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
-    """Begins an activity for `tensor_name`; they may nest. Returns False without a timeline."""
+    """Begins an activity of `tensor_name`, maybe in another; returns False without a timeline."""
     if TIMELINE not in os.environ:
         return False
     job().activities.setdefault(tensor_name, []).append((activity_name, time.monotonic()))
@@ -390,7 +394,7 @@ def timeline_end_activity(tensor_name: str) -> bool:
     if TIMELINE not in os.environ:
         return False
     if not job().activities.get(tensor_name):
-        raise UserError(f"no activity of {tensor_name!r} has been started")
+        raise UserError(f"no activity of {tensor_name!r} has begun; start one first")
     activity, began = job().activities[tensor_name].pop()
     job().timeline.add(tensor_name, activity, began, time.monotonic())
     return True
@@ -398,7 +402,7 @@ def timeline_end_activity(tensor_name: str) -> bool:
 
 @contextlib.contextmanager
 def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
-    """Context of an activity for `tensor_name`."""
+    """Returns a context that is an activity of `tensor_name` in the timeline."""
     timeline_start_activity(tensor_name, activity_name)
     try:
         yield

@@ -1,10 +1,10 @@
-"""BlueFog's optimizer factories: any torch optimizer, trained over the job's topology.
+"""BlueFog's optimizer factories: they make any torch optimizer train over the job's topology.
 
 Settings that may change from step to step are attributes of the returned optimizer, as in BlueFog:
 `self_weight`, `src_weights`, `dst_weights` (ranks), `src_machine_weights`, `dst_machine_weights`,
-`enable_topo_check`; with windows also `force_barrier`. None uses the topology's value.
-`neighbor_weights` and `send_neighbors` are older names of `src_weights` and `dst_weights`. A step
-after `optimizer.synchronize()` waits for nothing, with or without `optimizer.skip_synchronize()`.
+`enable_topo_check`; with windows also `force_barrier`. None means the topology's value.
+`neighbor_weights` and `send_neighbors` are older names of `src_weights` and `dst_weights`. After
+`optimizer.synchronize()` a step waits for nothing, with or without `optimizer.skip_synchronize()`.
 `optimizer.turn_off_timeline()` and `turn_on_timeline()` switch the spans of its parameters, which
 are on at first where there is a timeline.
 """
@@ -50,7 +50,7 @@ from dear.training.parameters.windows import Policy, WindowAlgorithm, WindowOpti
 
 
 class CommunicationType(enum.Enum):
-    """Kind of communication of parameters between steps."""
+    """Ways to average parameters between steps."""
 
     neighbor_allreduce = "neighbor.allreduce"
     hierarchical_neighbor_allreduce = "hierarchical.neighbor.allreduce"
@@ -59,7 +59,7 @@ class CommunicationType(enum.Enum):
 
 
 class _OfTheJob:
-    """Sender of rounds that belongs to the job, and stays open when an optimizer is closed."""
+    """Sender of rounds that belongs to the job, so that closing an optimizer keeps it open."""
 
     def __init__(self, start: Callable[[torch.Tensor, Round], Pending]) -> None:
         self.start = start
@@ -121,14 +121,13 @@ class _Spans:
 
 
 def _start_mean(values: torch.Tensor, part: Round) -> Pending:
-    """Starts the mean over all ranks."""
     mixed = values.clone()
     work = job().communicator.all_reduce(mixed, op="mean")
     return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
 
 
 def _averaging(kind: CommunicationType, knobs: Any) -> GraphExchange:
-    """Returns the exchange of `kind`, whose rounds follow the optimizer's present attributes."""
+    """Returns the exchange of `kind`; it follows the current attributes of the optimizer."""
     alone = always(Round(self_weight=1.0))
     if kind is CommunicationType.empty:
         return GraphExchange(alone, _OfTheJob(lambda values, part: Pending()))
@@ -173,7 +172,6 @@ def _neighbor_rounds(messages: Exchange, knobs: Any) -> Rounds:
 def _combined(
     engine: type[CombineThenAdapt | AdaptThenCombine], words: str, doc: str
 ) -> Callable[..., torch.optim.Optimizer]:
-    """Returns the factory of optimizers with this engine."""
 
     def make(
         optimizer: torch.optim.Optimizer,
@@ -200,17 +198,17 @@ def _combined(
 DistributedAdaptWithCombineOptimizer = _combined(
     CombineThenAdapt,
     "AdaptWithCombine",
-    "AWC: `w <- average(w) - update(gradient at w)`; the exchange runs during both passes.",
+    "AWC: `w <- average(w) - update(gradient at w)`; both passes hide the exchange.",
 )
 DistributedAdaptThenCombineOptimizer = _combined(
     AdaptThenCombine,
     "AdaptThenCombine",
-    "ATC: `w <- average(w - update(gradient at w))`; the next forward pass awaits it by layers.",
+    "ATC: `w <- average(w - update(gradient at w))`; each layer of the next forward pass waits.",
 )
 
 
 def _older_name(kind: CommunicationType) -> Callable[..., torch.optim.Optimizer]:
-    """Returns the factory of AWC with one kind of communication, by BlueFog's older name."""
+    """Returns the AWC factory with this kind of communication, under BlueFog's older name."""
 
     def make(
         optimizer: torch.optim.Optimizer,
@@ -246,14 +244,14 @@ def DistributedGradientAllreduceOptimizer(
 
 
 class AccumulatingEngine(AveragingEngine):
-    """Engine that averages the sum of `every` backward passes since `zero_grad()`."""
+    """Engine that averages the sum of the gradients of `every` backward passes."""
 
     def __init__(self, every: int, replica: Replica[Wfbp.Options]) -> None:
         self._every = every
         self._passes = 0
         self._pausing = contextlib.ExitStack()
         self._in_pass = False
-        # These hooks must run before those of the averaging, which then find the pass paused.
+        # These hooks must run before the hooks of the averaging, so that these see a paused pass.
         self._first = Hooks()
         self._first.on_gradient(replica.params, self._arrived)
         super().__init__(replica, replica.params)
@@ -282,7 +280,7 @@ class AccumulatingEngine(AveragingEngine):
 
 
 class _KnobPolicy(Policy):
-    """Policy of the optimizer's attributes."""
+    """Policy that reads the optimizer's attributes."""
 
     def __init__(self, part: Round, optimizer: Any) -> None:
         super().__init__(part, waits=False)
@@ -302,7 +300,7 @@ class _KnobPolicy(Policy):
 
 
 def _free_named(windows: Collection[NeighborWindow]) -> None:
-    """Frees the windows that have a name; `bf.win_free()` may have freed others already."""
+    """Frees windows that still have a name; `bf.win_free()` may have freed the others."""
     named = [name for name, each in job().windows.items() if each.window in windows]
     for name in named:
         job().windows.pop(name).free()
@@ -311,7 +309,7 @@ def _free_named(windows: Collection[NeighborWindow]) -> None:
 def _windowed(
     algorithm: type[WindowAlgorithm[Any]], knobs: tuple[str, ...], doc: str
 ) -> Callable[..., torch.optim.Optimizer]:
-    """Returns the factory of optimizers that train by `algorithm`, with attributes `knobs`."""
+    """Returns the factory of optimizers that train by `algorithm` and have attributes `knobs`."""
     stem = algorithm.__name__
 
     def make(
@@ -328,7 +326,7 @@ def _windowed(
         for knob, value in {**dict.fromkeys(knobs), "force_barrier": False}.items():
             setattr(optimizer, knob, value)
         if prefix in {name.rpartition(".")[0] for name in current.windows}:
-            raise UserError(f"there are windows {prefix}.* already; give another window_prefix")
+            raise UserError(f"windows {prefix}.* exist already; give another window_prefix")
         policy = _KnobPolicy(current.part(), optimizer)
         exchange = algorithm.exchange(current.weights, policy, _free_named)
         engine = algorithm.order(replica, exchange, every=every)
@@ -342,22 +340,22 @@ def _windowed(
 DistributedWinPutOptimizer = _windowed(
     WinPut,
     ("self_weight", "src_weights", "dst_weights"),
-    """AWC through windows that waits for no rank: the algorithm `win-put`.
+    """AWC through windows; no rank waits for another (the algorithm `win-put`).
 
-    Attributes that may change: `self_weight` and `src_weights`, `dst_weights`, and `force_barrier`
+    Attributes that may change: `self_weight` with `src_weights`, `dst_weights`, and `force_barrier`
     (wait for all ranks in each exchange).
 
     Args:
-        window_prefix: prefix of the names of the windows. While they exist, until
-            `optimizer.close()`, the topology cannot change.
+        window_prefix: prefix of the windows' names. The windows exist until `optimizer.close()`;
+            until then the topology cannot change.
     """,
 )
 DistributedPullGetOptimizer = _windowed(
     PullGet,
     ("self_weight", "src_weights"),
-    """Averages with parameters read from the neighbours: the algorithm `pull-get`.
+    """Averages with parameters that it reads from the neighbours: the algorithm `pull-get`.
 
-    Attributes that may change: `self_weight` and `src_weights`, and `force_barrier`.
+    Attributes that may change: `self_weight` with `src_weights`, and `force_barrier`.
     """,
 )
 DistributedPushSumOptimizer = _windowed(

@@ -1,8 +1,8 @@
 """BlueFog's commands: `bfrun -np 4 python train.py`, and `ibfrun start -np 4` for a notebook.
 
-torchrun starts ranks on this machine, Open MPI's mpirun starts ranks on several machines. For a
-notebook ipyparallel starts engines, and `dear.interactive.assign_ranks` makes them the ranks of one
-job.
+torchrun starts ranks on this machine; Open MPI's mpirun starts ranks on several machines. For a
+notebook, ipyparallel starts engines, and `dear.interactive.assign_ranks` makes these the ranks of
+one job.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _INFINIBAND = ["--mca", "pml", "ucx"]
 _ETHERNET = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,vader"]
 _OURS = ("BLUEFOG_", "COMM_CORE_", "DEAR_", "MASTER_")
 _PASSED_ON = (*_OURS, "NCCL_", "OMP_", "CUDA_", "PYTHONPATH")
-"""Prefixes of the environment variables that ranks on other hosts get, too."""
+"""Prefixes of the environment variables that ranks on other hosts get as well."""
 
 
 def words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Returns the command that `bfrun` runs, and the variables that it sets.
 
     Raises:
-        UserError: no command, no such program or hostfile, or hosts without an mpirun.
+        UserError: no command, no such program or hostfile, or hosts are given without an mpirun.
     """
     options = _parser().parse_args(arguments)
     if not options.command:
@@ -124,13 +124,13 @@ def notebook_words(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replaces this process by the program on all ranks; returns 2 after a line on a mistake."""
+    """Replaces this process by the program on all ranks; after an error prints it, returns 2."""
     given = sys.argv[1:] if arguments is None else arguments
     return _become(lambda: words(given), loud="--verbose" in given)
 
 
 def interactive(arguments: Sequence[str] | None = None) -> int:
-    """Replaces this process by the command; returns 2 after a line on a mistake."""
+    """Replaces this process by the command; if that fails, prints one line and returns 2."""
     given = sys.argv[1:] if arguments is None else arguments
     return _become(lambda: (notebook_words(given), {}))
 

@@ -1,9 +1,9 @@
-"""BlueFog's one-sided windows by name: the target takes no part in put, get and accumulate.
+"""BlueFog's one-sided windows, by name: the target rank takes no part in put, get and accumulate.
 
-Each rank has a slot for each in-neighbour in the topology at `win_create`. `win_get` reads the
-value that another rank shows. `win_create`, `win_put` and `win_accumulate` show their tensor,
-`win_update` shows its result. (In BlueFog, readers see the memory of the tensor itself, also during
-a change.)
+Each rank has a slot for each in-neighbour in the topology at `win_create`. It also shows a value,
+which `win_get` of other ranks reads. `win_create`, `win_put` and `win_accumulate` show their
+tensor; `win_update` shows its result. (In BlueFog, readers see the memory of the tensor itself,
+even while it changes.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def win_wait(handle: int) -> bool:
 
 
 class Named:
-    """A window and the tensor that it was created with."""
+    """Window, and the tensor that it was created with."""
 
     def __init__(self, window: NeighborWindow, tensor: torch.Tensor) -> None:
         self.window = window
@@ -38,7 +38,7 @@ class Named:
         self._worker: ThreadPoolExecutor | None = None
 
     def in_background(self, call: Callable[[], Any]) -> int:
-        """Returns a handle for `call`, which runs after earlier calls."""
+        """Returns a handle for `call`, which runs in a thread after earlier calls."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear window")
         future = self._worker.submit(call)
@@ -68,7 +68,7 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
     """
     current = job()
     if name in current.windows:
-        raise UserError(f"window {name!r} exists already: win_free() it first")
+        raise UserError(f"window {name!r} exists already; call win_free() on it first")
     peers = Peers(current.communicator, current.topology)
     window = NeighborWindow(peers, tensor, zero_slots=zero_init, weighted=current.with_p)
     current.windows[name] = Named(window, tensor)
@@ -89,7 +89,6 @@ def get_current_created_window_names() -> list[str]:
 
 
 def _sender(operation: str, does: str) -> Callable[..., int]:
-    """Returns `win_put_nonblocking` or `win_accumulate_nonblocking`."""
     add = operation == "win_accumulate"
 
     def start(
@@ -181,7 +180,7 @@ def win_update(
     Args:
         self_weight, neighbor_weights: both or neither; default: the weights of the topology.
         reset: set the slots that were read to zero.
-        clone: return a new tensor, and do not change that of `win_create`.
+        clone: return a new tensor; do not change the tensor of `win_create`.
         require_mutex: hold this rank's own mutex during the operation.
 
     Returns:
@@ -212,7 +211,7 @@ def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tens
 
 
 def win_read_neighbor(name: str, rank: int, require_mutex: bool = False) -> torch.Tensor:
-    """Returns a copy of the last value from in-neighbour `rank`; its version restarts at 0.
+    """Returns a copy of the last value from in-neighbour `rank`, and sets its version to 0.
 
     Raises:
         UserError: `rank` is not an in-neighbour.
@@ -226,9 +225,10 @@ def win_read_neighbor(name: str, rank: int, require_mutex: bool = False) -> torc
 
 @contextlib.contextmanager
 def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None) -> Iterator[None]:
-    """Context that holds the window's mutexes at `ranks` (default: the out-neighbours).
+    """Returns a context that holds the window's mutexes at `ranks` (default: the out-neighbours).
 
-    With `for_self` it also holds this rank's own.
+    Args:
+        for_self: also hold this rank's own mutex.
     """
     window = named(name).window
     wanted = list(window.targets if ranks is None else ranks)
@@ -242,17 +242,17 @@ def get_win_version(name: str) -> dict[int, int]:
 
 
 def win_associated_p(name: str) -> float:
-    """Returns the weight p that travels with the window's values; see push-sum."""
+    """Returns the push-sum weight p, which travels with the window's values."""
     return named(name).window.p
 
 
 def turn_on_win_ops_with_associated_p() -> None:
-    """Lets operations of windows carry p; all ranks must call it, between barriers."""
+    """Makes window operations carry p; all ranks must call it, between barriers."""
     _set_p(True)
 
 
 def turn_off_win_ops_with_associated_p() -> None:
-    """Lets operations of windows carry no p; all ranks must call it, between barriers."""
+    """Stops window operations from carrying p; all ranks must call it, between barriers."""
     _set_p(False)
 
 

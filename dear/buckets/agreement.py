@@ -1,7 +1,7 @@
-"""Agreement of the ranks on their tensors, before anything goes by position.
+"""Checks that all ranks have the same tensors before collectives pair these by position.
 
-Averages and broadcasts pair the tensors of ranks by their place in the model, and their elements by
-their place in memory. Models that differ would be mixed up without an error.
+Averages and broadcasts pair tensors by their place in the model, and elements by their place in
+memory. Without the check, different models would be mixed up without an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dear.lazy import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor, as all ranks must have it."""
+    """Description of a tensor, which must be the same on all ranks."""
 
     name: str
     dtype: str
@@ -45,12 +45,12 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tables(mine: Sequence[Tensor] | str, communicator: Communicator) -> list[list[Tensor] | str]:
-    """Returns the tables of all ranks in rank order; empty if all are the same. Collective.
+    """Returns the descriptions of all ranks in rank order, or [] if all are the same. Collective.
 
-    Only a digest travels where they are the same.
+    Ranks first exchange a digest; they send the descriptions only if the digests differ.
 
     Args:
-        mine: this rank's tensors, or the reason for which it has none.
+        mine: descriptions of this rank's tensors, or the reason why it has none.
     """
     if communicator.size == 1:
         return []
@@ -61,10 +61,11 @@ def tables(mine: Sequence[Tensor] | str, communicator: Communicator) -> list[lis
 
 
 def agree(mine: Sequence[Tensor], communicator: Communicator) -> None:
-    """Lets all ranks compare what they train; collective.
+    """Checks that all ranks train the same parameters; collective.
 
     Args:
-        mine: this rank's trained parameters. A rank that cannot train calls `tables`.
+        mine: descriptions of this rank's trained parameters. A rank that cannot train calls
+            `tables`.
 
     Raises:
         UserError: on all ranks, with the first difference.
@@ -78,8 +79,8 @@ def agree(mine: Sequence[Tensor], communicator: Communicator) -> None:
         for place, (a, b) in enumerate(itertools.zip_longest(first, other)):
             if a != b:
                 raise UserError(
-                    f"the ranks train different parameters: number {place + 1} is "
-                    f"{a or 'missing'} on rank 0, and {b or 'missing'} on rank {rank}; make the "
-                    "same model on every rank, with its layers in one order, one memory format, "
-                    "and the same ones frozen"
+                    f"the ranks train different parameters: parameter {place + 1} is "
+                    f"{a or 'missing'} on rank 0, but {b or 'missing'} on rank {rank}; make the "
+                    "same model on every rank: the same order of layers, memory format and frozen "
+                    "parameters"
                 )

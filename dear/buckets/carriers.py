@@ -23,9 +23,9 @@ from dear.lazy import torch
 
 
 class Carrier(ABC):
-    """Averages the gradients of one buffer over the ranks, step after step.
+    """Averages the gradients of one buffer over the ranks in every step.
 
-    A send without a matching `receive` leaves no trace, so a step may be dropped.
+    A step may be dropped: a `send` without a matching `receive` changes nothing.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -36,19 +36,19 @@ class Carrier(ABC):
         """Starts to average `tensor`; every rank must call it.
 
         Args:
-            tensor: dense; must not be read or written until the work has ended.
-            present: per piece of the tensor, True if this rank has a gradient for it. Carriers
-                without error feedback ignore it.
+            tensor: dense; the caller must not read or write it until the returned work has ended.
+            present: one flag per piece of the tensor: True if this rank has a gradient for it.
+                Carriers without error feedback ignore these flags.
             queue: `channel` and `priority`, as for the communicator's collectives.
         """
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor) -> None:
-        """Writes the mean into `tensor`, the one that was sent; the work must have ended."""
+        """Writes the mean into `tensor`, which `send` was given; the work must have ended."""
 
 
 class Dense(Carrier):
-    """One all-reduce, in place."""
+    """All-reduces the tensor in place."""
 
     def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         return self._communicator.all_reduce(tensor, op="mean", **queue)
@@ -58,7 +58,7 @@ class Dense(Carrier):
 
 
 class Half(Carrier):
-    """One all-reduce of a copy in another dtype, divided before the sum: fp16 has a small range."""
+    """All-reduces a copy in another dtype; divides before the sum, since fp16 has a small range."""
 
     def __init__(self, communicator: Communicator, wire: torch.dtype) -> None:
         super().__init__(communicator)
@@ -78,13 +78,13 @@ class Half(Carrier):
 
 
 class Payloads(Carrier):
-    """One all-gather of a compressed payload and of one mark per piece.
+    """All-gathers the ranks' compressed payloads, each followed by one flag per piece.
 
-    A piece that no rank has a gradient for counts as not sent. Its payload holds only residuals of
-    former steps, which the compressor keeps.
+    A flag is 1 if the rank has a gradient for the piece. If no rank has one, the piece counts as
+    not sent: its payload holds only residuals of earlier steps, which the compressor keeps.
 
     Args:
-        sizes: numbers of elements of the pieces.
+        sizes: numbers of elements of the pieces, e.g. one piece per parameter.
     """
 
     def __init__(
@@ -105,7 +105,6 @@ class Payloads(Carrier):
         return self._communicator.all_gather(self._gathered, row, **queue)
 
     def _row_of(self, tensor: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
-        """Returns this rank's payload and marks as 1-D uint8."""
         self._all_present = all(present)
         payload = self.compressor.compress(flat_view(tensor))
         marks = mark(payload.new_empty(len(present)), present)
@@ -128,26 +127,25 @@ class Payloads(Carrier):
         self._gathered = None
 
     def _read(self, marks: torch.Tensor) -> None:
-        """Sets `used` from the marks of all ranks, `[ranks, pieces]`."""
         if self._all_present:  # all pieces are used, so no copy from the device is needed
             self.used = [True] * len(self.pieces)
         else:
             self.used = marks.any(dim=0).tolist()
 
     def commit(self) -> None:
-        """Does the second part of `receive`: marks the payload as sent."""
+        """Does the second part of `receive`: counts the payload as sent."""
         unused = [piece for piece, used in zip(self.pieces, self.used, strict=True) if not used]
         self.compressor.commit(unused)
 
 
 class GlobalTopK(Payloads):
-    """Averages the largest elements of the sum over ranks, found by pairwise exchange.
+    """Averages only the elements that are largest in the sum over the ranks.
 
-    gTopK (Shi et al., ICDCS 2019, arXiv 1901.04359): in each of log2 P rounds a rank exchanges its
-    entries with another rank, adds the received ones, and keeps as many of the largest as before.
-    After the last round all ranks have the same entries. Entries that are dropped on the way return
-    to the compressor of the rank that sent them. `send` starts the first round; `take` does the
-    others.
+    gTopK (Shi et al., ICDCS 2019, arXiv 1901.04359) has log2(number of ranks) rounds. In each round
+    a rank exchanges its entries with one other rank, adds the received entries to its own, and
+    keeps as many of the largest as it had before. After the last round all ranks have the same
+    entries. An entry that was dropped on the way goes back to the residual of the rank that sent
+    it. `send` starts the first round, and `take` does the others.
 
     Raises:
         UserError: the number of ranks is not a power of 2.
@@ -213,7 +211,7 @@ def payload_carrier(
     options: CompressedOptions,
     sizes: Sequence[int],
 ) -> Payloads:
-    """Returns the carrier of the compressor's payloads that the options choose."""
+    """Returns the carrier that the options choose for payloads of `compressor`."""
     if options.compression == "gtopk" and isinstance(compressor, TopK):
         return GlobalTopK(communicator, compressor, sizes)
     return Payloads(communicator, compressor, sizes)
@@ -228,7 +226,7 @@ def make_carrier(
     """Returns the carrier that the options choose, for dense tensors like `like`.
 
     Args:
-        sizes: numbers of elements of its pieces, if it has several.
+        sizes: numbers of elements of the tensor's pieces; None means a single piece.
     """
     if isinstance(options, CompressedOptions) and options.gathers:
         compressor = make_compressor(options, like.numel(), like.dtype, like.device)
@@ -248,7 +246,7 @@ def gather_entries(
     communicator: Communicator,
     channel: int = 0,
 ) -> list[tuple[list[int], int]]:
-    """Gathers how many entries each rank has of each tensor; blocks.
+    """Gathers the number of entries that each rank has of each sparse tensor; blocks.
 
     Args:
         mine: this rank's tensors, coalesced; the same number of tensors on all ranks.
@@ -269,7 +267,7 @@ def gather_entries(
 
 
 class SparseSum:
-    """A sum of one sparse tensor under way: one all-gather of indices and values.
+    """Sum of one sparse tensor over the ranks, started by the constructor as one all-gather.
 
     Args:
         mine: this rank's tensor, coalesced, or None.

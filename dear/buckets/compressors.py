@@ -1,4 +1,7 @@
-"""Gradient compression: the options, the payloads that travel, and the residuals that are kept."""
+"""Gradient compression: its options, and compressors with the state that they keep.
+
+A payload is the compressed gradient that a rank sends. A residual is what a rank has not sent yet.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ SPARSE = ("topk", "eftopk", "gaussian", "dgcsampling", "gtopk")
 SIGNS = ("signum", "efsignum")
 """Compressions that send one bit per element."""
 ERROR_FEEDBACK = ("eftopk", "gaussian", "dgcsampling", "gtopk", "efsignum")
-"""Compressions that add what was not sent to the next gradient, so that nothing is lost (Stich et
-al. 2018, arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847)."""
+"""Compressions that add what was not sent (the residual) to the next gradient, so that nothing is
+lost (arXiv 1809.07599, arXiv 1901.09847)."""
 CORRECTED = ("eftopk", "dgcsampling", "gtopk")
-"""Compressions that may keep a velocity per element."""
+"""Compressions that can keep a velocity per element (momentum correction)."""
 
 DENSITY = 0.001
 _SAMPLED, _LEAST_SEEN, _STRIDE = 100, 10, 37
-"""`dgcsampling` samples 1 element in `_SAMPLED`, or more if the sample would hold fewer than
-`_LEAST_SEEN` of the largest. The first sampled element moves on by `_STRIDE` each step."""
+"""`dgcsampling` samples 1 element in `_SAMPLED`; it samples more if fewer than `_LEAST_SEEN` of the
+sampled elements would be selected. The first sampled element moves on by `_STRIDE` each step."""
 PLACE_BYTES = 4
 """Bytes of the index that travels with each value, as the cost model counts them."""
 WARM_UP_FROM = 0.25
@@ -38,7 +41,7 @@ WARM_UP_FROM = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class HalfOptions(Options):
-    """Options of algorithms that can only send each element in fewer bits."""
+    """Options of algorithms whose only compression sends each element in fewer bits."""
 
     compression: Literal["none", "fp16", "bf16"] = "none"
     """`fp16`, `bf16`: gradients travel in 16 bits per element. They are divided by the number of
@@ -51,7 +54,7 @@ class HalfOptions(Options):
         for param in params if self.compression != "none" else ():
             if not param.is_floating_point():
                 raise UserError(
-                    f"{option_of(self, 'compression')}={self.compression!r} is for real "
+                    f"{option_of(self, 'compression')}={self.compression!r} needs real "
                     f"floating-point gradients; a parameter of shape {tuple(param.shape)} is "
                     f"{param.dtype}"
                 )
@@ -64,17 +67,16 @@ class HalfOptions(Options):
         return torch.bfloat16 if self.compression == "bf16" else None
 
     def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-        """Returns the gradient as it travels in the `wire` dtype: divided by `size`, the number of
-        ranks."""
+        """Returns `gradient / size` in the `wire` dtype; `size` is the number of ranks."""
         return (gradient / size).to(self.wire)
 
     @property
     def gathers(self) -> bool:
-        """True if ranks all-gather their payloads, which no reduction can sum."""
+        """True if ranks all-gather payloads, since no reduction can sum them."""
         return self.compression in SPARSE + SIGNS
 
     def share(self, element_size: int) -> float:
-        """Returns bytes sent per byte of gradients whose elements have `element_size` bytes."""
+        """Returns the bytes sent per byte of gradients, for elements of `element_size` bytes."""
         return self.wire.itemsize / element_size if self.wire else 1.0
 
 
@@ -128,8 +130,9 @@ class CompressedOptions(HalfOptions):
         super().refuse(params, groups)
         if self.momentum_correction and any(group.get("momentum") for group in groups):
             raise UserError(
-                f"{option_of(self, 'momentum_correction')}={self.momentum_correction} replaces the "
-                "optimizer's momentum, which would act twice; make the optimizer with momentum=0"
+                f"{option_of(self, 'momentum_correction')}={self.momentum_correction} applies the "
+                "momentum itself, and the optimizer would apply it again; make the optimizer with "
+                "momentum=0"
             )
 
     @property
@@ -140,7 +143,7 @@ class CompressedOptions(HalfOptions):
         return self.density_warmup_steps
 
     def density_at(self, step: int) -> float:
-        """Returns the density of communicated pass `step`, counted from 0."""
+        """Returns the density of backward pass `step`; only communicated passes count, from 0."""
         if step >= self.density_warmup_steps:
             return self.density
         fall: float = (self.density / WARM_UP_FROM) ** (step / self.density_warmup_steps)
@@ -158,12 +161,11 @@ ALIGNMENT = 8
 
 
 class Compressor(ABC):
-    """Compresses one flat buffer to bytes and back. Each buffer needs its own object, which may
-    keep state.
+    """Compresses one flat buffer to bytes and back; may keep state from step to step.
 
     A rank calls `compress` on its gradients, all-gathers the payloads, calls `decompress` on the
-    gathered payloads, and then `commit`. Without `commit` nothing counts as sent. So no gradient is
-    lost if an error ends a pass or another pass supersedes it.
+    gathered payloads, and then calls `commit`. Before `commit` nothing counts as sent. So no
+    gradient is lost if an error ends a pass or another pass replaces it.
 
     Args:
         numel, dtype, device: properties of the buffer.
@@ -188,10 +190,9 @@ class Compressor(ABC):
         """Velocities with the last gradient."""
 
     def compress(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the payload for `gradient` (1-D), which does not change.
+        """Returns the payload for `gradient` (1-D), which is not changed.
 
-        Returns:
-            1-D uint8, of the same length on every rank, a multiple of 8 bytes.
+        The payload is 1-D uint8; its length is a multiple of 8 bytes and the same on every rank.
         """
         if self.residual is None:
             return self._encode(gradient)
@@ -217,7 +218,7 @@ class Compressor(ABC):
         """
 
     def commit(self, unused: Sequence[slice] = ()) -> None:
-        """Confirms that every rank received the last payload, except for its `unused` pieces."""
+        """Counts the last payload as sent, as every rank has it; `unused` pieces stay unsent."""
         self.steps += 1
         if self.residual is None or self._rest is None:
             return
@@ -235,7 +236,7 @@ class Compressor(ABC):
         """Returns the payload for `source`, which does not change."""
 
     def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
-        """Subtracts the values of `payload` from `rest`, the tensor that it was made from."""
+        """Removes from `rest` the values that `payload` contains; it was made from `rest`."""
         raise NotImplementedError(f"{type(self).__name__} has no error feedback")
 
 
@@ -289,7 +290,7 @@ class TopK(Compressor):
         return joined(kept, at)
 
     def give_back(self, places: torch.Tensor, values: torch.Tensor) -> None:
-        """Returns values to the residual, since other ranks did not apply them."""
+        """Adds values that other ranks did not apply to the residual again."""
         if self._rest is not None:
             self._rest.index_add_(0, places.long(), values)
 
@@ -313,12 +314,12 @@ class TopK(Compressor):
 
 
 class Gaussian(TopK):
-    """Selection of approximately the largest elements, from the tails of a normal distribution.
+    """Selects approximately the largest elements, as if they were normally distributed; no sorting.
 
-    Needs no sorting. The threshold is the normal quantile whose two tails hold `density`, times the
-    standard deviation. It is corrected up to 3 times if it selects less than 2/3 or more than 4/3
-    of `count` (Shi et al. 2019, arXiv 1911.08772). Exactly `count` entries travel: the largest of
-    the selected ones, or all of them and zeros.
+    The threshold is the normal quantile whose two tails hold `density`, times the standard
+    deviation. It is corrected up to 3 times if it selects less than 2/3 or more than 4/3 of `count`
+    elements (Shi et al. 2019, arXiv 1911.08772). Exactly `count` entries travel: the largest of the
+    selected elements, or all of them and zeros as padding.
     """
 
     def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
@@ -357,12 +358,11 @@ class Gaussian(TopK):
 
 
 class DgcSampling(Gaussian):
-    """Selection of approximately the largest elements, by the magnitudes of a sample, as in Deep
-    Gradient Compression (Lin et al. 2018, arXiv 1712.01887).
+    """Selects approximately the largest elements by a threshold that a sample of them gives.
 
-    The sample is 1 element in 100, a different one in each step. The threshold is the magnitude
-    that a share `density` of the sample reaches. The largest `count` of the elements above it
-    travel.
+    Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887) selects in this way. The sample is
+    1 element in 100, a different one in each step. A share `density` of the sample reaches the
+    threshold. Of all elements that reach it, the largest `count` travel.
     """
 
     def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
@@ -381,9 +381,9 @@ class DgcSampling(Gaussian):
 
 
 class Signum(Compressor):
-    """Signs by majority vote (Bernstein et al. 2018, arXiv 1802.04434); 0 counts as positive.
+    """Sends signs; the majority decides (Bernstein et al. 2018, arXiv 1802.04434).
 
-    The result, in place of the mean, is 1, -1, or 0 for a tied vote.
+    A 0 counts as positive. Instead of the mean, the result is 1, -1, or 0 for a tied vote.
     """
 
     def _encode(self, source: torch.Tensor) -> torch.Tensor:
@@ -397,7 +397,7 @@ class Signum(Compressor):
 
 
 class EfSignum(Compressor):
-    """Signs times the mean magnitude, with error feedback (arXiv 1901.09847)."""
+    """Sends signs and the mean magnitude, with error feedback (arXiv 1901.09847)."""
 
     def _encode(self, source: torch.Tensor) -> torch.Tensor:
         wide = source.dtype if source.dtype == torch.float64 else torch.float32
@@ -455,8 +455,8 @@ def split(payload: torch.Tensor, *parts: tuple[int | None, torch.dtype]) -> list
     """Returns views of the tensors that `joined` concatenated.
 
     Args:
-        parts: number of elements and dtype of each; a count of None takes all bytes that are left,
-            with padding.
+        parts: number of elements and dtype of each tensor; None as the number takes all bytes that
+            are left, with their padding.
     """
     result, start = [], 0
     for count, dtype in parts:
@@ -467,9 +467,9 @@ def split(payload: torch.Tensor, *parts: tuple[int | None, torch.dtype]) -> list
 
 
 def pack_signs(values: torch.Tensor) -> torch.Tensor:
-    """Packs one bit per element, set if it is not negative; pads to a multiple of 64 bits.
+    """Packs one bit per element, which is 1 if the element is not negative. Returns 1-D uint8.
 
-    Element i is bit `i % 8` (from the lowest) of byte `i // 8`. Returns 1-D uint8.
+    Element i is bit `i % 8` (from the lowest) of byte `i // 8`. Padding fills the last 64 bits.
     """
     bits = (values >= 0).to(torch.uint8)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % (8 * ALIGNMENT)))

@@ -23,11 +23,12 @@ Gradients: TypeAlias = "Mapping[torch.nn.Parameter, torch.Tensor | None]"
 
 
 class Watch:
-    """Record of the gradients of some parameters, which detects later changes.
+    """Detects changes of some parameters' gradients after they were recorded.
 
     Args:
-        shared: all gradients are views of this tensor, and have its version counter.
-        views: these views.
+        shared: flat tensor that all gradients are views of; they share its version counter. None:
+            each gradient has its own memory.
+        views: these views, in the order of `params`.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class Watch:
         self._sampled: torch.Tensor | None = None
 
     def note(self, sampled: bool = True) -> None:
-        """Records the gradients; missing ones of a shared tensor become 0.
+        """Records the current gradients. If gradients share a tensor, missing ones become 0 there.
 
         Args:
-            sampled: keep some values for `scaled_in_place`.
+            sampled: True also records a few values, for `scaled_in_place`.
         """
         self._seen = [param.grad for param in self.params]
         for i, view in enumerate(self._shared_views):
@@ -84,9 +85,9 @@ class Watch:
             )
 
     def scaled_in_place(self) -> bool:
-        """Returns True if gradient values differ from those at `note`; waits for the device.
+        """Returns True if sampled values differ from those at `note`; waits for the device.
 
-        A GradScaler changes values without changing version counters. Only a sample is compared.
+        A GradScaler changes values without changing version counters.
         """
         if self._sampled is None:
             return False
@@ -94,33 +95,33 @@ class Watch:
         return now is not None and not torch.equal(now, self._sampled)
 
     def _counters(self) -> list[int]:
-        """Returns the version counters of the recorded gradients; views of one tensor share one."""
         if self._shared is not None:
             return [self._shared._version]
         return [0 if gradient is None else gradient._version for gradient in self._seen]
 
 
 class Bucket(Watch):
-    """Parameters that travel together: their values in flat memory, their gradients, or both.
+    """Parameters that travel together, with flat memory for their values, gradients, or both.
 
     Values and gradients have the same order, and each parameter keeps its memory order. So a
     collective moves a bucket as one tensor, and an optimizer sees each parameter as a tensor.
-    A bucket may have no flat memory. Its parameters may then differ in dtype and device, and the
-    bucket only detects changes of their gradients.
+    A bucket may also have no flat memory. Its parameters may then differ in dtype and device, and
+    the bucket only detects changes of their gradients.
 
-    Gradients enter the bucket in one of two ways. `adopt` makes `p.grad` a view of the bucket. If
-    `p.grad` was None (after `zero_grad()`), autograd allocates the gradient, and `adopt` copies it
-    once. If `p.grad` is a view already (further backward passes, `zero_grad(set_to_none=False)`),
-    autograd adds to it in place. `pack` leaves `p.grad` alone and copies the gradients. It appends
-    one mark per parameter: 1 if this rank has a gradient. A sum of 0 over the ranks then means that
-    no rank has one.
+    Gradients enter the bucket in one of two ways:
+
+    - `adopt` makes `p.grad` a view of the bucket. If `p.grad` was None (after `zero_grad()`),
+      autograd allocates the gradient, and `adopt` copies it once. If `p.grad` is a view already
+      (further backward passes, `zero_grad(set_to_none=False)`), autograd adds to it in place.
+    - `pack` copies the gradients and does not change `p.grad`. It appends one mark per parameter: 1
+      if this rank has a gradient, else 0. A sum of 0 means that no rank has one.
 
     Args:
         values: flat; each `p.data` becomes a view of it, so that no later copy is needed.
         gradients: flat, zeroed, padded as the collectives require.
         spare: flat, as large as `values`; receives the values of other ranks.
         viewed: if False, parameters keep their own memory, and `pull` and `push` copy.
-        packed: gradients are copied in, and `gradients` has room for the marks.
+        packed: gradients enter by `pack`, and `gradients` has room for the marks.
     """
 
     # These exist only if the constructor gets them.
@@ -168,7 +169,7 @@ class Bucket(Watch):
                 self.adopt()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of `flat`, laid out as this bucket: each in its parameter's shape."""
+        """Returns one view of `flat` per parameter, in its shape and at its place in the bucket."""
         pairs = zip(self.offsets, self.params, strict=True)
         return [shaped(flat, offset, param) for offset, param in pairs]
 
@@ -185,7 +186,7 @@ class Bucket(Watch):
         mark(self.marks, has)
 
     def copy_gradients(self, to: Sequence[torch.Tensor], divisor: int = 1) -> None:
-        """Copies the gradients, divided, to tensors like `views`; a missing one becomes 0."""
+        """Copies gradients / `divisor` into `to`, one tensor per parameter; a missing one is 0."""
         with torch.no_grad():
             for param, view in zip(self.params, to, strict=True):
                 if param.grad is None:
@@ -196,7 +197,7 @@ class Bucket(Watch):
                     torch.div(param.grad, divisor, out=view)
 
     def means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
-        """Returns the gradients after the collective; None for those that no rank has."""
+        """Returns the mean gradients after the collective; None for those that no rank has."""
         if self._all_present:  # no mark can be 0, so the marks need not be copied from the device
             return dict(zip(self.params, self.gradient_views, strict=True))
         marks: list[float] = self.marks.abs().tolist()
@@ -204,9 +205,9 @@ class Bucket(Watch):
         return {param: view if mark > 0 else None for param, view, mark in triples}
 
     def reclaim(self) -> bool:
-        """Takes back parameters that moved to other memory; False if they no longer fit.
+        """Makes parameters views of this bucket again; returns False if they no longer fit.
 
-        `module.to(...)` gives the same parameter and gradient objects other memory.
+        `module.to(...)` keeps the parameter and gradient objects but gives them other memory.
         """
         if _pointers(self.gradient_views) != self._gradient_pointers:
             return False
@@ -225,12 +226,12 @@ class Bucket(Watch):
         return True
 
     def pull(self) -> None:
-        """Updates `values` from the parameters."""
+        """Copies the parameters into `values` unless they are views of it."""
         if not self._viewed:
             self._load(viewed=False)
 
     def push(self) -> None:
-        """Updates the parameters from `values`."""
+        """Makes new content of `values` the values of the parameters."""
         if self._viewed:
             self.touched()
         else:
@@ -238,7 +239,7 @@ class Bucket(Watch):
                 param.copy_(piece)
 
     def take_spare(self) -> None:
-        """Swaps `values` and `spare`, and gives the parameters the values of the former `spare`."""
+        """Swaps `values` and `spare`, so that parameters get the values that were received."""
         self.values, self.spare = self.spare, self.values
         self.pieces, self._spare_pieces = self._spare_pieces, self.pieces
         self._pointers = _pointers(self.pieces)
@@ -248,8 +249,9 @@ class Bucket(Watch):
         self.push()
 
     def versions(self) -> list[tuple[int, int]]:
-        """Returns the version counter of each parameter, which in-place changes raise, and its
-        address, which another `p.data` changes."""
+        """Returns, per parameter, its version counter and its address.
+
+        A change in place raises the counter; an assignment to `p.data` changes the address."""
         return [(param._version, param.data_ptr()) for param in self.params]
 
     def touched(self) -> None:
@@ -278,7 +280,7 @@ class Bucket(Watch):
 
 
 def adopt(param: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Copies the gradient of `param`, if it has one, into `view`, which becomes the gradient."""
+    """Copies the gradient of `param`, if there is one, into `view`, which becomes the gradient."""
     gradient = param.grad
     if gradient is not None and gradient is not view:
         view.copy_(gradient.detach() if gradient.requires_grad else gradient)
@@ -297,7 +299,7 @@ def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def with_gradients(gradients: Gradients, update: Callable[[], T]) -> T:
-    """Runs `update()` with each `p.grad` set to the entry in `gradients`; restores them after."""
+    """Runs `update()` with each `p.grad` set to its entry in `gradients`, then restores them."""
     saved = {param: param.grad for param in gradients}
     try:
         for param, gradient in gradients.items():
@@ -311,9 +313,9 @@ def with_gradients(gradients: Gradients, update: Callable[[], T]) -> T:
 def flatten(
     groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator, *, values: bool
 ) -> list[Bucket]:
-    """Makes one bucket per group that adopts gradients and, if `values`, holds the values too.
+    """Makes one bucket per group, for its gradients and, if `values`, for its parameters' values.
 
-    Buckets share buffers. Memory is allocated and filled one buffer at a time, so that only a small
+    Buckets share large buffers. Each buffer is filled before the next is allocated, so only a small
     part of the model exists twice. Each bucket is padded to a multiple of the world size.
     """
     result: list[Bucket] = []
@@ -370,7 +372,7 @@ def value_bucket(
     shared: bool = True,
     spare: bool = False,
 ) -> Bucket:
-    """Makes a bucket that holds values (at least one element); gradients stay where they are.
+    """Makes a bucket of values (at least one element); gradients keep their own memory.
 
     Args:
         shared: use memory that the backend reads in place.
@@ -415,7 +417,7 @@ def _kind(tensor: torch.Tensor) -> Kind:
 
 
 def _sample(params: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
-    """Returns up to 8 elements of the last gradient, as bytes: there nan equals nan."""
+    """Returns up to 8 elements of the last gradient as bytes, so that nan equals nan."""
     for param in reversed(params):
         gradient = param.grad
         if gradient is None or gradient.layout is not torch.strided:

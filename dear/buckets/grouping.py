@@ -1,4 +1,4 @@
-"""Grouping of gradients into messages, and the parameter order that the groups follow."""
+"""Rules that group gradients into messages, and the parameter order that the groups follow."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ KIB, MIB = 2**10, 2**20
 Cost = Callable[[float], float]
 """Seconds that a message takes, as a function of its size."""
 Groups = list[list[int]]
-"""Groups of neighbours, given by their indices in a list."""
+"""Groups of neighbours in a list; each item is given by its index in the list."""
 
 # --- rules over sizes and times, in any consistent units ------------------------------------------
 
 
 def by_threshold(sizes: Sequence[float], threshold: float) -> Groups:
-    """Joins neighbours as long as the group stays below `threshold` (same unit as `sizes`).
+    """Joins neighbours while the group's total stays below `threshold` (same unit as `sizes`).
 
-    A group always takes its first item. DeAR (arXiv 2302.12445) fuses layers by this rule, in
+    A group always takes its first item. DeAR (arXiv 2302.12445) joins layers by this rule, in
     forward order.
     """
     groups: Groups = []
@@ -40,8 +40,8 @@ def by_threshold(sizes: Sequence[float], threshold: float) -> Groups:
 def by_buffer(sizes: Sequence[float], limit: float) -> Groups:
     """Packs neighbours into buffers of at most `limit` (same unit as `sizes`).
 
-    An item that fills a buffer alone gets its own group; with a limit of 0 each item does. DADT
-    splits by this rule the gradients that are ready in one cycle.
+    An item of at least `limit` gets its own group; with a limit of 0 each item does. DADT applies
+    this rule to the gradients that are ready in one cycle.
     """
     groups: Groups = []
     room = 0.0
@@ -56,10 +56,11 @@ def by_buffer(sizes: Sequence[float], limit: float) -> Groups:
 
 
 def by_ramp(sizes: Sequence[float], threshold: float, first: float) -> Groups:
-    """Joins neighbours as `by_threshold` does, into smaller groups at both ends.
+    """Joins neighbours as `by_threshold` does, but into smaller groups at both ends.
 
-    A group stays below the total size before it and below the total size after it, but may always
-    reach `first`. At the ends no computation hides a transfer, so small groups shorten the wait.
+    A group stays below `threshold`, the total size of all items before it, and the total size of
+    all items after it; it may always reach `first`. At both ends of a pass no computation hides a
+    transfer, so small groups shorten the wait.
     """
     groups: Groups = []
     total = before = 0.0
@@ -109,7 +110,7 @@ def by_total(
     *,
     first: float | None = None,
 ) -> Groups:
-    """Closes a group once it has reached `threshold`; 0 leaves each gradient alone.
+    """Joins neighbours until their total reaches `threshold`; 0 leaves each gradient alone.
 
     Gradients of different `kinds` (dtypes, devices) are never merged.
 
@@ -141,14 +142,14 @@ def greedy(
     """Groups gradients by the rule of MG-WFBP (Shi et al., INFOCOM 2019, arXiv 1811.11141).
 
     Gradients are numbered in the order in which they arrive in the backward pass. Messages travel
-    one after another. Each starts once its last gradient has arrived.
+    one after another, and each starts once its last gradient has arrived.
 
     The next gradient joins the current message if it arrives before that message would end, and
-    one of two conditions holds: the message could not start before the arrival, or the wait for the
-    arrival costs less than the start-up that it saves.
+    one of two conditions holds. Either the message could not start before the arrival, or the wait
+    for the arrival costs less than the start-up that merging saves.
 
     Args:
-        wait: apply the second condition; without it the rule is ASC-WFBP (INFOCOM 2021).
+        wait: apply the second condition. False gives the rule of ASC-WFBP (INFOCOM 2021).
         least: a message below this size always takes the next gradient.
         kinds: as for `by_total`.
     """
@@ -182,11 +183,11 @@ def optimal(
     *,
     kinds: Sequence[Hashable] | None = None,
 ) -> Groups:
-    """Returns the plan with the earliest end, by dynamic programming over the last group.
+    """Returns the groups whose last message ends earliest, by dynamic programming.
 
-    The plan is exact for any cost function, since a message never ends later if its predecessors
-    end earlier. Among plans with the same end, the one with fewer messages wins. The run time is
-    quadratic in the number of gradients.
+    The result is exact for any cost function, since a message never ends later if its predecessors
+    end earlier. Among groups with the same end, the fewest messages win. The run time is quadratic
+    in the number of gradients.
     """
     # best[n]: the earliest end and the number of messages of the first n gradients.
     best: list[tuple[float, int]] = [(0.0, 0)]
@@ -228,7 +229,7 @@ class Arrived:
     """Duration of the pass in seconds."""
 
     def by_layer(self) -> Groups:
-        """Returns the gradients of each layer; layers are in the order of completion."""
+        """Returns the gradients of each layer, in the order in which layers are complete."""
         by_owner: dict[Hashable, list[int]] = {}
         for index, owner in enumerate(self.owners):
             by_owner.setdefault(owner, []).append(index)
@@ -236,9 +237,10 @@ class Arrived:
 
 
 def by_layers(arrived: Arrived, options: Any) -> Groups:
-    """Returns the groups of `group`, in `launch_order`, for gradients of one dtype and device.
+    """Returns the same groups as `group`, sorted as by `launch_order`, without a model.
 
     Args:
+        arrived: gradients of one dtype and device.
         options: as for `group`.
     """
     alone = options.fusion == "none"
@@ -273,9 +275,9 @@ def ends(
 def layers(
     model: torch.nn.Module, trained: Sequence[torch.nn.Parameter]
 ) -> list[list[torch.nn.Parameter]]:
-    """Returns the `trained` parameters by the module that owns them, in registration order.
+    """Returns the `trained` parameters of each module that owns some, in registration order.
 
-    A parameter shared by modules belongs to the first; modules without any are left out.
+    A parameter that several modules share belongs to the first.
     """
     remaining = set(trained)
     result = []
@@ -290,7 +292,7 @@ def layers(
 def fuse(
     units: Sequence[Sequence[torch.nn.Parameter]], threshold: float
 ) -> list[list[torch.nn.Parameter]]:
-    """Joins neighbouring units below `threshold` bytes; never mixes dtypes or devices."""
+    """Joins neighbouring units of the same dtype and device into groups below `threshold` bytes."""
     pieces = (piece for unit in units for piece in _split(unit).values())
     groups = []
     for _, neighbours in groupby(pieces, key=lambda piece: _kind(piece[0])):
@@ -303,12 +305,12 @@ def fuse(
 
 @dataclass(frozen=True, kw_only=True)
 class RunOrder:
-    """Order of events on one rank; parameters are indices into the list of trained ones."""
+    """Order of events on one rank; parameters are indices into the list of trained parameters."""
 
     reads: list[int]
-    """Parameters in the order in which forward passes first read them; unread ones are missing."""
+    """Parameters in the order in which forward passes first read them; the others are left out."""
     arrivals: list[int]
-    """Parameters in the order in which their gradients arrive; those without one are missing."""
+    """Parameters in the order in which gradients arrive, without those that have no gradient."""
     waits_s: list[float]
     """Seconds from each arrival to the end of the pass, in the order of `arrivals`."""
 
@@ -324,12 +326,12 @@ def group(
 ) -> list[list[torch.nn.Parameter]]:
     """Groups `params`, and sorts the groups by when the next forward pass needs them.
 
-    Neighbours are layers whose gradients arrive one after another. A group never mixes devices or
-    dtypes. It never mixes parameters with and without a gradient, since a missing gradient would
-    delay the others.
+    Neighbours are layers whose gradients arrive one after another. All parameters of a group have
+    the same dtype and device. Either all or none of them have a gradient in the pass of `order`,
+    since a missing gradient would delay the others.
 
     Args:
-        options: the options of `dear` that choose which layers travel together.
+        options: options of `dear` that choose which layers travel together.
     """
     place = {param: i for i, param in enumerate(params)}
     arrival = {params[index]: i for i, index in enumerate(order.arrivals)}
@@ -387,15 +389,15 @@ def ready_groups(
     buffer_bytes: float,
     cycle_s: float | None,
 ) -> list[list[torch.nn.Parameter]]:
-    """Groups the `dense` ones of `params`, and sorts the groups by when they are complete.
+    """Groups those of `params` that are in `dense`, and sorts the groups by when they are complete.
 
-    A group never mixes dtypes or devices. It never mixes parameters with and without a gradient in
-    the pass of `order`, since a missing gradient would delay the others.
+    All parameters of a group have the same dtype and device. Either all or none of them have a
+    gradient in the pass of `order`, since a missing gradient would delay the others.
 
     Args:
         buffer_bytes: largest size of a group, except for a single larger gradient.
-        cycle_s: only gradients that arrive in the same cycle are joined; cycles count from the end
-            of the pass. None joins any neighbours.
+        cycle_s: length in seconds of a cycle; only gradients of one cycle are joined. Cycles count
+            backwards from the end of the pass. None joins any neighbours.
     """
     waits = {params[i]: wait for i, wait in zip(order.arrivals, order.waits_s, strict=True)}
     wanted = set(dense)

@@ -1,4 +1,10 @@
-"""All-reduces in two halves: reduce to owners, gather later; and detection of unused gradients."""
+"""All-reduces of a bucket in two halves, and detection of gradients that no rank has.
+
+The first half reduces each part of the bucket to the rank that owns the part. The second half
+gathers the parts later. A message may end in marks: one number per parameter, 1 if the sending rank
+has its gradient, else 0. A mark whose sum is 0 says that no rank has the gradient. If gradients
+must be scaled or change their dtype on the way, they travel in a second, staged buffer.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +24,12 @@ Kept: TypeAlias = "tuple[int, torch.Tensor | None, torch.Tensor | None]"
 """Number of committed passes, residual and velocity of a parameter."""
 
 COPIED_BYTES = 512 * 2**10
-"""Largest message copied to save a start-up; the copy takes about 10 us in a CPU's cache."""
+"""Largest message in bytes that is copied to save one start-up; the copy takes about 10 us."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Extra numbers of the caller, summed with the gradients."""
+    """Marks at the end of a message; the reduction sums them together with the gradients."""
 
     values: torch.Tensor
     """`[marks]`, or `[ranks, marks]` with equal rows; written before `start_reduce`."""
@@ -33,12 +39,13 @@ class Marks:
 
 
 class Decoupled(ABC):
-    """The two halves of an all-reduce for one bucket.
+    """Two halves of an all-reduce for one bucket.
 
     Args:
-        wire: dtype in which gradients travel; None means their own. fp16 has a small range and is
-            scaled in a copy before the sum. Another `wire` dtype needs a copy, too.
-        skip: omit the first half and use this rank's gradients, which is wrong on purpose.
+        wire: dtype in which gradients travel; None means their own. Another dtype than their own
+            needs a staged copy. So does fp16, which is scaled before the sum (its range is small).
+        skip: leave out the first half and use this rank's gradients. This is wrong on purpose: it
+            measures what the first half costs.
     """
 
     def __init__(
@@ -56,7 +63,7 @@ class Decoupled(ABC):
         self._reducing: Work | None = None
         self._gathering: tuple[Work, torch.Tensor, torch.Tensor] | None = None
         self.marks: Marks | None = None
-        """None: the message has no room for them."""
+        """None: the message has no room for marks."""
         whole = bucket.gradients
         self._empty = not whole.numel()
         self._staged: torch.Tensor | None = None
@@ -66,9 +73,9 @@ class Decoupled(ABC):
         self.owned = self.owned_by(communicator.rank)
         """The part of the bucket whose mean this rank receives."""
         self.shard = whole.new_zeros(self.owned.stop - self.owned.start)
-        """The mean gradient of that part, after `finish_reduce`."""
+        """Mean gradient of the owned part, after `finish_reduce`."""
         self._sum = self.shard
-        """Sum over the ranks after the reduction; begins with the part that this rank owns."""
+        """Sum over the ranks after the reduction; starts with the part that this rank owns."""
 
     @abstractmethod
     def owned_by(self, rank: int) -> slice:
@@ -76,14 +83,14 @@ class Decoupled(ABC):
 
     @abstractmethod
     def _reduce(self, whole: torch.Tensor) -> Work:
-        """Starts the sum of `whole` over ranks; it changes only if it is the staged copy."""
+        """Starts the sum of `whole` over the ranks; `whole` changes only if it is a staged copy."""
 
     @abstractmethod
     def _gather(self, whole: torch.Tensor) -> Work:
         """Starts to gather `whole` in place; each rank supplies the part that it owns."""
 
     def start_reduce(self) -> None:
-        """Starts the first half with the present gradients; a further call supersedes this one."""
+        """Starts the first half with the current gradients; replaces a first half not yet used."""
         self._skipped = self._skip
         if self._empty or self._skip:
             return
@@ -92,7 +99,6 @@ class Decoupled(ABC):
         self._reducing = self._reduce(whole if self._staged is None else self._stage(self._staged))
 
     def _stage(self, staged: torch.Tensor) -> torch.Tensor:
-        """Copies the gradients into the staged buffer, scaled so that a sum is the mean."""
         return torch.mul(self.bucket.gradients, 1 / self._communicator.size, out=staged)
 
     def reduced(self) -> bool:
@@ -107,7 +113,8 @@ class Decoupled(ABC):
     def await_message(self) -> None:
         """Waits until the message and its marks may be overwritten.
 
-        The staged buffer may still hold the last mean if a layer has not run since then.
+        If a layer has not run since the previous step, the staged buffer may still hold that step's
+        mean gradient.
         """
         self.await_reduce()
         if self._staged is not None:
@@ -158,9 +165,9 @@ class ScatterGather(Decoupled):
     """Reduce-scatter and all-gather: rank r owns part r of `world_size` equal parts.
 
     Args:
-        marks: number of extra values that travel behind each rank's part. The parts then lie
-            otherwise than in the bucket, so an unstaged message of up to `COPIED_BYTES` is copied.
-            A larger unstaged message has no room for marks.
+        marks: number of marks that follow each rank's part. Marks change the layout of the message,
+            so a bucket without a staged copy is copied if it has at most `COPIED_BYTES`. If it is
+            larger, its message has no room for marks.
     """
 
     def __init__(
@@ -212,9 +219,9 @@ class ScatterGather(Decoupled):
 
 
 class ReduceBroadcast(Decoupled):
-    """Reduce to one rank and broadcast from it; the owner differs from bucket to bucket.
+    """Reduction to one rank and broadcast from it; buckets have different owners.
 
-    The sum uses a copy, since a reduction may use the buffer of any rank as scratch.
+    The sum is made in a copy, since a reduction may use the buffer of any rank as scratch memory.
     """
 
     def __init__(
@@ -246,7 +253,7 @@ class ReduceBroadcast(Decoupled):
 
 
 class _AtOnce(Decoupled):
-    """A first half that brings the whole mean to all ranks: each rank owns and updates everything.
+    """First half that brings the whole mean to all ranks, so that each owns the whole bucket.
 
     The second half moves no bytes.
     """
@@ -265,7 +272,7 @@ class _AtOnce(Decoupled):
 
 
 class AllReduced(_AtOnce):
-    """One all-reduce instead of two messages, for a few bytes.
+    """One all-reduce in place of two messages, for a bucket of few bytes.
 
     Args:
         marks: number of extra values that travel behind the gradients.
@@ -297,10 +304,10 @@ class AllReduced(_AtOnce):
 
 
 class Gathered(_AtOnce):
-    """All-gather of a compressor's payloads, which no reduction can sum.
+    """All-gather of compressed payloads, which no reduction can sum.
 
-    The compressor counts a payload as sent when the second half (the all-gather) starts. So if
-    another backward pass replaces this one, its payload changes no residual.
+    A payload counts as sent when the second half starts. So if another backward pass replaces this
+    one before that, the first pass changes no residual.
     """
 
     def __init__(
@@ -331,10 +338,10 @@ class Gathered(_AtOnce):
         super().start_gather_mean(whole)
 
     def unused(self) -> set[torch.nn.Parameter]:
-        """Returns the parameters that no rank had a gradient for; call it after `finish_reduce`.
+        """Returns the parameters that no rank has a gradient for; call it after `finish_reduce`.
 
-        Payloads carry their marks. An empty bucket sends no payload, so this rank's gradients
-        decide; an update changes nothing there.
+        The payloads carry the marks. An empty bucket sends no payload, so there the answer depends
+        on this rank's gradients alone; an update of no elements changes nothing.
         """
         if self._empty:
             return {param for param in self.bucket.params if param.grad is None}
@@ -363,11 +370,11 @@ class Gathered(_AtOnce):
 
 
 class Usage:
-    """The parameters that have a gradient on any rank; an update must not change the others.
+    """Detects the parameters that have no gradient on any rank; an update must not change these.
 
-    After the last gradient of a pass, each rank marks the parameters that have one. The marks
-    travel in the last message of the pass if it has room. Otherwise they are an all-reduce of one
-    byte per parameter, which overtakes the large message.
+    After the last gradient of a pass, each rank sets one mark per parameter. The marks travel in
+    the last message of the pass if it has room. Otherwise they travel in their own all-reduce of
+    one byte per parameter, with a higher priority than the large messages.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
@@ -386,7 +393,7 @@ class Usage:
         """None: the marks are not read yet."""
 
     def start(self, carrier: Decoupled | None = None) -> None:
-        """Starts the exchange of marks; a further call supersedes this one.
+        """Starts the exchange of marks; a further call replaces this one.
 
         Args:
             carrier: the last message of the pass, which the caller starts right afterwards.

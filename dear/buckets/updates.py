@@ -1,4 +1,7 @@
-"""Optimizer updates of some parameters at a time, deferred or between two halves."""
+"""Optimizer updates of some parameters at a time: later, or between two halves of an all-reduce.
+
+`halves` defines the two halves; a part is one bucket with its two halves.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _COUNTERS = ("step", "eta", "mu", "mu_product")
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Returns True if the optimizer has step hooks, which expect all parameters and gradients."""
+    """Returns True if the optimizer has step hooks; these expect all parameters and gradients."""
     before, after = _hooks(optimizer)
     return bool(before or after)
 
@@ -48,7 +51,7 @@ def _hooks(optimizer: Any) -> tuple[list[Any], list[Any]]:
 
 
 class PartialUpdate:
-    """Deferred updates of an optimizer, one group of parameters at a time.
+    """Runs an optimizer later, for one group of parameters at a time.
 
     Args:
         plain: the optimizer's original class.
@@ -63,18 +66,17 @@ class PartialUpdate:
         self._group_of: dict[torch.nn.Parameter, int] = {}
 
     def possible(self) -> bool:
-        """Returns True if updates group by group equal one update of all parameters.
+        """Returns True if updates group by group give the same result as one update of all.
 
-        This holds for torch's optimizers (except LBFGS) and for classes that declare
-        `element_wise`. It is unknown for others. Step hooks rule it out, since they expect the
-        whole step.
+        This is known for torch's optimizers (except LBFGS) and for classes that declare
+        `element_wise`. With step hooks the result is False, since hooks expect the whole step.
         """
         supported = f"{self._plain.__module__}.".startswith("torch.optim.")
         supported = supported or bool(self._plain.__dict__.get("element_wise"))
         return supported and not has_hooks(self._optimizer)
 
     def note(self) -> None:
-        """Copies the hyper-parameters, since schedulers change them later, some in place."""
+        """Copies the hyper-parameters, since schedulers change some of them in place."""
         self._hyperparameters = [
             {
                 key: value.clone() if torch.is_tensor(value) else value
@@ -111,9 +113,9 @@ class Between(ABC):
 
     Args:
         plain: the optimizer's original class.
-        unused: called with parameters, or without arguments for all, after their first halves
-            ended. Returns those that no rank has a gradient for in this step, and maybe others.
-        frozen: omit updates and second halves, which is wrong on purpose.
+        unused: called with parameters whose first halves have ended (without arguments: all).
+            Returns those that no rank has a gradient for in this step, and maybe others.
+        frozen: leave out updates and second halves, which is wrong on purpose (it measures them).
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Between(ABC):
 
     @abstractmethod
     def step(self, update: Callable[[], Any], arrival: Sequence[int]) -> set[int]:
-        """Starts second halves; returns the buckets that the caller must `finish`.
+        """Starts the second halves; returns the buckets that the caller must `finish`.
 
         Args:
             update: the optimizer's own step, with its hooks.
@@ -144,7 +146,7 @@ class Between(ABC):
 
     @abstractmethod
     def step_averaged(self, update: Callable[[], Any]) -> Any:
-        """Updates from gradients that are averaged already; returns with no transfer under way."""
+        """Updates from gradients that are averages already; waits for all transfers it starts."""
 
     @abstractmethod
     def finish(self, index: int) -> None:
@@ -156,17 +158,17 @@ class Between(ABC):
 
 
 class Replicated(Between):
-    """Updates of all parameters on every rank: the second half carries mean gradients.
+    """Updates all parameters on every rank; the second half carries mean gradients.
 
     With torch's own optimizers, a bucket is updated just before its layers run, with the
-    hyper-parameters of the `step()` call. Other optimizers update in `step()` (see
-    `PartialUpdate.possible`).
+    hyper-parameters of the `step()` call. Other optimizers update in `step()`, see
+    `PartialUpdate.possible`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._idle: set[torch.nn.Parameter] = set()
-        """Unused parameters of the step that `finish` completes."""
+        """Parameters of the current step that no rank has a gradient for."""
         self._partial = PartialUpdate(self._optimizer, self._plain)
         self._means = [
             buffer(part.bucket.gradients, part.bucket.gradients.numel(), self._communicator)
@@ -210,7 +212,7 @@ class Replicated(Between):
 def element_wise(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if each element's update depends only on its own gradient and state.
 
-    This holds for most of torch's optimizers. Other classes declare it: `element_wise = True`.
+    This is known for most of torch's optimizers. Other classes declare it: `element_wise = True`.
     """
     kind = type(optimizer)
     declared = kind.__dict__.get("element_wise")
@@ -229,16 +231,16 @@ class Segment:
     """First element of the part, in the parameter's memory order."""
     stop: int
     tensor: torch.nn.Parameter
-    """Flat parameter of these elements, which the optimizer updates in place of `param`."""
+    """Flat parameter with these elements; the optimizer updates it in place of `param`."""
     gradient: torch.Tensor
 
 
 class Sharded(Between):
-    """Updates of the owned part on each rank: the second half carries parameters.
+    """Updates on each rank the part that it owns; the second half carries parameters.
 
     The user's optimizer updates the segments of one bucket at a time. Hyper-parameters come from
-    its own parameter groups, which remain the user's. Its state belongs to segments. The state is
-    converted from and to whole parameters, as plain torch has it, only on loading and saving.
+    its own parameter groups, which the user may change. The optimizer's state belongs to segments.
+    Only loading and saving convert it from and to whole parameters, as plain torch has it.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -250,7 +252,7 @@ class Sharded(Between):
         place = {param: i for i, params in enumerate(params_by_group) for param in params}
         self._segments = [_segments(part) for part in self.parts]
         self._loaded: dict[torch.nn.Parameter, State] = {}
-        """Whole state that was loaded since the last update."""
+        """State of whole parameters that was loaded since the last update."""
         self._tables: list[dict[int, list[Segment]]] = []
         """Segments of each bucket by the index of the optimizer's parameter group."""
         for segments in self._segments:
@@ -261,9 +263,8 @@ class Sharded(Between):
 
     def step(self, update: Callable[[], Any], arrival: Sequence[int]) -> set[int]:
         # `update` is not used: if there are step hooks, the engine calls `step_averaged` instead.
-        # Second halves start in the same order on all ranks, as early as that order allows.
-        # Meanwhile a rank updates the buckets that have arrived. It blocks only on the oldest
-        # transfer.
+        # All ranks start second halves in the same order, as early as this order allows. Meanwhile
+        # a rank updates the buckets that have arrived, and blocks only on the oldest transfer.
         started: set[int] = set()
         waiting = list(range(len(self.parts)))
         done: set[int] = set()
@@ -298,10 +299,9 @@ class Sharded(Between):
         part.bucket.touched()
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scales the shards so that the norm of all gradients is at most `max_norm`.
+        """Scales the shards so that the norm of all mean gradients is at most `max_norm`.
 
-        Communicates one number. `torch.nn.utils.clip_grad_norm_` would need whole gradients.
-
+        Communicates one number; `torch.nn.utils.clip_grad_norm_` would need whole gradients.
         Returns:
             The norm before scaling, the same on all ranks (0-d tensor).
         """
@@ -370,8 +370,8 @@ class Sharded(Between):
     def whole_state(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """Yields each parameter that has state, with its whole state, by bucket; collective.
 
-        Until the first update a rank yields what it has loaded: it may have loaded alone, and be
-        about to broadcast that.
+        A rank that has loaded state since the last update yields the loaded state: it may be the
+        only rank that has loaded, and may broadcast the state next.
         """
         pairs = list(zip(self.parts, self._segments, strict=True))
         report = [self._described(part, owned) for part, owned in pairs]
@@ -385,7 +385,7 @@ class Sharded(Between):
             if not self._loaded:
                 yield from gathered
             else:
-                deque(gathered, maxlen=0)  # a collective call, also for what is not used
+                deque(gathered, maxlen=0)  # its collectives must run even if the result is unused
         yield from self._loaded.items()
 
     def _step_averaged(self) -> None:
@@ -429,7 +429,7 @@ class Sharded(Between):
             optimizer.param_groups = groups
 
     def _described(self, part: Decoupled, segments: Sequence[Segment]) -> dict[int, State]:
-        """Returns state by parameter index: the dtype of element-wise state, the value of other."""
+        """Returns state by parameter index: element-wise state as its dtype, other state as is."""
         result = {}
         for segment in segments:
             state = self._optimizer.state.get(segment.tensor)
@@ -504,7 +504,7 @@ def _cut(key: str, value: Any, segment: Segment) -> Any:
 
 
 def beside(value: Any, param: torch.nn.Parameter) -> Any:
-    """Copies a state value of some rank to the parameter's device; CPU tensors stay on the CPU."""
+    """Copies a state value to the parameter's device; a tensor on the CPU stays there."""
     if not torch.is_tensor(value):
         return value
     return value.clone() if value.device.type == "cpu" else value.to(param.device, copy=True)

@@ -18,14 +18,14 @@ from dear.lazy import dist
 log = logging.getLogger("dear")
 
 MPI = "comm_core_mpi"
-"""Our process group over MPI, by its name in torch.distributed."""
+"""Name in torch.distributed of this project's process group over MPI."""
 
 
 def default_backend(facts: RankFacts, own_gpus: bool) -> str:
     """Returns `comm_core`, with `nccl` for CUDA tensors if every rank has its own GPU.
 
-    Ranks that share a GPU use `comm_core` for CUDA tensors, too, since NCCL refuses two ranks on
-    one GPU. Without a built comm core, `gloo` replaces it, and rank 0 logs a warning.
+    If ranks share a GPU, `comm_core` moves CUDA tensors, too, since NCCL refuses two ranks on one
+    GPU. If the comm core is not built, `gloo` replaces it, and rank 0 logs a warning.
     """
     name = "comm_core"
     try:
@@ -46,7 +46,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 
 def backend_for(backend: str, device: str) -> str:
-    """Returns the backend of tensors on devices of a type; `backend` is as `backend_of` returns."""
+    """Returns the backend for a type of device; `backend` is a result of `backend_of`."""
     pairs = dict(pair.split(":") for pair in backend.split(",") if ":" in pair)
     return pairs.get(device, "") if pairs else backend
 
@@ -59,7 +59,7 @@ def prepare(backend: str) -> str:
 
     Raises:
         Unavailable: the backend is not built.
-        UserError: `mpi` is part of pairs, or this torch does not have a backend.
+        UserError: `mpi` is part of pairs, or this torch lacks the backend.
     """
     if "comm_core" in backend:
         _imported("comm_core")
@@ -71,7 +71,7 @@ def prepare(backend: str) -> str:
         except ImportError as error:
             raise Unavailable(str(error)) from None
     if ":mpi" in backend:
-        raise UserError(f"backend {backend!r}: mpi cannot be part of pairs, use 'mpi' alone")
+        raise UserError(f"backend {backend!r}: mpi cannot be part of pairs; use 'mpi' alone")
     known = [name for name in dist.Backend.backend_list if name != "undefined" and _built(name)]
     for name in (pair.rpartition(":")[2] for pair in backend.split(",")):
         if name not in known:
@@ -80,7 +80,6 @@ def prepare(backend: str) -> str:
 
 
 def _built(name: str) -> bool:
-    """Returns False for a backend of torch's own that this torch is built without."""
     return bool(getattr(dist, f"is_{name}_available", lambda: True)())
 
 
@@ -97,7 +96,7 @@ def comm_core_folder() -> Path | None:
 
 
 def missing_comm_core() -> str | None:
-    """Returns why the comm core cannot be used here, or None if it can. Does not import torch."""
+    """Returns why this process cannot use the comm core, or None if it can; needs no torch."""
     folder = comm_core_folder()
     if folder is None:
         return "the comm core is not installed"

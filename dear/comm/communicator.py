@@ -1,7 +1,7 @@
 """Collectives over a torch.distributed process group, as the algorithms see them.
 
-Algorithms use tensors, channels and `Work`. The process group decides which backend moves the
-bytes, and between which hosts. Times come from `Communicator.clock`, never from a wall clock.
+Algorithms use only tensors, channels and `Work`. The process group decides which backend moves the
+bytes and which hosts take part. Times come from `Communicator.clock`, never from a wall clock.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from dear.lazy import comm_core, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
 HELD, HELD_BYTES = 64, 4096
-"""Number of all-reduces of at most these bytes that wake the comm core's thread together."""
+"""All-reduces of at most `HELD_BYTES` wake the comm core's thread once for `HELD` of them."""
 T = TypeVar("T")
 
 
 class Communicator(Account):
-    """The ranks of one job (or of a sub-group) and the collectives between them.
+    """Ranks of one job (or of a sub-group), and the collectives between them.
 
     All ranks must make the same calls in the same order on each channel. Tensors must be dense and
     non-overlapping in memory. A dtype or device that the backend lacks raises the backend's error.
 
     Args:
         group: a torch.distributed process group.
-        channels: number of independent queues. Each further channel is a process group of its own,
-            so a constructor call with more than one is collective.
+        channels: number of independent queues. Each channel after the first has its own process
+            group, so a constructor call with more than one is collective.
         record_times: keep `Work.times()`; costs a callback per collective.
-        timeout_s: time limit in seconds of a collective on a further channel; None means torch's
-            default. The first channel has the time limit of `group`.
+        timeout_s: time limit in seconds of a collective on channels after the first; None means
+            torch's default. The first channel has the time limit of `group`.
     """
 
     _backends: Sequence[Any] = ()
-    """Backends of the groups for CPU tensors, if these are the comm core's."""
+    """The groups' backends for CPU tensors, if these backends are the comm core's."""
     _more_follow = False
     _held = 0
 
@@ -54,7 +54,7 @@ class Communicator(Account):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.backend = backend_of(group)
-        """Name as users choose it."""
+        """Name of the backend, as users choose it."""
         names = {device: backend_for(self.backend, device) for device in ("cpu", "cuda")}
         super().__init__(
             native=frozenset(device for device, name in names.items() if name == "comm_core"),
@@ -62,8 +62,8 @@ class Communicator(Account):
             record_times=record_times,
         )
         self.burst_bytes = 0
-        """Payload bytes that each host's link passes at once after a rest, since an emulated link
-        is a token bucket; fits of collective costs subtract them."""
+        """Payload bytes that each host's link passes at once after a rest, as an emulated link is a
+        token bucket. Fits of collectives' costs subtract them."""
         self.wire_bytes_per_s: float | None = None
         """Payload bytes per second of each rank's link, each way; None if unknown."""
         self.groups = [group]
@@ -89,10 +89,11 @@ class Communicator(Account):
         return self._start(queue, all_reduce, flat, options=options, backend=backend)
 
     def follow(self, more: bool) -> None:
-        """Tells whether the caller starts more transfers soon, as in a backward pass.
+        """Says whether the caller starts more transfers soon, as in a backward pass.
 
-        Waking the comm core's thread takes the caller some 6 us. So while more follow, small
-        all-reduces wake it together. One that is waited for, or asked for its end, starts at once.
+        A call that wakes the comm core's thread takes about 6 us. So while more transfers follow,
+        small all-reduces wake the thread together. A `wait` or `done` of one of them starts it at
+        once.
         """
         self._more_follow = more
         if not more and self._backends:
@@ -151,10 +152,10 @@ class Communicator(Account):
     def exchange(
         self, recv: torch.Tensor, send: torch.Tensor, *, peer: int, channel: int = 0
     ) -> Work:
-        """Sends `send` to rank `peer`, and receives that rank's `send` in `recv`.
+        """Sends `send` to rank `peer`, and receives the tensor that `peer` sends into `recv`.
 
-        Both must be contiguous, with the same size and dtype on both ranks. Other ranks take no
-        part. Exchanges of two ranks on one channel run in the order of the calls.
+        Both tensors must be contiguous and have the same size and dtype on both ranks. Other ranks
+        need no call. Exchanges of two ranks on one channel run in the order of the calls.
         """
         self._queue(channel, 0, send)
         group, kind = self.groups[channel], send.device.type
@@ -163,18 +164,18 @@ class Communicator(Account):
         return self._work("exchange", handle, channel, group, recv, send)
 
     def connect(self, device: torch.device, channel: int = 0) -> None:
-        """Lets the exchanges of a channel begin with some of the ranks only; a collective call.
+        """Prepares a channel for exchanges in which only some of the ranks take part; collective.
 
-        NCCL's first call on a group must involve all its ranks. A barrier is one only with the
-        GPU's number; else torch sends it to the CPU's backend.
+        NCCL's first call on a group must involve all ranks of the group. The barrier needs the
+        GPU's number; without it, torch uses the CPU's backend.
         """
         if device.type in self.streamed:
             dist.barrier(self.groups[channel], device_ids=[torch.cuda.current_device()])
 
     def regimes(self, operation: str, device: torch.device) -> tuple[tuple[str, int], ...] | None:
-        """Returns the engine's algorithms for an operation: names, and first message size in bytes.
+        """Returns the regimes of an operation: (algorithm, first message size in bytes), ascending.
 
-        None: the engine does not report them, or it has only one.
+        None: the engine does not report its algorithms, or it has only one.
         """
         if device.type not in self.native or self.size == 1:
             return None
@@ -204,17 +205,17 @@ class Communicator(Account):
 
     def _queue(self, channel: int, priority: int, tensor: torch.Tensor) -> tuple[int, int]:
         if not self.groups:
-            raise UserError("this communicator is closed: the job has been left by shutdown()")
+            raise UserError("this communicator is closed: shutdown() has left the job; call init()")
         if not 0 <= channel < len(self.groups):
             raise UserError(
-                f"channel {channel} does not exist: this communicator has {len(self.groups)}"
+                f"channel {channel} does not exist: allowed are 0..{len(self.groups) - 1}; "
+                "ensure_channels() adds more"
             )
         if priority and tensor.device.type not in self.native:
             raise UserError(f"backend {self.backend} has no priorities; use priority=0")
         return channel, priority
 
     def _wakes(self, tensor: torch.Tensor) -> bool:
-        """Returns True if the all-reduce of `tensor` wakes the comm core's thread."""
         if not self._more_follow or tensor.nbytes > HELD_BYTES:
             return True
         self._held += 1
@@ -222,12 +223,12 @@ class Communicator(Account):
 
     def _global_rank(self, root: int) -> int:
         if not 0 <= root < self.size:
-            raise UserError(f"root: must be a rank below {self.size}, got {root}")
+            raise UserError(f"root: must be a rank in 0..{self.size - 1}, got {root}")
         return dist.get_global_rank(self.groups[0], root)
 
     def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        # Division before the sum, as in DDP: the sum of half-precision gradients then overflows
-        # no sooner than the gradient itself.
+        # The division comes before the sum, as in DDP, so that the sum of half-precision gradients
+        # overflows no sooner than the gradient itself.
         if op != "mean":
             return tensor
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -242,7 +243,7 @@ class Communicator(Account):
     def _start(
         self, queue: tuple[int, int], call: Callable[..., Any], *tensors: torch.Tensor, **extra: Any
     ) -> Work:
-        """Starts `call` on `tensors`: the output, if it is separate, and the input."""
+        """Starts `call` on `tensors`: the output (if there is a separate one) and the input."""
         channel, priority = queue
         group = self.groups[channel]
         if priority:
@@ -254,9 +255,9 @@ class Communicator(Account):
 
 
 class Batch:
-    """Means over all ranks that are started one by one and awaited together.
+    """Averages over all ranks that start one by one and are awaited together.
 
-    On the comm core they cost less than a `Work` for each, which only a log or others need.
+    On the comm core, a batch costs less than one `Work` per average.
     """
 
     def __init__(self, communicator: Communicator, channel: int = 0) -> None:
@@ -279,7 +280,7 @@ class Batch:
         self._core.start(communicator._summand(tensor, "mean"), communicator._wakes(tensor))
 
     def wait(self) -> None:
-        """Blocks until all have ended, as `Work.wait` does; the batch is then empty."""
+        """Blocks until all averages have ended, as `Work.wait` does; the batch is then empty."""
         if self._core is not None:
             began_s = self._communicator.clock()
             self._core.wait()
@@ -296,10 +297,11 @@ def all_reduce(
     backend: Any,
     async_op: bool,
 ) -> Any:
-    """Does what torch's function of this name does, without its slow checks.
+    """Starts torch's all-reduce without the slow checks of torch's function of this name.
 
     Args:
-        backend: the group's backend for the tensor, to leave out torch's dispatcher, too; or None.
+        backend: the group's backend for the tensor, which leaves out torch's dispatcher, too; None
+            uses `group`.
     """
     if backend is not None:
         return backend.allreduce([tensor], options)
@@ -318,7 +320,7 @@ def _all_reduce_options(op: Op, wakes: bool) -> Any:
 
 @functools.cache
 def _renamed(former: str, name: str) -> Callable[..., Any]:
-    """Returns the collective `name` of torch 2.13, or its `former` name in older versions."""
+    """Returns the collective `name` of torch 2.13, or of older versions under its `former` name."""
     collective: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, former)
     return collective
 
@@ -368,7 +370,7 @@ def _reduce_op(op: Op) -> Any:
 
 
 class SubCommunicator(Communicator):
-    """A communicator of some ranks of a parent; bytes and waits count on the parent."""
+    """Communicator of some ranks of a parent; bytes and waits are counted on the parent."""
 
     def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -389,9 +391,9 @@ class SubCommunicator(Communicator):
 def sub_communicators(
     parent: Communicator, members: Iterable[Sequence[int]]
 ) -> dict[tuple[int, ...], SubCommunicator]:
-    """Makes a communicator for each list of ranks; returns those of this rank, by their ranks.
+    """Makes a communicator for each list of ranks; returns those with this rank, by their ranks.
 
-    A collective call of all ranks of `parent`, with the same lists in the same order.
+    All ranks of `parent` must call it, with the same lists in the same order.
     """
     parent_ranks = dist.get_process_group_ranks(parent.groups[0])
     result: dict[tuple[int, ...], SubCommunicator] = {}

@@ -1,4 +1,4 @@
-"""Rank and world size from the variables of the process's launcher, and its place on the host."""
+"""Rank, world size and place on the host, from the variables of the process's launcher."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from dear.errors import UserError
 
-# Launcher; variables of rank, world size, rank on this host and ranks on this host. A launcher that
-# also sets the variables of another, or runs inside another's job, stands before it.
+# Launcher, and its variables of rank, world size, local rank and local size (on this host). If a
+# launcher also sets the variables of another, or runs inside the other's job, it stands first.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *(
@@ -32,8 +32,8 @@ _VARIABLES = (
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
-# Variables of one process among several: launchers of which no row stands above (the first pattern,
-# whatever the value), and names that read like a rank above 0 or a size above 1.
+# Variables of one process among several. _STARTED: launchers without a row above, for any value.
+# _RANK and _SIZE: names that read like a rank (if above 0) or a size (if above 1).
 _STARTED = re.compile("PMIX_RANK|PMI_ID|ALPS_APP_PE|MP_CHILD|PBS_VNODENUM")
 _RANK = re.compile(r"(?:\w*_)?(?<!LORA_)(?:RANK|RANK_?ID|PROC_?ID)|DMLC_WORKER_ID")
 _SIZE = re.compile(
@@ -41,7 +41,7 @@ _SIZE = re.compile(
     "|(?:PMIX?|MPI|PALS|HOROVOD)_SIZE|DMLC_NUM_WORKER"
 )
 _SPECIAL_STEP = 4294967290
-"""Slurm's first number of a step that is no srun of the user's: interactive, batch or external."""
+"""First of the numbers that Slurm gives to steps without srun (interactive, batch, external)."""
 ALONE = "RANK=0 WORLD_SIZE=1 runs alone on purpose"
 
 
@@ -50,8 +50,8 @@ class RankFacts:
     """One process's position in the job, as its launcher reported it."""
 
     launcher: str
-    """A name of `_VARIABLES`, `torch.distributed` for a process group that the script made, or
-    `none` for a process started alone."""
+    """Name in `_VARIABLES`; `torch.distributed` for a process group that the script made; `none`
+    for a process that was started alone."""
     rank: int
     world_size: int
     local_rank: int
@@ -66,16 +66,16 @@ class RankFacts:
 
     @property
     def place(self) -> str:
-        """Host, and rank on it if known, for `placed` on the other ranks."""
+        """Host and local rank (-1: not known), which `placed` reads on the other ranks."""
         return f"{host_identity()} {self.local_rank}"
 
 
 def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
-    """Reads the facts; a process without a launcher is rank 0 of a world of 1.
+    """Returns this process's facts; without a launcher, rank 0 of a world of 1.
 
     Raises:
-        UserError: a variable is missing, not a number, or contradicts another; or one process was
-            started although the environment describes several.
+        UserError: a variable is missing, is not a number, or contradicts another; or there is one
+            process, but the environment describes several.
     """
     facts = launcher_facts(env)
     if facts is None:
@@ -85,7 +85,7 @@ def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
 
 
 def launcher_facts(env: Mapping[str, str] = os.environ) -> RankFacts | None:
-    """Reads the variables of the launcher, if a known one started this process; raises as above."""
+    """Returns the launcher's facts, or None without a known launcher; raises as `rank_facts`."""
     step = env.get("SLURM_STEP_ID", "")
     in_step = step != "" and not (step.isdecimal() and int(step) >= _SPECIAL_STEP)
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
@@ -133,7 +133,7 @@ def launcher_facts(env: Mapping[str, str] = os.environ) -> RankFacts | None:
 
 
 def placed(facts: RankFacts, places: Sequence[str]) -> RankFacts:
-    """Returns the facts with the place on the host, from the `place` of every rank in rank order.
+    """Returns the facts with the place on the host; `places` has each rank's `RankFacts.place`.
 
     The launcher's local ranks count if they are 0, 1, ... on this host; else the ranks' order.
     """
@@ -145,7 +145,7 @@ def placed(facts: RankFacts, places: Sequence[str]) -> RankFacts:
 
 
 def host_identity() -> str:
-    """Returns a text that only the processes of this host share, as the comm core has it."""
+    """Returns a text that only processes on this host share; the comm core uses the same."""
     if "COMM_CORE_HOST_ID" in os.environ:
         return os.environ["COMM_CORE_HOST_ID"]
     boot, net = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
@@ -169,14 +169,14 @@ def _refuse_to_be_alone(env: Mapping[str, str]) -> None:
         number_of_rank = number > 0 and _RANK.fullmatch(name)
         if _STARTED.fullmatch(name) or number_of_rank or (number > 1 and _SIZE.fullmatch(name)):
             raise UserError(
-                f"{name}={text}: a launcher started several processes, which of them is this one? "
-                "Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or start the script "
-                f"with torchrun or mpirun ({ALONE})"
+                f"{name}={text}: a launcher started several processes, but not with the variables "
+                "of a known launcher. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each "
+                f"process, or start the script with torchrun or mpirun ({ALONE})"
             )
 
 
 def _refuse_tasks(env: Mapping[str, str]) -> None:
-    """Raises `UserError` if Slurm has several tasks for a process that srun did not start."""
+    """Raises `UserError` if Slurm has several tasks but srun did not start this process."""
     tasks = env.get("SLURM_NTASKS", "1")
     if tasks.isdecimal() and int(tasks) > 1:
         raise UserError(
@@ -186,7 +186,7 @@ def _refuse_tasks(env: Mapping[str, str]) -> None:
 
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> str:
-    """Reads the step's list of tasks per node; e.g. `4(x2),3` stands for 4, 4 and 3 tasks."""
+    """Returns this node's number of tasks in the step's list, e.g. `4(x2),3` for 4, 4 and 3."""
     entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts: list[str] = [count for count, times in entries for _ in range(int(times or 1))]
     node = env.get("SLURM_NODEID", "0")
@@ -207,21 +207,21 @@ def _number(env: Mapping[str, str], name: str, launcher: str, default: int | Non
 
 
 def assign_ranks(client: Any) -> list[int]:
-    """Gives each engine its rank in a job of all engines, as torchrun would, for `dear.init`.
+    """Gives each engine of an ipyparallel cluster its rank in one job, for `dear.init` there.
 
-    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
-    environments of the engines, which must be able to import `dear`. On one host, engine i becomes
-    rank i. On several hosts, the ranks of each host are consecutive.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the engines'
+    environments; the engines must be able to import `dear`. On one host, engine i becomes rank i.
+    On several hosts, the ranks of each host are consecutive.
 
     Args:
         client: an `ipyparallel.Client`.
 
     Returns:
-        The engine numbers in the order of their ranks: `client[assign_ranks(client)]` is a view of
-        all ranks in order.
+        The engines' numbers in the order of their ranks: `client[assign_ranks(client)]` is a view
+        of all ranks in order.
 
     Raises:
-        UserError: there is no engine, or an engine has joined a job already.
+        UserError: there is no engine, or an engine has already joined a job.
     """
     places = {number: client[number].apply_sync(_place) for number in client.ids}
     if not places:
@@ -229,7 +229,7 @@ def assign_ranks(client: Any) -> list[int]:
     joined = [number for number, (_, in_job) in places.items() if in_job]
     if joined:
         raise UserError(
-            f"engine {joined[0]} has joined a job already: call shutdown() on all engines first"
+            f"engine {joined[0]} has already joined a job: call shutdown() on all engines first"
         )
     hosts = list(dict.fromkeys(host for host, _ in places.values()))
     order = sorted(places, key=lambda number: hosts.index(places[number][0]))
@@ -247,13 +247,12 @@ def assign_ranks(client: Any) -> list[int]:
 
 
 def _place() -> tuple[str, bool]:
-    """Returns an engine's host, and True if it has joined a job; runs on the engine."""
     runtime = sys.modules.get("dear.comm.runtime")
     return socket.gethostname(), runtime is not None and runtime.is_initialized()
 
 
 def _free_port() -> int:
-    """Returns a free port of rank 0's host, where `dear.init` opens it; runs on the engine."""
+    """Returns a free port of this engine's host; rank 0 will open it in `dear.init`."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -261,6 +260,5 @@ def _free_port() -> int:
 
 
 def _enter(variables: dict[str, str]) -> None:
-    """Sets environment variables of an engine; runs on the engine."""
     os.environ.pop("DEAR_STORE", None)  # it belongs to the notebook's own job, if there is one
     os.environ.update(variables)

@@ -1,6 +1,6 @@
-"""Handles for transfers that are not collectives: a send/receive pair, and a logged external one.
+"""Handles for transfers that are not collectives: an exchange of two ranks, and a logged transfer.
 
-`dear.comm.communicator.Work` accepts an `Exchange` in place of torch's work.
+`dear.comm.work.Work` accepts an `Exchange` in place of torch's work.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dear.lazy import dist, torch
 
 @dataclass(frozen=True, kw_only=True)
 class WorkTimes:
-    """Times at which a collective was queued, could start, and ended, in seconds on `clock`."""
+    """Times of a collective in seconds on `Communicator.clock`: queued, able to start, ended."""
 
     enqueued_s: float
     started_s: float
-    """Not before the end of the channel's preceding collective. A backend that runs several at a
-    time (Gloo: two) may have started earlier."""
+    """Not before the end of the channel's previous collective. If a backend runs several at a time
+    (Gloo runs two), the true start may be earlier."""
     finished_s: float
 
 
 class DeviceClock:
     """Times of a GPU's streams on the host's clock.
 
-    NCCL's futures complete when a transfer is queued, so they cannot tell its end. For each queue
-    of transfers, a separate stream waits for each of them and then records an event, which gives
-    the end. An event on the stream that made the input gives the earliest start.
+    NCCL's futures complete when a transfer is queued, so they do not tell its end. Each queue of
+    transfers therefore has a separate stream, which waits for each transfer and then records an
+    event. An event on the stream that made the input gives the earliest start.
 
     Args:
         clock: clock of the host, in seconds.
@@ -47,7 +47,7 @@ class DeviceClock:
         """Event after the last transfer of each queue."""
 
     def mark(self) -> Callable[[], float]:
-        """Marks the present end of the current stream; returns a function that waits for it and
+        """Records an event on the current stream. Returns a function that waits for the event and
         returns its time in seconds."""
         event = self._event()
 
@@ -60,18 +60,16 @@ class DeviceClock:
     def follow(
         self, handle: Any, queue: object, enqueued_s: float, tensors: Sequence[torch.Tensor]
     ) -> Callable[[], WorkTimes]:
-        """Starts to time a transfer of `tensors` that was just queued; returns a function for its
-        times, which waits for the end of the transfer.
+        """Times a transfer of `tensors` that was just queued; transfers of a queue run in order.
 
-        Args:
-            queue: transfers of one queue run one after another.
+        Returns a function that waits for the end of the transfer and returns its times.
         """
         ready = self._event()
         aside = self._aside.get(queue)
         if aside is None:
             aside = self._aside[queue] = torch.cuda.Stream(self._device)
         for tensor in tensors:
-            # torch holds them until the first wait for the transfer, which is the next one.
+            # torch holds the tensors only until the first wait for the transfer, which is below.
             tensor.record_stream(aside)
         with torch.cuda.stream(aside):
             handle.wait()
@@ -90,22 +88,23 @@ class DeviceClock:
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        # The device of a thread may be another one than that of the tensors.
+        # The current device of a thread may differ from the tensors' device.
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def at_s(self, event: torch.cuda.Event) -> float:
-        """Returns the time of an event that has passed, in seconds."""
+        """Returns the time in seconds of an event that has passed."""
         return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
 
 
 class Exchange:
-    """A send of `send` to rank `peer` of the job and a receive of `recv` from it.
+    """Send of `send` to rank `peer` of the job, and receive of `recv` from that rank.
 
-    It has the methods of torch's works, but no times.
+    Has the methods of torch's works except for times.
 
     Args:
-        staged: True sends through host memory: Gloo and MPI take the addresses of a GPU for theirs.
+        staged: True sends through host memory. Gloo and MPI need this for CUDA tensors, since they
+            would use a GPU's addresses as the host's.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Exchange:
     ) -> None:
         self._works: list[Any] = []
         self._ended: set[Any] = set()
-        """Works that were waited for; empty where each waiting stream must wait."""
+        """Works that were waited for; stays empty if each stream must wait by itself (CUDA)."""
         self._target = recv if staged else None
         if staged:
             send, recv = send.cpu(), torch.empty_like(recv, device="cpu")
@@ -139,7 +138,7 @@ class Exchange:
                 if not self._tensors[0].is_cuda:
                     self._ended.add(work)  # Gloo allows only one wait per message
         if self._target is not None:
-            self._target.copy_(self._tensors[1])  # from pageable memory: it has ended on return
+            self._target.copy_(self._tensors[1])  # from pageable memory: ends before it returns
             self._target = None
 
     def is_completed(self) -> bool:
@@ -152,14 +151,14 @@ class Exchange:
 
 
 class Noted:
-    """A transfer logged by `Communicator.note`; like a work that only has times."""
+    """Transfer that was logged by `Communicator.note`; of a work's methods it has only `times`."""
 
     def __init__(self, nbytes: int, enqueued_s: float) -> None:
         self.nbytes, self._enqueued_s = nbytes, enqueued_s
         self.finished_s: float | None = None
 
     def times(self) -> WorkTimes:
-        """Returns its times; raises `UserError` until the transfer has been waited for."""
+        """Returns the times; raises `UserError` until the transfer has been waited for."""
         if self.finished_s is None:
             raise UserError("no times: the transfer has not been waited for yet")
         began_s = self._enqueued_s

@@ -23,25 +23,23 @@ def blocks_of(size: int, local_size: int, what: str = "blocks") -> tuple[Ranks, 
     """Returns the blocks of `local_size` neighbours, and per local rank its ranks in all blocks.
 
     Args:
-        what: name of the blocks in the error message.
+        what: name of the blocks for the error message.
 
     Raises:
         UserError: `size` is not a multiple of `local_size`.
     """
     if local_size < 1 or size % local_size:
         raise UserError(
-            f"hierarchical averaging: {size} ranks are no whole number of {what} of "
-            f"{local_size} ranks each"
+            f"hierarchical averaging: {size} ranks cannot be split into {what} of {local_size} "
+            "ranks each"
         )
     blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
     return blocks, [range(place, size, local_size) for place in range(local_size)]
 
 
 def in_blocks(communicator: Communicator, local_size: int) -> Communicator:
-    """Returns a `Hierarchy` over blocks of neighbours, or `communicator` itself if there is one
-    block or each block has one rank.
-
-    A collective call.
+    """Returns a `Hierarchy` over blocks of neighbours, or `communicator` itself if there is a
+    single block or each block has one rank. Collective.
 
     Args:
         local_size: ranks per block; block b holds ranks b * local_size to (b+1) * local_size - 1.
@@ -54,16 +52,16 @@ def in_blocks(communicator: Communicator, local_size: int) -> Communicator:
 
 
 class Hierarchy(SubCommunicator):
-    """A communicator of all ranks of a parent, with all-reduces in three phases; see `in_blocks`.
+    """Communicator of all ranks of a parent, with all-reduces in three phases; see `in_blocks`.
 
-    First, a reduce-scatter leaves each rank of a block its share of the block's sum. Second, the
-    ranks with the same local rank in all B blocks all-reduce their shares. Third, an all-gather in
-    the block completes the result (Mikami et al. 2018, arXiv 1811.05233). So 2 (B-1)/B of a buffer
-    passes each way between a block and the others, where a ring of all P ranks takes 2 (P-1)/P. On
-    the far network a start-up involves B ranks instead of P.
+    First, a reduce-scatter leaves each rank of a block with its share of the block's sum. Second,
+    the ranks with the same local rank in all B blocks all-reduce their shares. Third, an all-gather
+    in the block completes the result (Mikami et al. 2018, arXiv 1811.05233). So 2 (B-1)/B of a
+    buffer passes each way between a block and the others, where a ring of all P ranks takes 2
+    (P-1)/P. A start-up on the network between blocks involves B ranks, not P.
 
-    Phases of one kind start in the order of the calls. Each starts when its tensor's previous phase
-    has ended, so the phases of several tensors overlap.
+    Phases of the same number start in the order of the calls. Each phase starts when the previous
+    phase of its tensor has ended, so the phases of different tensors overlap.
     """
 
     def __init__(self, parent: Communicator, local_size: int) -> None:
@@ -85,8 +83,8 @@ class Hierarchy(SubCommunicator):
         self._queue(channel, priority, tensor)
         if tensor.numel() % self.local_size:
             raise UserError(
-                f"hierarchical averaging: {tensor.numel()} elements cannot be shared by the "
-                f"{self.local_size} ranks of a block"
+                f"hierarchical averaging: the {self.local_size} ranks of a block cannot share "
+                f"{tensor.numel()} elements equally"
             )
         whole = self._summand(flat_view(tensor), op)
         share = whole.new_empty(whole.numel() // self.local_size)
@@ -126,7 +124,7 @@ class Hierarchy(SubCommunicator):
         return ThreeLegs(self._parent, last, whole.nbytes)
 
     def close(self) -> None:
-        """Waits for all transfers under way, and destroys the process groups of the blocks."""
+        """Waits for all pending transfers, and destroys the process groups of the blocks."""
         for thread in self._threads:
             thread.shutdown(wait=True)
         for leg in self._legs:
@@ -135,7 +133,7 @@ class Hierarchy(SubCommunicator):
 
 
 class ThreeLegs:
-    """An all-reduce of a `Hierarchy` under way, with the methods of `Work`."""
+    """All-reduce of a `Hierarchy` that has started; it has the methods of `Work`."""
 
     def __init__(self, communicator: Communicator, last: Future[Work], nbytes: int) -> None:
         self._communicator = communicator

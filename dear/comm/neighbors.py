@@ -1,8 +1,8 @@
 """Averaging between neighbours: the weights of each rank, and the messages that carry values.
 
-`Exchange` sends a round along the edges of a graph of ranks. `Machines` averages exactly inside
-each machine and with weights between machines. `GlobalAverage` measures the distance between ranks
-(also importable as `dear.consensus`).
+`Exchange` runs a round of averaging along the edges of a graph of ranks. `Machines` averages
+equally in each machine and with weights between machines. `GlobalAverage` measures the distance
+between ranks (also importable as `dear.consensus`).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One rank's part in an averaging round.
+    """Part of one rank in a round of averaging.
 
     The rank computes `x <- self_weight * x + sum over j of sources[j] * (values that j sends)`.
     """
 
     self_weight: float
     sources: dict[int, float] = field(default_factory=dict)
-    """Rank -> factor of the values that come from it."""
+    """Rank -> factor of the values that this rank receives from there."""
     destinations: dict[int, float] = field(default_factory=dict)
-    """Rank -> factor of the values that go to it."""
+    """Rank -> factor of the values that this rank sends there."""
 
     @classmethod
     def of(cls, graph: nx.DiGraph, rank: int) -> Round:
-        """Returns the part of `rank` in averaging with the weights of `graph`."""
+        """Returns the part of `rank` if receivers weigh the values, by the weights of `graph`."""
         self_weight, sources = recv_weights(graph, rank)
         targets = dict.fromkeys(out_neighbors(graph, rank), 1.0)
         return cls(self_weight=self_weight, sources=sources, destinations=targets)
 
     @classmethod
     def splitting(cls, graph: nx.DiGraph, rank: int) -> Round:
-        """Returns the part of `rank` if senders set weights: 1 / (k + 1) for self and k targets."""
+        """Returns the part of `rank` if senders weigh: 1 / (k + 1) for itself and its k targets."""
         targets = out_neighbors(graph, rank)
         share = 1.0 / (len(targets) + 1)
         sources = dict.fromkeys(in_neighbors(graph, rank), 1.0)
@@ -60,7 +60,7 @@ class Round:
 
 
 class Pending:
-    """An exchange under way."""
+    """Round of averaging that has started."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Pending:
         self._combine = combine
 
     def finish(self, values: torch.Tensor) -> None:
-        """Waits, then replaces `values` (1-D, this rank's values) by the result of the round."""
+        """Waits, then replaces `values` (1-D, values of this rank) by the result of the round."""
         self.wait()
         with torch.no_grad():
             self._combine(values)
@@ -94,14 +94,14 @@ def timed(communicator: Communicator, wait: Callable[[], Any]) -> Callable[[], N
 
 
 class Exchange:
-    """Messages along the edges of graphs of ranks, over any process group.
+    """Rounds of averaging along the edges of graphs of ranks, over any process group.
 
-    The constructor is a collective call. All ranks must start the same exchanges in the same order.
-    The comm core's neighbour collectives carry CPU tensors over comm_core or Gloo, and CUDA tensors
-    over NCCL.
+    The constructor is collective. All ranks must start the same rounds in the same order. The comm
+    core's neighbour collectives carry CPU tensors over comm_core or Gloo, and CUDA tensors over
+    NCCL.
 
     Args:
-        streams: number of exchanges that may run at the same time.
+        streams: number of rounds that may run at the same time.
 
     Raises:
         Unavailable: the comm core is not built.
@@ -113,7 +113,7 @@ class Exchange:
         self.core = core_module().Communicator(streams, communicator.groups[0], limit_s)
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
-        """Starts a round with `values` (1-D), which must not change until it is finished."""
+        """Starts a round with `values` (1-D); they must not change until `Pending.wait` returns."""
         sent = values.nbytes * len(part.destinations)
         if any(factor != 1 for factor in part.destinations.values()):
             mixed = torch.empty_like(values)
@@ -139,7 +139,7 @@ class Exchange:
     def pending(
         self, handle: int, nbytes: int, combine: Callable[[torch.Tensor], Any] = lambda values: None
     ) -> Pending:
-        """Wraps a handle of `core`, and counts `nbytes` as sent by this rank."""
+        """Returns the `Pending` of a handle of `core`, and counts `nbytes` as sent by this rank."""
         self._communicator.bytes_sent += nbytes
         core, ended = self.core, self._communicator.note("neighbors", nbytes)
 
@@ -151,19 +151,19 @@ class Exchange:
         return Pending(wait, lambda: core.done(handle), combine)
 
     def close(self) -> None:
-        """Waits for all exchanges under way, and releases the process groups."""
+        """Waits for all pending rounds, and releases the process groups."""
         self.core.destroy()
 
 
 class Machines:
-    """Averaging over blocks of `local_size` ranks, where each block is a machine.
+    """Averaging over machines, which are blocks of `local_size` consecutive ranks.
 
-    A round averages over the machine by a reduce-scatter. Each rank then exchanges its share with
-    the ranks of the same local rank on the neighbouring machines, and an all-gather completes the
-    result. So one tensor per neighbour leaves a machine, spread over its ranks, and all ranks of a
-    machine get bitwise equal results.
+    A round has three parts. A reduce-scatter averages in the machine. Each rank then exchanges its
+    share with the ranks of the same local rank on the neighbouring machines. An all-gather in the
+    machine completes the result. So a machine sends one tensor to each neighbour, spread over its
+    ranks, and all ranks of a machine get bitwise equal results.
 
-    The constructor is a collective call.
+    The constructor is collective.
 
     Raises:
         UserError: the world size is not a multiple of `local_size`, or the communicator does not
@@ -175,19 +175,22 @@ class Machines:
         size = communicator.size
         blocks, _ = blocks_of(size, local_size, "machines")
         if size != dist.get_world_size():
-            raise UserError("hierarchical averaging needs a communicator of all ranks of the job")
+            raise UserError(
+                "hierarchical averaging needs a communicator of all ranks of the job, got "
+                f"{size} of {dist.get_world_size()} ranks"
+            )
         self.local_size = local_size
         self.count = len(blocks)
         self.machine, self._local_rank = divmod(communicator.rank, local_size)
         self._communicator = communicator
         self._group, _ = dist.new_subgroups(local_size, timeout=communicator.timeout)
         self.local = Communicator(self._group)
-        """The ranks of this machine."""
+        """Communicator of the ranks of this machine."""
         self._between = Exchange(communicator)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear machines")
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
-        """Starts a round over `values` (1-D); the ranks of `part` are numbers of machines."""
+        """Starts a round over `values` (1-D); ranks in `part` stand for numbers of machines."""
         mixed = values.new_zeros(-(-values.numel() // self.local_size) * self.local_size)
         mixed[: values.numel()] = values
         share = mixed.nbytes // self.local_size
@@ -218,11 +221,11 @@ class Machines:
             self.local.all_gather(mixed, shard).wait()
 
     def _places(self, machines: dict[int, float]) -> dict[int, float]:
-        """Maps machine numbers to the ranks with this rank's local rank there."""
+        """Maps numbers of machines to the ranks there with the same local rank as this rank."""
         return {m * self.local_size + self._local_rank: weight for m, weight in machines.items()}
 
     def close(self) -> None:
-        """Waits for all rounds under way, and releases the process groups."""
+        """Waits for all pending rounds, and releases the process groups."""
         self._worker.shutdown(wait=True)
         self._between.close()
         self.local.close()
@@ -232,7 +235,7 @@ class Machines:
 def weighted_sum(
     target: torch.Tensor, self_weight: float, terms: Iterable[tuple[float, torch.Tensor]]
 ) -> None:
-    """Computes `target <- self_weight * target + sum of weight * term`; 16-bit sums use float32."""
+    """Computes `target <- self_weight * target + sum of weight * term`, in float32 for 16 bits."""
     half = target.dtype in (torch.float16, torch.bfloat16)
     total = target.float() if half else target
     total.mul_(self_weight)
@@ -243,12 +246,12 @@ def weighted_sum(
 
 
 class GlobalAverage:
-    """Replaces tensors by their means over all ranks, and restores them on request.
+    """Averages tensors over all ranks in place, and restores them on request.
 
     All calls are collective, with tensors of the same shapes on all ranks.
 
     Args:
-        tensors: floating-point or complex ones are averaged; others do not change.
+        tensors: floating-point and complex tensors are averaged; others do not change.
     """
 
     def __init__(self, communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
@@ -258,15 +261,15 @@ class GlobalAverage:
 
     @property
     def applied(self) -> bool:
-        """True while `revert` can restore the tensors."""
+        """True if the tensors are averaged and `revert` can restore them."""
         return self._kept is not None
 
     def apply(self, *, keep: bool = True, measure: bool = True) -> float | None:
-        """Averages in place; raises `UserError` if an average with a copy is not reverted yet.
+        """Averages in place; raises `UserError` if the last average with a copy was not reverted.
 
         Args:
             keep: keep a copy for `revert`.
-            measure: return this rank's distance to the mean (the norm of the difference).
+            measure: return the distance of this rank's values to the mean (norm of the difference).
         """
         if self.applied:
             raise UserError("the models are averaged already; call revert() first")
@@ -279,9 +282,9 @@ class GlobalAverage:
             return distance(copies, self._tensors) if measure else None
 
     def revert(self) -> None:
-        """Restores the tensors; raises `UserError` if there is no copy."""
+        """Restores the tensors; raises `UserError` if `apply` has kept no copy."""
         if self._kept is None:
-            raise UserError("there is nothing to revert: no average with a copy has been made")
+            raise UserError("there is nothing to revert: no average has kept a copy")
         with torch.no_grad():
             for tensor, copy in zip(self._tensors, self._kept, strict=True):
                 tensor.copy_(copy)

@@ -1,4 +1,4 @@
-"""Neighbours that one-sided windows reach: staleness, failures, departures, and their memory."""
+"""Neighbours whose memory a rank can write (one-sided windows): their state, and their memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ T = TypeVar("T")
 log = logging.getLogger("dear")
 
 OWN = 0
-"""Slot in which a rank shows its own value to readers; slots of neighbours follow, ascending."""
+"""Slot in which a rank shows its own values; the slots of its in-neighbours follow, ascending."""
 LOOK_S = 0.5
 _numbers = itertools.count()
 
 
 @dataclass
 class Staleness:
-    """Staleness of one neighbour's values, in steps: own steps minus the sender's, at each use.
+    """Statistics of how old one neighbour's values are, in steps, whenever they are used.
 
-    0: the neighbour is level. Above 0: it is behind, or its values are slow to arrive. Below 0: it
-    is ahead.
+    The age is the number of this rank's steps minus the number of the sender's steps. It is 0 if
+    both ranks are level, above 0 if the neighbour is behind or its values arrive late, and below 0
+    if the neighbour is ahead.
     """
 
     uses: int = 0
@@ -38,47 +39,47 @@ class Staleness:
     last: int | None = None
 
     def note(self, behind: int) -> None:
-        """Counts one use of values that are `behind` steps old."""
+        """Counts one use of values with an age of `behind` steps."""
         self.uses, self.total, self.last = self.uses + 1, self.total + behind, behind
         self.highest = behind if self.highest is None else max(self.highest, behind)
 
     def summary(self) -> dict[str, Any]:
-        """Returns `uses`, and `mean`, `max`, `last` in steps (None before the first use)."""
+        """Returns `uses`, and `mean`, `max`, `last` age in steps (None before the first use)."""
         mean = self.total / self.uses if self.uses else None
         return {"uses": self.uses, "mean": mean, "max": self.highest, "last": self.last}
 
 
 @dataclass(eq=False)
 class Peer:
-    """A neighbour, and the state of its transfers with this rank."""
+    """Neighbour, and the state of its transfers with this rank."""
 
     rank: int
     group: Any
-    """Process group in which windows reach the neighbour."""
+    """Process group in which windows reach this neighbour."""
     place: int
     """The neighbour's rank in `group`."""
     here: int
     """Rank of this process in `group`."""
     slot: int | None
-    """Slot on this rank for the neighbour's values; None: it sends nothing to this rank."""
+    """Slot on this rank for this neighbour's values; None: it sends nothing to this rank."""
     slot_there: int | None
-    """Slot on the neighbour for this rank's values; None: this rank sends nothing to it."""
+    """Slot on this neighbour for this rank's values; None: this rank sends nothing to it."""
     staleness: Staleness = field(default_factory=Staleness)
     sent: int = 0
     skipped: int = 0
-    """Messages left out because the previous message to it was still under way."""
+    """Messages left out because the previous message to this neighbour had not ended."""
     lost: bool = False
 
 
 class Peers:
-    """The neighbours of this rank in a graph; construction and closing are collective calls.
+    """Neighbours of this rank in a graph; construction and closing are collective calls.
 
     Args:
         graph: edges from sender to receiver, the same on all ranks; weights are ignored.
-        apart: give each pair of neighbours its own process group. If a rank dies, only its own
-            transfers fail: it counts as lost, and they are left out. Otherwise one failure breaks
-            the operations of all ranks. With `apart`, shown values cannot be read.
-
+        apart: True gives each pair of neighbours its own process group. If a rank dies, only its
+            own transfers fail. The rank then counts as lost, and its transfers are left out. With
+            False, one failure breaks the operations of all ranks. With True, a rank cannot read
+            the values that another rank shows.
     Raises:
         UserError: the nodes of the graph are not the ranks.
         Unavailable: the comm core is not built.
@@ -99,11 +100,11 @@ class Peers:
         self.windows: list[Any] = []
         self._made: list[Any] = []
         self.departures = Departures(communicator) if apart else None
-        """Register of done and lost ranks; only with `apart`."""
+        """Register of the ranks that are done or lost; only with `apart`."""
         self.near: dict[int, Peer] = {}
-        """Peers by rank; with `apart` in an order that prevents circular waits between ranks."""
+        """Neighbours by rank; with `apart`, their order prevents circular waits between ranks."""
         self.group = communicator.groups[0]
-        """Process group of all ranks that serves the windows, unless `apart`."""
+        """Process group of all ranks for the windows; not used with `apart`."""
         if apart:
             self._reach_apart(graph)
             return
@@ -117,7 +118,7 @@ class Peers:
             self.near[other] = Peer(other, self.group, other, self.rank, slot, target_slot)
 
     def _reach_apart(self, graph: nx.DiGraph) -> None:
-        """Makes a process group for each pair of neighbours, with one slot each way."""
+        """Makes a process group for each pair of neighbours, with one slot per direction."""
         job = dist.get_process_group_ranks(self.group)
         for pair in sorted({tuple(sorted(edge)) for edge in graph.edges if edge[0] != edge[1]}):
             group = self._new_group([job[rank] for rank in pair], mine=self.rank in pair)
@@ -135,9 +136,9 @@ class Peers:
         return group
 
     def attempt(self, peer: Peer, call: Callable[..., T], *args: Any) -> T | None:
-        """Runs `call(*args)`; with `apart`, returns None if `peer` is lost before or by the call.
+        """Returns `call(*args)`; with `apart`, returns None if `peer` is lost or the call fails.
 
-        Without `apart`, a failure raises.
+        Without `apart`, a failed call raises its RuntimeError.
         """
         if not self.apart:
             return call(*args)
@@ -146,7 +147,7 @@ class Peers:
         try:
             return call(*args)
         except RuntimeError:
-            # A failed operation makes the group of this pair unusable, and no other group.
+            # A failed operation makes only the group of this pair unusable.
             peer.lost = True
             log.warning("rank %d has died; training continues without it", peer.rank)
             self._expect_departures().done(peer.rank)
@@ -157,17 +158,17 @@ class Peers:
         return self.departures
 
     def leave(self, timeout_s: float) -> None:
-        """Waits until all ranks have left or are lost; neighbours may continue to write until then.
+        """Waits until all ranks have left or are lost; neighbours may still write until then.
 
-        Needs `apart`. Raises RuntimeError if some ranks do not leave within `timeout_s` seconds.
+        Only with `apart`. Raises RuntimeError if some have not left after `timeout_s` seconds.
         """
         departures = self._expect_departures()
         departures.done()
         departures.wait(timeout_s, lambda: [window.slots.look() for window in self.windows[:1]])
 
     def statistics(self) -> dict[str, Any]:
-        """Returns `staleness` by source (see `Staleness.summary`), numbers of messages `sent` and
-        `skipped` by target, and the `lost` ranks."""
+        """Returns `staleness` by source (see `Staleness.summary`), the numbers of messages `sent`
+        and `skipped` by target, and the `lost` ranks."""
         peers = self.near.values()
         targets = [peer for peer in peers if peer.slot_there is not None]
         return {
@@ -178,7 +179,7 @@ class Peers:
         }
 
     def freed(self, window: Any) -> None:
-        """Removes a freed window; with the last one, destroys the process groups."""
+        """Removes a freed window; destroys the process groups with the last window."""
         self.windows.remove(window)
         if not self.windows:
             for group in self._made:
@@ -192,10 +193,10 @@ class Peers:
 
 
 class Departures:
-    """Register, in the job's store, of the ranks that are done or lost.
+    """Register of the ranks that are done or lost, in the job's store.
 
-    All ranks must construct it in the same order. A barrier would have a collective's time limit,
-    which a rank several times slower than the others can exceed.
+    All ranks must construct it in the same order. A barrier would not do: it has a collective's
+    time limit, which a rank that is several times slower than the others can exceed.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -207,7 +208,7 @@ class Departures:
         self._store = dist.PrefixStore(name, default)  # type: ignore[attr-defined]
 
     def done(self, rank: int | None = None) -> None:
-        """Records that this rank makes no further steps, or that `rank` is lost."""
+        """Records that this rank makes no more steps, or that `rank` is done or lost."""
         self._store.set(str(self._rank if rank is None else rank), "")
 
     def gone(self, rank: int) -> bool:
@@ -215,10 +216,9 @@ class Departures:
         return self._store.check([str(rank)])
 
     def wait(self, timeout_s: float, look: Callable[[], object]) -> None:
-        """Waits until all ranks are done or lost; after `timeout_s` raises RuntimeError with names.
+        """Waits until all ranks are done or lost; calls `look`, which may record losses, meanwhile.
 
-        Args:
-            look: called from time to time; may record lost ranks.
+        Raises RuntimeError, with the ranks that are neither, after `timeout_s` seconds.
         """
         deadline = self._clock() + timeout_s
         waiting = list(range(self._size))
@@ -237,7 +237,7 @@ class Departures:
 
 
 class Slots:
-    """Memory of a window on this rank and its neighbours: slots of rows.
+    """Memory of a window on this rank and its neighbours, divided into slots of one row each.
 
     Args:
         room: length of a slot in elements.
@@ -247,7 +247,7 @@ class Slots:
         window = core_module().Window
         self._peers = peers
         self._whole: Any = None
-        """One window of all ranks; None with `apart`, where each neighbour has its own."""
+        """Window of all ranks; None with `apart`, where each neighbour has its own window."""
         if peers.apart:
             self._cores: dict[int, Any] = {
                 peer.rank: window(int(peer.slot is not None), room, dtype, peer.group)
@@ -258,27 +258,27 @@ class Slots:
             self._cores = dict.fromkeys(peers.near, self._whole)
 
     def send(self, message: torch.Tensor, target: int, *, add: bool, start: int = 0) -> Any:
-        """Starts to write to this rank's slot at `target`; returns the work, or None if lost."""
+        """Starts to write to this rank's slot at `target`; returns the operation, None if lost."""
         peer, core = self._peers.near[target], self._cores[target]
         call = core.accumulate if add else core.put
         return self._peers.attempt(peer, call, message, peer.place, peer.slot_there, start)
 
     def show(self, message: torch.Tensor) -> None:
-        """Writes this rank's own slot, which others read; no effect with `apart` peers."""
+        """Writes the slot of this rank that others read; has no effect with `apart` peers."""
         if self._whole is not None:
             self._whole.put(message, self._peers.rank, OWN).wait()
 
     def fetch(self, row: torch.Tensor, source: int) -> Any:
-        """Starts to read the slot that `source` shows; returns the work."""
+        """Starts to read the slot that `source` shows; returns the operation."""
         return self._whole.get(row, source, OWN)
 
     def write(self, source: int, message: torch.Tensor) -> None:
-        """Writes the slot of `source` on this rank."""
+        """Writes to the slot on this rank that belongs to `source`."""
         peer, core = self._peers.near[source], self._cores[source]
         self._peers.attempt(peer, lambda: core.put(message, peer.here, peer.slot).wait())
 
     def read(self, wanted: Iterable[int], clear: bool = False) -> dict[int, torch.Tensor]:
-        """Copies the slots of the `wanted` sources that are not lost, and resets their versions."""
+        """Returns copies of the slots of `wanted` sources that are not lost; versions become 0."""
         wanted = list(wanted)
         if self._whole is not None and wanted and wanted == self._peers.sources:
             slots = self._whole.read(1, len(wanted), reset_versions=True, clear=clear)
@@ -292,7 +292,7 @@ class Slots:
         return result
 
     def peek(self, source: int, part: torch.Tensor, start: int) -> torch.Tensor | None:
-        """Reads elements of a slot of this rank without clearing them; None if `source` is lost."""
+        """Returns a copy of elements of a slot on this rank, or None if `source` is lost."""
         peer = self._peers.near[source]
 
         def read() -> torch.Tensor:
@@ -302,11 +302,11 @@ class Slots:
         return self._peers.attempt(peer, read)
 
     def versions(self) -> dict[int, int]:
-        """Returns source -> writes to its slot since the last read; not for `apart` peers."""
+        """Returns, per source, the writes to its slot since the last read; not with `apart`."""
         return dict(zip(self._peers.sources, self._whole.versions()[1:], strict=True))
 
     def look(self) -> None:
-        """Checks which peers have died, and marks them as lost."""
+        """Checks which neighbours have died, and marks these as lost."""
         for peer in self._peers.near.values():
             self._peers.attempt(peer, self._cores[peer.rank].versions)
 

@@ -1,4 +1,4 @@
-"""Rendezvous of a job's ranks: the store that torch's process groups are made with."""
+"""Rendezvous of a job's ranks: the store with which torch makes its process groups."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _joins = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPoint:
-    """Location of the store: a file, or a port that rank 0 opens; neither for a world of one."""
+    """Place of the store: a file, or a port that rank 0 opens; neither for a world of one."""
 
     path: str | None = None
     host: str | None = None
     port: int = 0
     announced: bool = False
-    """True if host and port are those of horovodrun's key-value server, which has rank 0's."""
+    """True if `host` and `port` belong to horovodrun's server, where rank 0 announces its own."""
 
 
 def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> MeetingPoint:
@@ -72,7 +72,7 @@ _TO_RANKS = {
     "jsrun": "jsrun -E MASTER_ADDR=HOST -E MASTER_PORT=PORT",
     "Flux": "flux run --env=MASTER_ADDR=HOST --env=MASTER_PORT=PORT",
 }
-"""Words with which a launcher gives its ranks the variables."""
+"""Command line that gives these variables to all ranks, by launcher."""
 
 
 def master_address(env: Mapping[str, str] = os.environ) -> str | None:
@@ -86,7 +86,7 @@ def meet(facts: RankFacts, timeout_s: float) -> stores.Store:
 
     Raises:
         UserError: two processes have the same rank, or a rank did not join in time. All ranks that
-            joined raise it; the message names ranks, hosts and processes.
+            have joined raise it. The message names ranks, hosts and processes.
     """
     point = meeting_point(facts)
     if point.path is None and point.host is None:
@@ -116,8 +116,8 @@ def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> stores.Sto
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"MASTER_ADDR={point.host!r} is no address: {reason}; set it to a name or address of "
-            "rank 0's host that every host resolves"
+            f"MASTER_ADDR={point.host!r} is no usable address: {reason}; set it to a name or an "
+            "address of rank 0's host that every host can resolve"
         ) from None
     if serve:
         try:
@@ -126,10 +126,10 @@ def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> stores.Sto
             if "EADDRINUSE" not in str(error):
                 reason = str(error).partition("\n")[0]
                 raise UserError(
-                    f"rank 0 cannot open a port at MASTER_ADDR:MASTER_PORT {where}: {reason}; is "
-                    f"this an address of its host, {socket.gethostname()}?"
+                    f"rank 0 cannot open a port at MASTER_ADDR:MASTER_PORT {where}: {reason}; set "
+                    f"MASTER_ADDR to an address of rank 0's host ({socket.gethostname()})"
                 ) from None
-            # Another rank 0 may hold the port: the roll call reports that. Or another program does.
+            # The port may belong to another rank 0 (the roll call reports it) or another program.
     try:
         _await_listener(point, timeout_s)
         seconds = HELD_PORT_S if serve else max(timeout_s, HELD_PORT_S)
@@ -148,14 +148,14 @@ def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> stores.Sto
 
 
 def _announced(point: MeetingPoint, scope: str, facts: RankFacts, timeout_s: float) -> stores.Store:
-    """Opens the store at a port that rank 0 chooses and announces in horovodrun's server."""
+    """Opens the store at a port that rank 0 chooses and announces on horovodrun's server."""
     deadline = time.monotonic() + timeout_s
     while True:
         server = http.client.HTTPConnection(point.host or "", point.port, timeout=timeout_s)
         try:
             server.connect()
             if facts.rank == 0:
-                # The other ranks' hosts reach the server, and so this address, too.
+                # The other ranks' hosts reach the server at this address, so they can use it, too.
                 host = server.sock.getsockname()[0]
                 at = MeetingPoint(host=host)
                 store = _tcp_store(at, facts, timedelta(seconds=timeout_s), serve=True)
@@ -178,8 +178,8 @@ def _announced(point: MeetingPoint, scope: str, facts: RankFacts, timeout_s: flo
             return _open(MeetingPoint(host=host, port=int(port)), facts, left)
         if time.monotonic() > deadline:
             raise UserError(
-                f"rank {facts.rank} of {facts.world_size}: rank 0 did not come within "
-                f"{timeout_s:g} s; does it call dear.init(), too?"
+                f"rank {facts.rank} of {facts.world_size}: rank 0 did not announce its store in "
+                f"{timeout_s:g} s; check that rank 0 calls dear.init(), too"
             )
         time.sleep(0.05)
 
@@ -198,7 +198,7 @@ def _await_listener(point: MeetingPoint, timeout_s: float) -> None:
 
 
 def _in_time(make: Callable[[], stores.Store], seconds: float) -> stores.Store:
-    """Calls `make` with a time limit, since torch has none if another program holds the port."""
+    """Calls `make` with a time limit, as torch has none if another program listens at the port."""
     results: queue.SimpleQueue[stores.Store | Exception] = queue.SimpleQueue()
 
     def run() -> None:
@@ -233,10 +233,10 @@ def _tcp_store(
 
 
 def _slurm_meeting_point(facts: RankFacts, env: Mapping[str, str]) -> MeetingPoint:
-    """Returns the step's first host, and a port computed from the numbers of job and step.
+    """Returns the step's first host, and a port computed from the job's and the step's number.
 
-    All ranks of a step compute the same port, so no exchange is needed. MASTER_ADDR and MASTER_PORT
-    override host and port.
+    All ranks of a step compute the same port, so they need no exchange. MASTER_ADDR and MASTER_PORT
+    replace the host and the port.
     """
     number = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
     job, step = (int(digits) for digits in re.findall(r"\d+", number)[:2])
@@ -264,7 +264,7 @@ _FAREWELL_S = 5.0
 
 
 def call_roll(store: stores.Store, facts: RankFacts, timeout_s: float) -> None:
-    """Waits until all ranks have joined exactly once; raises as `meet` does."""
+    """Waits until each rank has joined exactly once; raises the errors of `meet`."""
     times = store.add(f"rank{facts.rank}", 1)
     store.set(f"who{facts.rank}.{times}", f"{socket.gethostname()} process {os.getpid()}")
     if times > 1:
@@ -295,7 +295,7 @@ def _twice(store: stores.Store, facts: RankFacts) -> str:
     who = " and ".join(store.get(key).decode() for key in keys)
     return (
         f"rank {facts.rank} of {facts.world_size} was started more than once: on {who}; every "
-        "process needs a RANK of its own"
+        "process needs its own RANK"
     )
 
 

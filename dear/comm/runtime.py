@@ -38,7 +38,7 @@ _at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Joins the job that torchrun, mpirun, srun or horovodrun started, or starts a job of one rank.
 
-    A process group that the script has already made is used. A second call does nothing.
+    If the script has already made a process group, this group is used. A second call does nothing.
 
     Args:
         backend: `comm_core`, `gloo`, `nccl`, `mpi` or another that torch.distributed knows. The
@@ -46,8 +46,8 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
         timeout_s: time limit of each collective, in seconds; a collective raises beyond it.
 
     Raises:
-        UserError: the environment is contradictory, or gives the ranks no meeting point, or a rank
-            was started twice or not at all. All ranks that joined raise it.
+        UserError: the environment contradicts itself, gives the ranks no meeting point, or a rank
+            was started twice or not at all. All ranks that have joined raise this error.
         Unavailable: the backend is not built.
     """
     global _facts, _communicator
@@ -63,7 +63,8 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     if dist.get_world_size() != facts.world_size or dist.get_rank() != facts.rank:
         raise UserError(
             f"{facts.launcher} started rank {facts.rank} of {facts.world_size}, but the existing "
-            f"process group has rank {dist.get_rank()} of {dist.get_world_size()}"
+            f"process group has rank {dist.get_rank()} of {dist.get_world_size()}; make the group "
+            "of all ranks, with the launcher's numbers"
         )
     world = dist.group.WORLD
     assert world is not None  # the process group exists by now
@@ -87,7 +88,7 @@ def _end_of_script() -> None:
 
 
 def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> RankFacts:
-    """Makes the process group; returns the facts with the place on the host."""
+    """Makes the process group; returns the facts, completed by the place on the host."""
     timeout = timedelta(seconds=timeout_s)
     store = meet(facts, timeout_s)
     if facts.local_world_size == 0:
@@ -100,9 +101,9 @@ def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> RankFacts:
         if backend is None:
             backend = default_backend(facts, own_gpus=clash is None)
         elif clash is not None:
-            raise UserError(f"backend nccl needs a GPU per rank: {clash}")
-    # Events and streams are made on the present device. The first GPU is that without a call, which
-    # would take some of its memory also where the script uses no GPU.
+            raise UserError(f"backend nccl needs one GPU per rank, but {clash}; use comm_core")
+        # Events and streams are made on the current device. Without a call this is the first GPU.
+        # A call would take some GPU memory even if the script uses no GPU.
     if "nccl" in backend or torch.cuda.device_count() > 1:
         torch.cuda.set_device(gpu(facts))
     rank, size = facts.rank, facts.world_size
@@ -116,14 +117,14 @@ def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> RankFacts:
 
 
 def gpu(facts: RankFacts) -> int:
-    """Returns a rank's GPU index among those that the rank sees; a rank may see only one."""
+    """Returns the index of a rank's GPU among the GPUs that the rank sees (maybe only one)."""
     return facts.local_rank % torch.cuda.device_count()
 
 
 def _gpu_clash(facts: RankFacts, store: Store) -> str | None:
-    """Returns the reason why ranks do not have a GPU each, or None; the same on every rank.
+    """Returns the reason why ranks do not have one GPU each, or None; the same on every rank.
 
-    Ranks exchange the UUIDs of their GPUs, since the only GPU of one rank may be another's, too.
+    Ranks exchange the UUIDs of their GPUs: two ranks that see one GPU each may see the same.
     """
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
@@ -183,7 +184,7 @@ def _end() -> None:
 
 
 def at_shutdown(callback: Callable[[], None]) -> None:
-    """Registers a call before `shutdown` destroys the process group; the last one runs first."""
+    """Registers a call that `shutdown` makes before the process group ends; last in, first out."""
     _at_shutdown.append(callback)
 
 
@@ -209,12 +210,12 @@ def is_initialized() -> bool:
 def communicator() -> Communicator:
     """Returns the communicator of all ranks; raises `UserError` before `init`."""
     if _communicator is None:
-        raise UserError("call dear.init() first")
+        raise UserError("dear is not initialized, or was shut down: call dear.init() first")
     return _communicator
 
 
 def facts() -> RankFacts:
-    """Returns what the launcher reported for this process; raises `UserError` before `init`."""
+    """Returns the launcher's facts about this process; raises `UserError` before `init`."""
     communicator()
     assert _facts is not None
     return _facts
@@ -250,13 +251,13 @@ def local_size() -> int:
 def ranks_per_machine(communicator: Communicator) -> int:
     """Returns the number of ranks per machine; a blocking collective call.
 
-    Raises `UserError` if machines differ in it, or if a machine's ranks are not consecutive.
+    Raises `UserError` if machines have different numbers of ranks, or not consecutive ranks.
     """
     positions = communicator.gather_objects((local_rank(), local_size()))
     sizes = {size for _, size in positions}
     if len(sizes) > 1:
         raise UserError(
-            f"machines run different numbers of ranks ({', '.join(map(str, sorted(sizes)))}); "
+            f"machines run different numbers of ranks ({', '.join(map(str, sorted(sizes)))}), but "
             "hierarchical topologies need equal numbers; give local_size to choose blocks"
         )
     size = sizes.pop()
@@ -270,7 +271,7 @@ def ranks_per_machine(communicator: Communicator) -> int:
 
 
 def address_of(interface: str) -> str | None:
-    """Returns the IPv4 address of an interface, or None if it has none or does not exist."""
+    """Returns the IPv4 address of an interface, or None if there is none."""
     for name, family, address in _addresses():
         if name == interface and family == socket.AF_INET:
             return address
@@ -278,7 +279,7 @@ def address_of(interface: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Returns the interface that packets to `host` leave by, or None without a route."""
+    """Returns the interface by which packets to `host` leave this host, or None without a route."""
     try:
         family, kind, *_, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -290,7 +291,6 @@ def interface_towards(host: str) -> str | None:
 
 
 def _addresses() -> Iterator[tuple[str, int, str]]:
-    """Yields interface, family and address of this host."""
     import psutil
 
     for name, items in psutil.net_if_addrs().items():

@@ -1,8 +1,9 @@
 """One-sided exchange along a graph: each rank has a slot for every neighbour that sends to it.
 
-A rank takes no part in what others write, read or add. Threads of the comm core serve them. CUDA
-tensors are staged through host memory. Each message carries the number of steps that its sender had
-made, so that the reader knows the staleness of the values.
+When a rank writes, reads or adds, threads of the comm core serve the other rank, whose program
+takes no part. CUDA tensors go through host memory. Each message carries the number of steps that
+its sender had made, which tells the reader how stale the values are. If a window is weighted, each
+message also carries p, the weight of push-sum methods, which divide the values by p.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ NEVER = -1
 
 
 class Row:
-    """A message in contiguous host memory: values, the weight p, and the number of steps.
+    """Message in contiguous host memory: values, the weight p, and the number of steps.
 
-    A GPU can copy directly to `pinned` memory.
+    With `pinned` memory, a GPU can copy to it directly.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> None:
@@ -35,11 +36,14 @@ class Row:
         self.values = self.memory[:numel]
         self.steps = self.memory[start : start + TAG_BYTES // dtype.itemsize].view(torch.int64)
         self.works: list[Any] = []
-        """Operations that read the row."""
+        """Operations that still read the row."""
 
     @staticmethod
     def layout(numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Returns offset of the steps and length of the row, in elements; pads to cache lines."""
+        """Returns the offset of the steps and the length of the row, in elements.
+
+        The length is a multiple of a cache line.
+        """
         start = -(-(numel + 1) * dtype.itemsize // TAG_BYTES) * TAG_BYTES
         nbytes = -(-(start + TAG_BYTES) // LINE_BYTES) * LINE_BYTES
         return start // dtype.itemsize, nbytes // dtype.itemsize
@@ -51,21 +55,20 @@ class Row:
 
 
 class NeighborWindow:
-    """A tensor on every rank with one slot per in-neighbour, and a slot that others can read.
+    """Tensor on every rank with one slot per in-neighbour, and one slot that others can read.
 
-    Constructing and freeing are collective calls. If `weighted`, a number `p` travels in the same
-    message as the values; push-sum methods divide by it. If sender and reader give the `steps` of
-    their values, the peers' staleness is counted.
+    The constructor and `free` are collective. Staleness is counted if both sender and reader give
+    the `steps` of their values.
 
     Args:
-        peers: the neighbours that send and receive.
-        like: gives shape, dtype and device of the values; its values are shown first.
-        zero_slots: slots start as zeros; otherwise as this rank's own values.
-        weighted: values carry `p`, which starts as 1, and as 0 in the slots.
+        peers: neighbours that send and receive.
+        like: has the shape, dtype and device of the values; its values are shown first.
+        zero_slots: True: slots start as zeros; False: as this rank's own values.
+        weighted: values carry p, which starts as 1, and as 0 in the slots.
         steps: number of steps in the values of `like`.
 
     Raises:
-        UserError: the values are not floating-point, or `weighted` with a 16-bit dtype, which is
+        UserError: the values are not floating-point; or `weighted` with a 16-bit dtype, which is
             too coarse for p.
     """
 
@@ -91,7 +94,7 @@ class NeighborWindow:
         self._rows: list[Row] = []
         self._lock = threading.Lock()
         self._under_way: dict[int, Any] = {}
-        """Target -> its last message, until that has been seen to be complete."""
+        """Target -> its last message; removed when the message is known to be complete."""
         self._heard: dict[int, int] = {}
         """Source -> number of steps in its last message."""
         self.slots = Slots(peers, self._room, self.dtype)
@@ -110,15 +113,12 @@ class NeighborWindow:
         self.weighted = on
 
     def show(self, values: torch.Tensor, *, steps: int = 0) -> None:
-        """Makes `values` (and p) readable for others from now on; no effect with `apart` peers."""
+        """Makes `values` and p readable for others; has no effect with `Peers(apart=True)`."""
         with self._message(values, 1.0, self.p, steps) as row:
             self.slots.show(row.memory)
 
     def fill(self, values: torch.Tensor, *, steps: int = 0) -> None:
-        """Puts `values`, with a p of 0, into all slots of this rank.
-
-        This does not count as a write: versions are 0 afterwards.
-        """
+        """Puts `values`, with a p of 0, into all slots of this rank; versions become 0."""
         with self._message(values, 1.0, 0.0, steps) as row:
             for source in self.sources:
                 self.slots.write(source, row.memory)
@@ -129,9 +129,9 @@ class NeighborWindow:
         self.slots.read(self.sources, clear=True)
 
     def idle(self, *, wait: bool) -> list[int]:
-        """Returns the targets that have received their last message; others count as skipped.
+        """Returns the targets that have received their last message; counts the others as skipped.
 
-        With `wait`, waits for all of them. Raises RuntimeError if a message has failed.
+        With `wait`, waits for all targets. Raises RuntimeError if a message has failed.
         """
         reachable = []
         for target in self.targets:
@@ -145,7 +145,7 @@ class NeighborWindow:
         return reachable
 
     def wait(self) -> None:
-        """Waits until all messages have been applied or their targets are lost."""
+        """Waits until each message has been applied, or its target is lost."""
         for target in list(self._under_way):
             self._end(target)
 
@@ -163,14 +163,13 @@ class NeighborWindow:
         p: float | None = None,
         steps: int = 0,
     ) -> list[Any]:
-        """Writes `weight * values` into this rank's slot at each target; returns the works.
+        """Writes `weight * values` into this rank's slot at each target; returns the operations.
 
         The caller may change `values` immediately.
-
         Args:
             weights: target rank -> weight.
             add: add to the slot instead of replacing its content.
-            p: sent with the values if `weighted`; default: the current p.
+            p: p of the message if `weighted`; default: the current p.
             steps: number of steps in the values.
         """
         self._check(weights, self.targets, "send to", "receives from this rank")
@@ -195,7 +194,10 @@ class NeighborWindow:
         return works
 
     def fetch(self, sources: Iterable[int]) -> list[tuple[int, torch.Tensor, Any]]:
-        """Starts to read the shown values; returns `(rank, row, work)` for `store` or `collect`."""
+        """Starts to read the values that `sources` show; returns `(rank, row, operation)` tuples.
+
+        `store` takes these; `collect` takes the rows, once the operations have ended.
+        """
         started, sources = [], list(sources)
         self._check(sources, self.sources, "read from", "sends to this rank")
         for source in sources:
@@ -225,12 +227,11 @@ class NeighborWindow:
     ) -> None:
         """Computes `values <- self_weight * values + sum of weight * slot`; the same for p.
 
-        Versions of the slots that are read restart at 0.
-
+        Versions of the slots that are read become 0.
         Args:
-            weights: source rank -> weight. With `apart`, lost sources are left out, and the other
-                weights are scaled to sum to 1.
-            rows: rows from `fetch`, by source, to use instead of the slots.
+            weights: source rank -> weight. With `Peers(apart=True)`, lost sources are left out,
+                and the other weights are scaled to a sum of 1.
+            rows: rows from `fetch` by source, used in place of the slots.
             reset: set these slots to zero afterwards.
             steps: number of steps in `values`; staleness is counted if given.
         """
@@ -264,13 +265,13 @@ class NeighborWindow:
         return row[self._steps_at :].view(torch.int64)[:1]
 
     def steps_in(self, source: int) -> int | None:
-        """Returns the number of steps in the slot of `source`, or None if it is lost."""
+        """Returns the number of steps in the slot of `source`, or None if `source` is lost."""
         tag = torch.zeros(1, dtype=torch.int64)
         slot_data = self.slots.peek(source, tag.view(self.dtype), self._steps_at)
         return None if slot_data is None else int(tag.item())
 
     def p_arrived(self) -> float:
-        """Returns the sum of p in this rank's slots that was not collected yet."""
+        """Returns the sum of p in this rank's slots that was not yet collected."""
         arrived = torch.zeros(len(self.sources), dtype=self.dtype)
         for source, element in zip(self.sources, arrived.split(1), strict=True):
             self.slots.peek(source, element, self._numel)
@@ -283,7 +284,7 @@ class NeighborWindow:
 
     @contextlib.contextmanager
     def _message(self, values: torch.Tensor, weight: float, p: float, steps: int) -> Iterator[Row]:
-        """Yields a free row with the message, to be sent in the `with` block; thread-safe."""
+        """Yields a free row with the message; the `with` block sends it. Thread-safe."""
         self._check_kind(values)
         with self._lock:
             row = next((row for row in self._rows if not row.busy()), None)
@@ -313,6 +314,6 @@ class NeighborWindow:
     def _check(self, ranks: Iterable[int], allowed: list[int], doing: str, what: str) -> None:
         for rank in (rank for rank in ranks if rank not in allowed):
             raise UserError(
-                f"rank {self.rank} cannot {doing} rank {rank}: in the window's topology "
+                f"rank {self.rank} cannot {doing} rank {rank}: in the topology of the window, "
                 f"{allowed or 'no rank'} {what}"
             )

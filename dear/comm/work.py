@@ -1,4 +1,4 @@
-"""Collectives under way, and the account that a communicator keeps of them."""
+"""Transfers that have started (`Work`), and a communicator's log and counters of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALLBACK_S = 5.0
 
 
 class Work:
-    """A collective under way; after `wait` its tensors may be read or written again."""
+    """Collective that has started; its tensors may be read or written again after `wait`."""
 
     _times: WorkTimes | None = None
     _recorded: threading.Event | None = None
@@ -42,7 +42,6 @@ class Work:
             self._record(queue, tensors)
 
     def _record(self, queue: object, tensors: Sequence[torch.Tensor]) -> None:
-        """Begins to take the times of a transfer whose backend takes none."""
         communicator, handle = self._communicator, self._handle
         if self._streamed:
             clock = communicator.device_clock(tensors[0].device)
@@ -63,7 +62,7 @@ class Work:
         self._communicator.held_up(began_s, reported=self._native)
 
     def join(self) -> None:
-        """Waits in a helper thread; the time does not count as exposed communication."""
+        """Waits, as `wait` does, but counts no exposed communication; for helper threads."""
         self._handle.wait()
 
     def done(self) -> bool:
@@ -71,19 +70,20 @@ class Work:
         return bool(self._handle.is_completed())
 
     def on_complete(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the collective has ended, from a thread of the backend.
+        """Calls `callback` from a thread of the backend once the collective has ended.
 
-        Raises `UserError` on NCCL, which tells the host only that a collective is queued.
+        Raises:
+            UserError: the backend is NCCL, which tells the host only that a collective is queued.
         """
         if self._streamed:
             raise UserError(
-                "on_complete: NCCL reports no end of a collective to the host; call wait(), or use "
-                "comm_core or gloo"
+                "on_complete: NCCL does not tell the host when a collective ends; call wait(), or "
+                "use comm_core or gloo"
             )
         self._handle.get_future().add_done_callback(lambda _: callback())
 
     def future(self) -> torch.futures.Future[Any]:
-        """Returns a future that completes with the collective; torch's own code chains on it."""
+        """Returns a future that completes with the collective, for torch's own code."""
         future: torch.futures.Future[Any] = self._handle.get_future()
         return future
 
@@ -97,7 +97,10 @@ class Work:
         if self._recorded is not None and self._handle.is_completed():
             self._recorded.wait(CALLBACK_S)  # the callback may run shortly after the end
         if self._times is None:
-            raise UserError("no times: the collective is running, or record_times is off")
+            raise UserError(
+                "no times: the collective has not ended, or its communicator was made without "
+                "record_times=True"
+            )
         return self._times
 
     def _finished(self, queue: object, enqueued_s: float, recorded: threading.Event) -> None:
@@ -117,20 +120,21 @@ def device_type(tensor: torch.Tensor) -> str:
 
 @dataclass
 class Log:
-    """Events on this rank while the log was active."""
+    """Events on this rank while `Account.logged` was active."""
 
     started: list[tuple[str, int, Work | Noted]] = field(default_factory=list)
-    """Name of the call, its channel (for a sub-group, that of the sub-group), and the work."""
+    """Name of the call, channel number in its (sub-)communicator, and the work."""
     waits: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of each wait for communication, in seconds on `Communicator.clock`."""
 
 
 class Account:
-    """Log of one rank's transfers, and of the time that it waits for them.
+    """Log of one rank's transfers, and counter of the time that this rank waits for them.
 
     Args:
-        native: types of the devices whose tensors the backend `comm_core` moves.
-        streamed: types of those whose transfers end on a stream of the device, unseen by the host.
+        native: types of devices whose tensors the backend `comm_core` moves.
+        streamed: types of devices whose transfers end on a stream of the device (NCCL), so that the
+            host does not see the end.
         record_times: keep `Work.times()`; costs a callback per collective.
     """
 
@@ -141,8 +145,8 @@ class Account:
         self, *, native: frozenset[str], streamed: frozenset[str], record_times: bool
     ) -> None:
         self.native, self.streamed = native, streamed
-        """Types of devices: of the tensors that `comm_core` moves, which has priorities and takes
-        times on `clock` (on Linux); and of those that NCCL moves."""
+        """Types of devices whose tensors `comm_core` moves (it has priorities, and takes times on
+        `clock` on Linux), and of those whose tensors NCCL moves."""
         self.record_times = record_times
         self.clock, self.pause = time.perf_counter, time.sleep
         """Clock in seconds, and sleep; all code that measures or waits uses these two."""
@@ -151,15 +155,15 @@ class Account:
         self.blocked_s = 0.0
         """Exposed communication: seconds for which `Work.wait` blocked its callers."""
         self.held_up_until_s = -math.inf
-        """End on `clock` of the last wait for an operation that does not report its own end."""
+        """Time on `clock` at which the last wait for an operation that reports no end was over."""
         self.bytes_sent = 0
-        """Payload bytes handed to collectives so far (input tensors of this rank)."""
+        """Payload bytes that this rank has given to collectives so far (their input tensors)."""
         self._counting = threading.Lock()
-        """Lock of `bytes_sent`: threads of algorithms and backends start collectives, too."""
+        """Lock of `bytes_sent`, since threads of algorithms and backends start collectives, too."""
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[Log]:
-        """Logs the events on this rank within the context, and records `Work.times()` there."""
+        """Logs this rank's events within the context, and records `Work.times()` meanwhile."""
         before, self._log = self.record_times, Log()
         self.record_times = True
         try:
@@ -168,7 +172,7 @@ class Account:
             self.record_times, self._log = before, None
 
     def note(self, name: str, nbytes: int) -> Callable[[], None]:
-        """Logs a transfer that starts now outside this class; returns a function that ends it.
+        """Logs the start of a transfer from outside; returns a function that logs its end.
 
         The caller calls that function after the wait, which may be later than the true end.
         """
@@ -183,11 +187,11 @@ class Account:
         return ended
 
     def held_up(self, since_s: float, *, reported: bool = True) -> None:
-        """Counts a wait of the caller for communication, from `since_s` on `clock` until now.
+        """Counts the time from `since_s` (on `clock`) until now as a wait for communication.
 
         Args:
-            reported: True for an operation of the backend, which may report its own end. Without
-                such a report, the end of the wait is the best known value.
+            reported: True for an operation of the backend, which may report when it ended. Without
+                such a report, the end of the wait stands for the end of the operation.
         """
         now_s = self.clock()
         self.blocked_s += now_s - since_s
@@ -197,7 +201,7 @@ class Account:
             self._log.waits.append((since_s, now_s))
 
     def note_all_awaited(self) -> None:
-        """Records a wait for all started transfers by torch's code, which reports no waits."""
+        """Notes that torch's own code, which reports no waits, has waited for all transfers."""
         if self.native:
             comm_core.note_all_awaited()
         else:
@@ -215,7 +219,7 @@ class Account:
         """Returns the work of a call that was just started.
 
         Args:
-            queue: the process group; its calls run one after another.
+            queue: process group of the call; calls of one group run one after another.
             tensors: the output, if it is separate, and the input.
         """
         with self._counting:

@@ -1,8 +1,8 @@
 """Traffic between ranks in each step, and lower bounds of the step time.
 
-Pure functions of seconds and bytes give the limits of an algorithm's idea and of the hardware. An
+These functions of seconds and bytes give the limits of an algorithm's idea and of the hardware. An
 algorithm declares what it sends (`Algorithm.traffic`) and names its formula (`Algorithm.bound`).
-The bound divided by the measured step time is the share of the idea that the program reaches.
+The bound divided by the measured step time says how close the program comes to its idea.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ Bound = Literal[
     "after_update",
     "asynchronous",
 ]
-"""Formula of the shortest step, by what may overlap:
+"""Formula of the shortest step; formulas differ in what may overlap:
 
 - `sequential`: forward, backward, communication and update run one after another (bulk-synchronous
   SGD).
 - `wfbp`: communication overlaps the backward pass, then comes the update (Poseidon, arXiv
   1706.03292).
-- `legs`: the same, with consecutive all-reduces among subsets of the ranks (arXiv 1811.05233).
-  Their times are those of an exchange (`CommTimes.exchange_s`); without one, all ranks all-reduce.
+- `legs`: as `wfbp`, but with consecutive all-reduces among subsets of the ranks (arXiv 1811.05233).
+  Their times are in `CommTimes.exchange_s`; if this is empty, all ranks all-reduce.
 - `cross_iteration`: one all-reduce overlaps all compute of a rank, because each layer is updated
   just before it runs again (ByteScheduler, SOSP 2019).
 - `delayed`: one all-reduce overlaps all compute of a rank, because nothing waits for it before a
-  later step (Pipe-SGD, NeurIPS 2018). The seconds are the same, but no layer has to be in time.
+  later step (Pipe-SGD, NeurIPS 2018). The bound is that of `cross_iteration`.
 - `dear`: the reduce-scatter overlaps the backward pass and the update of what has arrived, the
   all-gather overlaps the next forward pass (DeAR, arXiv 2302.12445, section III). Each rank updates
   its own share.
-- `sharded`: all-gathers of parameters overlap both passes, reduce-scatters of gradients overlap the
-  backward pass, then each rank updates its own share (ZeRO-3, arXiv 1910.02054; FSDP, arXiv
+- `sharded`: all-gathers of parameters overlap both passes, and reduce-scatters of gradients overlap
+  the backward pass. Then each rank updates its own share (ZeRO-3, arXiv 1910.02054; FSDP, arXiv
   2304.11277).
 
 In the other kinds each rank exchanges parameters with a few others (`CommTimes.exchange_s`) and
 updates all of its own:
 
 - `decentralized`: the exchange overlaps all compute of a rank, because its result is needed when
-  the same parameters are updated next (Decent-DP). A link that is idle in some steps of the
-  schedule may still carry messages of earlier steps.
-- `beside_passes`: the exchange runs from the start of the forward pass to the update, in each step
+  the same parameters are updated next (Decent-DP). If the schedule leaves a link idle in some
+  steps, the link may still carry messages of earlier steps.
+- `beside_passes`: the exchange of each step runs from the start of the forward pass to the update
   (AWC of BlueFog, arXiv 2111.04287).
 - `after_update`: the exchange overlaps the update, from the first updated layer on, and the next
   forward pass (ATC, same paper).
@@ -78,11 +78,11 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMean:
-    """All-reduce among some ranks, or all."""
+    """All-reduce among some ranks or all ranks."""
 
     ranks: tuple[int, ...]
     share: float = 1.0
-    """Buffer of each rank, in units of all parameters."""
+    """Size of the buffer, in units of all parameters."""
 
 
 Part = Message | GroupMean
@@ -95,7 +95,7 @@ class Load:
     sent: float = 0.0
     received: float = 0.0
     reduced: float = 0.0
-    """Buffers that all ranks of the job all-reduce, in addition to the above."""
+    """Size of the buffers that all ranks of the job all-reduce, in addition to the other two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,21 +107,21 @@ class Traffic:
 
     @classmethod
     def along(cls, graph: nx.DiGraph) -> Traffic:
-        """Sends all parameters along each edge of a graph of ranks, in each step."""
+        """Returns traffic in which all parameters travel along each edge of a graph, each step."""
         edges = sorted((source, target) for source, target in graph.edges if source != target)
         messages = tuple(Message(source=source, target=target) for source, target in edges)
         return cls(world_size=graph.number_of_nodes(), steps=(messages,))
 
     @classmethod
     def in_groups(cls, topology: Topology, world_size: int) -> Traffic:
-        """Exchanges all parameters within pairs of ranks, and all-reduces them in larger groups."""
+        """Returns a topology's traffic: pairs exchange all parameters, larger groups all-reduce."""
         steps = map(topology.edges_at, range(topology.period))
         parts = (tuple(part for edge in edges for part in _group(edge.ranks)) for edges in steps)
         return cls(world_size=world_size, steps=tuple(parts))
 
     @classmethod
     def scheduled(cls, schedules: Sequence[Schedule]) -> Traffic:
-        """Sends all parameters to the targets in each rank's schedule, for one period."""
+        """Returns traffic in which each rank sends all parameters to its targets, one period."""
 
         def sent(step: int) -> tuple[Part, ...]:
             edges = [(rank, to) for rank, at in enumerate(schedules) for to in at(step)[0]]
@@ -131,9 +131,9 @@ class Traffic:
         return cls(world_size=len(schedules), steps=tuple(steps))
 
     def between_machines(self, local_size: int) -> Traffic:
-        """Returns this traffic with each of its ranks replaced by a machine of `local_size` ranks.
+        """Returns this traffic with a machine of `local_size` ranks in place of each rank.
 
-        Each machine averages all parameters. Each of its ranks exchanges an equal share of them
+        The ranks of a machine average all parameters. Then each of them exchanges an equal share
         with the ranks of the same local rank on other machines.
         """
         at_least("local_size", local_size, 1)
@@ -170,11 +170,11 @@ class Traffic:
         return dataclasses.replace(self, steps=tuple(steps))
 
     def loads(self, ranks_per_host: int = 1) -> list[list[Load]]:
-        """Loads of the links, by host and step; each host holds consecutive ranks.
+        """Returns the loads of the links by host and step; each host has consecutive ranks.
 
-        Messages inside a host load no link. A mean over a group takes at least 2 (h-1)/h of the
-        buffer each way at each of its h hosts. A mean over all ranks is counted separately
-        (`Load.reduced`), because its time can be measured directly.
+        Messages inside a host load no link. A mean over a group with ranks on h hosts takes at
+        least 2 (h-1)/h of the buffer each way at each host. A mean over all ranks is counted
+        separately (`Load.reduced`), because its time can be measured directly.
         """
         at_least("ranks_per_host", ranks_per_host, 1)
 
@@ -226,7 +226,7 @@ class CommTimes:
     reduce_scatter_s: float = 0.0
     all_gather_s: float = 0.0
     exchange_s: tuple[float, ...] = ()
-    """Seconds of a host's exchanges with a few others, for each step of a period."""
+    """Seconds of a host's exchanges with a few other hosts, for each step of a period."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -235,11 +235,11 @@ class CommTimes:
 
 
 def comm_times(nbytes: float, costs: Mapping[str, AlphaBeta]) -> CommTimes:
-    """Seconds of each collective for `nbytes` of gradients (or parameters) in one message.
+    """Returns the seconds of each collective for `nbytes` of gradients (or parameters) at once.
 
     Args:
         costs: fits by operation (`all_reduce`, `reduce_scatter`, `all_gather`). A missing operation
-            costs nothing, so pass all that the bound reads.
+            counts as free, so give every operation that the bound uses.
     """
     seconds = {name: cost(nbytes) for name, cost in costs.items()}
     return CommTimes(
@@ -255,14 +255,14 @@ def exchange_times(
     costs: Mapping[str, AlphaBeta],
     ranks_per_host: int = 1,
 ) -> list[CommTimes]:
-    """Seconds of a schedule's exchanges on each host, with all messages of a step sent at once.
+    """Returns the seconds of a schedule's exchanges on each host, all messages of a step at once.
 
     Args:
         nbytes: size of all parameters.
         loads: by host and step (`Traffic.loads`).
-        costs: fitted costs of `exchange`, measured while all ranks send at once, each to another
-            host, with as many ranks per host; and those of `all_reduce`, if the schedule averages
-            over all ranks.
+        costs: fitted cost of `exchange`. It must be measured while all ranks send at once, each to
+            another host, with the same number of ranks per host. If the schedule averages over all
+            ranks, the cost of `all_reduce` as well.
     """
 
     def seconds(load: Load) -> float:
@@ -274,11 +274,11 @@ def exchange_times(
 
 
 def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: int = 1) -> float:
-    """Lower bound of the seconds per step for an algorithm of this `kind`.
+    """Returns the lower bound of the seconds per step for an algorithm of this `kind`.
 
     Args:
-        world_size: number of ranks that share the update, for kinds that share it. If all ranks
-            update everything, a step takes longer, never less.
+        world_size: number of ranks that share the update, in kinds where ranks share it. If all
+            ranks update everything, a step takes longer.
 
     Raises:
         UserError: an unknown kind, or a world size below 1.
@@ -307,7 +307,7 @@ def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: i
 
 
 def compute_limit_s(compute: StepTimes, world_size: int = 1) -> float:
-    """Seconds per step with free communication: no synchronous algorithm is faster.
+    """Returns the seconds per step with free communication; no synchronous algorithm is faster.
 
     The update is divided by `world_size`, because ranks could share it.
     """
@@ -316,12 +316,14 @@ def compute_limit_s(compute: StepTimes, world_size: int = 1) -> float:
 
 
 def wire_limit_s(nbytes: float, world_size: int, bytes_per_s: float) -> float:
-    """Lower bound of the seconds to average `nbytes` of gradients over links that carry
-    `bytes_per_s` of payload each way.
+    """Returns the least seconds to average `nbytes` of gradients over the ranks' links.
 
     Every rank must send and receive 2 (P-1)/P of the bytes (Patarasuk and Yuan, JPDC 2009, for
-    reductions without help of the network). No synchronous algorithm that sends every byte of the
-    gradients has shorter steps.
+    reductions without help of the network). A synchronous algorithm that sends every byte of the
+    gradients cannot have shorter steps.
+
+    Args:
+        bytes_per_s: payload that a link carries each way.
     """
     at_least("nbytes", nbytes, 0)
     at_least("world_size", world_size, 1)
@@ -332,7 +334,7 @@ def wire_limit_s(nbytes: float, world_size: int, bytes_per_s: float) -> float:
 def exchange_wire_limit_s(
     nbytes: float, loads: Sequence[Sequence[Load]], bytes_per_s: float
 ) -> float:
-    """Lower bound of the seconds per step that a schedule keeps the busiest host's link busy.
+    """Returns the seconds per step for which a schedule keeps the busiest host's link busy.
 
     `nbytes` is the size of all parameters; `loads` are by host and step (`Traffic.loads`).
     """

@@ -1,4 +1,4 @@
-"""Cost of a collective by its size: measured, or taken from published tables."""
+"""Cost of a collective by message size: measured, or taken from published tables."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ TABLES: dict[str, dict[int, tuple[float, float]]] = {
 def table_costs(network: str, world_size: int) -> AlphaBeta:
     """Returns alpha and beta of all-reduce from the published table of `network`.
 
-    Between two entries both values are interpolated by the number of workers. Beyond the last,
-    alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. One worker
-    costs nothing. Measured costs describe the actual network better.
+    Between two entries of the table, both values are interpolated by the number of workers. Beyond
+    the last entry, alpha grows like the steps of a ring (P - 1), and beta like its bytes
+    ((P - 1) / P). For one worker both are 0. Measured costs describe the actual network better.
     """
     table = one_of("cost table", network, TABLES)
     at_least("world_size", world_size, 1)
@@ -74,13 +74,13 @@ def table_costs(network: str, world_size: int) -> AlphaBeta:
 SIZES = tuple(2**power for power in range(12, 25, 2))
 """Sizes of the full buffer in bytes: 4 KiB to 16 MiB."""
 REPEATS, FEW_REPEATS = 16, 6
-"""Repeats of messages below `MANY_BELOW`, which take milliseconds, and of larger ones."""
+"""Repeats of messages below `MANY_BELOW` bytes (they take milliseconds), and of larger messages."""
 MANY_BELOW = 1 << 20
 WARM_BYTES = 30e6
-"""Payload that a connection carries before it is timed. TCP leaves slow start before it reaches the
-link's rate, and speeds up afterwards only with the bytes that it sends."""
+"""Bytes that a connection carries before it is timed. TCP reaches the link's rate only some time
+after slow start, and speeds up only with the bytes that it sends."""
 BUDGET_S = 5.0
-"""Seconds of the communicator's clock for one operation, warm-up included."""
+"""Seconds of the communicator's clock that one operation may take, warm-up included."""
 WARM_SHARE, WARM_CALLS = 0.4, 4
 """Largest share of the budget for the warm-up, and warm-up calls between readings of the clock."""
 ENOUGH_S = 0.1
@@ -107,13 +107,13 @@ def measure_collective(
     queues: bool = False,
     budget_s: float = BUDGET_S,
 ) -> Measurement:
-    """Times `operation` on float32 buffers; every rank calls it, and nothing else runs meanwhile.
+    """Times `operation` on float32 buffers; all ranks must call it while nothing else runs.
 
     Args:
         sizes: bytes of the full buffer, rounded up to multiples of 4 x world size. Sizes at which
             the engine's regimes begin are added if they lie within the range.
         repeats: timed calls per size, after a first call that does not count. None: by size.
-        shared: puts the buffers into memory that the backend reads in place, where it has such.
+        shared: allocate the buffers in memory that the backend reads in place, if it has such.
         warm: sends `WARM_BYTES` over the connections first.
         queues: also measures messages of each regime that wait in a queue.
         budget_s: seconds of the communicator's clock. Larger sizes are skipped when time runs out,
@@ -219,8 +219,8 @@ class _Calls:
 
 
 def budget_of(communicator: Communicator, budget_s: float) -> Callable[[], float]:
-    """Returns a function that gives the seconds left of `budget_s` on the communicator's clock,
-    counted from now. All ranks call it together and get rank 0's value."""
+    """Returns a function that gives the seconds left of `budget_s`, counted from this call on the
+    communicator's clock. All ranks must call that function together; each gets rank 0's value."""
     began_s = communicator.clock()
     return lambda: budget_s - communicator.broadcast_object(communicator.clock() - began_s)
 
@@ -235,11 +235,11 @@ def timed_by_size(
     free_bytes: float = 0.0,
     enough: Callable[[Collection[int]], bool] = lambda sizes: False,
 ) -> dict[int, list[float]]:
-    """Times messages by size; larger sizes only while there is time.
+    """Times messages by size; stops before larger sizes when time runs out.
 
-    Small messages are timed twice, before and after the large ones, because a disturbance may last
-    for a whole round. The repeats of both rounds alternate in the result, so the two halves that
-    `Measurement.agreement` compares are the two rounds.
+    Small messages are timed in two rounds, before and after the large ones, because a disturbance
+    may last for a whole round. The repeats of both rounds alternate in the result, so the two
+    halves that `Measurement.agreement` compares are the two rounds.
 
     Args:
         sizes: ascending, in bytes. The first three, and those up to `LARGE * free_bytes`, are
@@ -248,11 +248,11 @@ def timed_by_size(
             this rank.
         left_s: seconds left for all sizes (`budget_of`).
         repeats: per size, after a first call that does not count. None: by size.
-        free_bytes: bytes that links pass at once after a rest.
+        free_bytes: as in `Measurement`.
         enough: True if the sizes timed so far suffice.
 
     Returns:
-        Seconds of each repeat by size, the maximum over ranks.
+        Seconds of the repeats by size, each the maximum over ranks.
     """
     times: dict[int, list[float]] = {}
     again: dict[int, Callable[[], float]] = {}
@@ -285,7 +285,7 @@ def _times(communicator: Communicator, timed: Callable[[], float], count: int) -
 
 
 def _heads(sizes: Sequence[int], regimes: Sequence[tuple[str, int]] | None) -> list[int]:
-    """Returns the smallest timed size of each regime from `QUEUED_FROM` on below `MANY_BELOW`."""
+    """Returns the smallest timed size of each regime; only from `QUEUED_FROM` to `MANY_BELOW`."""
     firsts = [max(first, QUEUED_FROM) for _, first in regimes or ((None, 0),)]
     heads = (next((size for size in sizes if size >= first), MANY_BELOW) for first in firsts)
     return sorted({size for size in heads if size < MANY_BELOW})
@@ -298,13 +298,14 @@ def measured_costs(
     largest: int = SIZES[-1],
     budget_s: float = BUDGET_S,
 ) -> CollectiveCost:
-    """Measures a collective and returns the fit, the same on all ranks; a world of one costs 0.
+    """Measures a collective and returns its fitted cost, the same on all ranks.
 
-    The first call with the same arguments measures; later calls return the same fit.
+    The first call with the same arguments measures; later calls return the same fit. In a world of
+    one, everything costs 0.
 
     Args:
-        largest: bytes of the largest message. Larger ones are sent only if links pass so many bytes
-            at once after a rest that fewer than two sizes would exceed them.
+        largest: bytes of the largest message. Larger ones are sent only if `burst_bytes` is so
+            large that fewer than two sizes would exceed it.
         budget_s: as for `measure_collective`.
     """
     if communicator.size == 1:
@@ -323,9 +324,9 @@ def measured_costs(
 
 
 def start_up_bytes(cost: Callable[[float], float]) -> float:
-    """Returns the largest power of two of bytes whose message costs less than two of one byte.
+    """Returns the largest power of two of bytes whose message costs less than two of one byte each.
 
-    The bytes of such a message take less time than its start-up. With a power of two, slightly
+    Up to this size the bytes take less time than the start-up. With a power of two, slightly
     different measurements give the same result. 1 if messages are free, 2^64 if bytes are free.
 
     Args:
@@ -341,7 +342,7 @@ def measured_call(
     device: torch.device,
     sizes: Sequence[int] = SIZES,
 ) -> AlphaBeta:
-    """Fits the seconds that `call` takes for a float32 tensor by its bytes; rank 0's fit counts."""
+    """Fits the seconds of `call` on float32 tensors by their bytes; all ranks get rank 0's fit."""
     seconds = []
     for size in sizes:
         run = partial(call, torch.randn(size // 4, device=device))
@@ -360,7 +361,7 @@ def _starter(
     shared: bool,
     pair: Communicator | None,
 ) -> Callable[[], Work | None]:
-    """Returns a function that starts `operation` on `count` elements; it gives None if idle."""
+    """Returns a function that starts `operation`; its result is None if this rank does nothing."""
     like = torch.empty(0, device=device)
 
     def zeros(numel: int) -> torch.Tensor:
@@ -385,7 +386,7 @@ def _starter(
 
 
 def _pair(communicator: Communicator, device: torch.device) -> Communicator | None:
-    """Returns this rank's pair, whose all-reduce replaces a swap and is faster, or None."""
+    """Returns this rank's pair, or None; an all-reduce of the pair is faster than a swap."""
     half = communicator.size // 2
     native = device.type in communicator.native
     if not native or communicator.size == 2:

@@ -23,8 +23,8 @@ class AlphaBeta:
     alpha_s: float
     beta_s_per_byte: float
     queued_alpha_s: float | None = None
-    """Part of alpha that remains for a message in a queue, whose start-up overlaps the bytes of the
-    messages before it; None: not measured, all of it remains."""
+    """Part of alpha that a message costs in a queue, where its start-up overlaps the bytes of the
+    messages before it. None: not measured, so all of alpha counts."""
 
     def __post_init__(self) -> None:
         at_least("alpha_s", self.alpha_s, 0)
@@ -42,11 +42,11 @@ class AlphaBeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Regime(AlphaBeta):
-    """Line for messages below a size, which are sent in another way than larger ones."""
+    """Line for messages below a size; larger messages are sent in another way."""
 
     name: str | None
-    """Name of the regime in the engine; None: the engine reports none, and the times bend here. The
-    times also bend between two regimes with the same name."""
+    """Name of the regime in the engine. None: the engine reports none, and the measured times show
+    a bend at `below_bytes`. Two neighbours of the same name also meet at such a bend."""
     below_bytes: float
 
 
@@ -54,7 +54,7 @@ class Regime(AlphaBeta):
 class CollectiveCost(AlphaBeta):
     """Seconds of one collective by the bytes of the full buffer: one line per regime.
 
-    Alpha and beta belong to the largest messages; without smaller regimes, to all.
+    Alpha and beta belong to the largest messages; if `smaller` is empty, to all messages.
     """
 
     smaller: tuple[Regime, ...] = ()
@@ -115,7 +115,7 @@ def fit_alpha_beta(
 
     Args:
         spreads: relative uncertainty of each time; None: equal for all.
-        beta_s_per_byte: the slope, if it is known; then only the start-up is fitted.
+        beta_s_per_byte: the slope if it is known; only the start-up is fitted then.
 
     Raises:
         UserError: fewer than two sizes (one, if the slope is known), or a time that is not
@@ -147,7 +147,7 @@ def fit_alpha_beta(
 def _weighted_line(
     xs: Sequence[float], ys: Sequence[float], weights: Sequence[float], known: float | None
 ) -> tuple[float, float]:
-    """Intercept and slope of least squares, neither below 0; the slope as `known`, if it is."""
+    """Returns intercept and slope by least squares, both at least 0; a `known` slope is kept."""
     total = sum(weights)
     x_mean = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
     y_mean = sum(w * y for w, y in zip(weights, ys, strict=True)) / total

@@ -1,4 +1,4 @@
-"""Measures all-reduces of an engine that sends gradients in place of the communicator."""
+"""Measures the all-reduces of an engine that sends gradients in place of the communicator."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dear.cost.measurement import Measurement, carried
 
 
 class Sender(Protocol):
-    """Engine that all-reduces: a library's own, or several collectives per all-reduce."""
+    """Engine with its own all-reduce, e.g. of another library."""
 
     name: str
     fusion_bytes: float
-    """Largest buffer in which tensors that are ready together travel; 0: each separately."""
+    """Largest buffer in bytes for tensors that are ready together; 0: each tensor travels alone."""
 
     def timed(self, nbytes: int, tensors: int) -> Callable[[], float]:
         """Returns a function that all-reduces `nbytes` in `tensors` equal tensors, on all ranks.

@@ -1,4 +1,7 @@
-"""Times of collectives by size: what is fitted to them, and how well it foresees them."""
+"""Times of collectives by message size, the lines fitted to them, and the error of these lines.
+
+A regime is a range of message sizes that the engine sends in the same way.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,30 @@ from dear.errors import UserError
 from dear.options import at_least
 
 EXCHANGE = "exchange"
-"""The name of what pairs of ranks do, among the fits of collectives."""
+"""Name of the operation in which pairs of ranks swap buffers, among the fits of collectives."""
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "exchange"]
-"""`exchange`: pairs of ranks, far apart by their numbers, swap buffers, all pairs at once (of an
-odd number one rank rests)."""
+"""`exchange`: pairs of ranks swap buffers, all pairs at once. The two ranks of a pair are half the
+world apart; with an odd number of ranks, one rank does nothing."""
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 Regimes = tuple[tuple[str, int], ...]
-"""Ways in which an engine sends messages by size: name, and least bytes of the full buffer;
-ascending, the first from 0."""
+"""Regimes of an engine: name, and the smallest full buffer in bytes; ascending, the first is 0."""
 PIPELINE = "pipeline"
-"""The name of the regime in which a message takes a start-up and what its bytes keep a link busy.
-"""
+"""Name of the regime in which a message costs a start-up plus the time that its bytes keep a link
+busy."""
 
 LEAST_SPREAD = 0.01
-"""Times that agree by chance are no more certain than this, as a share."""
+"""Least relative uncertainty of a time; repeats may agree better by chance."""
 BENT = 0.03
-"""Times that are off a line by more, and by more than noise, may lie on two."""
+"""Relative error of one line above which two lines are tried, unless noise explains the error."""
 LARGE = 4.0
-"""A message that has so many times the bytes that links pass at once says what a byte costs."""
+"""Messages of at least `LARGE` x `free_bytes` bytes are needed to measure the cost of a byte."""
 TYPICAL = 0.25
-"""The share of repeats that took less than what counts: others only ever disturb."""
+"""Quantile of the repeats that is fitted; it is low, since disturbances only make times longer."""
 
 
 def typical_s(times: Sequence[float]) -> float:
-    """The lower quartile of repeats."""
+    """Returns the lower quartile of the repeats."""
     ordered = sorted(times)
     place = TYPICAL * (len(ordered) - 1)
     low = ordered[math.floor(place)]
@@ -48,34 +50,33 @@ def typical_s(times: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Times of one collective by size, the same on all ranks."""
+    """Times of one collective by message size, the same on all ranks."""
 
     operation: Operation
     nbytes: list[int]
     seconds: list[list[float]]
-    """Repeats of each size, each the maximum over ranks."""
+    """Seconds of the repeats of each size, each the maximum over ranks."""
     free_bytes: float = 0.0
-    """Bytes of the buffer that cost nothing: what links pass at once after a rest."""
+    """Bytes of the buffer that links pass at once after a rest, so that they cost nothing."""
     regimes: Regimes | None = None
-    """Regimes as the engine tells them; None: it tells none."""
+    """Regimes that the engine reports; None: it reports none."""
     wire_s_per_byte: float | None = None
-    """Seconds that a byte of the full buffer keeps a link busy, with headers; None: not known."""
+    """Seconds for which one byte of the full buffer keeps a link busy, with headers; None: unknown.
+    """
     queued: tuple[tuple[int, float], ...] = ()
-    """Sizes, and by how many seconds a queue of such messages takes longer for each one behind the
-    first."""
+    """Sizes in bytes, and the seconds that each further message of this size adds to a queue."""
 
     @property
     def typical_s(self) -> list[float]:
         return [typical_s(times) for times in self.seconds]
 
     def fit(self) -> CollectiveCost:
-        """Alpha and beta of each regime, by a robust fit to the typical time of each size.
+        """Fits alpha and beta of each regime to the typical times, by robust least squares.
 
-        A size counts by how well its repeats agree. Where one line is off by more than noise and
-        two are not, there are two. In the pipeline the slope is that of the wire, where it is
-        known. Where bytes cost nothing after a rest, beta is what one costs a link that
-        is busy; only of a regime that begins among such small messages all bytes count, and its
-        line holds after a rest.
+        A size whose repeats agree has more weight. A regime is split if two lines fit much better
+        than one. If the engine reports the speed of the wire, this gives the slope of `PIPELINE`.
+        If links pass `free_bytes` at once, beta is the cost of the bytes beyond them. Only in
+        a regime that starts below `free_bytes` do all bytes count, and its line holds after a rest.
         """
         cut = [part for regime in self._reached() for part in self._cut(*regime)]
         ends = [*(first for _, first, _ in cut[1:]), math.inf]
@@ -92,9 +93,9 @@ class Measurement:
         return CollectiveCost(**vars(line), name=name, smaller=smaller, slope=slope)
 
     def _reached(self) -> list[tuple[str | None, float, list[int]]]:
-        """Name and first bytes of each regime, and the places of its sizes.
+        """Returns name, first bytes and indices of sizes of each regime that has sizes enough.
 
-        One with too few sizes for a line joins that before, as it is the nearest to say something.
+        A regime with too few sizes for a line joins the regime before it.
         """
         starts: Sequence[tuple[str | None, float]] = self.regimes or ((None, 0.0),)
         joined: list[tuple[str | None, float, list[int]]] = []
@@ -112,10 +113,12 @@ class Measurement:
     def _cut(
         self, name: str | None, first: float, chosen: list[int]
     ) -> list[tuple[str | None, float, list[int]]]:
-        """The regime as it is, or in parts, by Schwarz' criterion (Ann. Stat. 6, 1978) with what
-        the halves of the repeats are off each other as noise."""
+        """Splits a regime into parts if Schwarz' criterion (Ann. Stat. 6, 1978) prefers this.
+
+        The difference between the two halves of the repeats estimates the noise.
+        """
         charged = [self._charged(self.nbytes[i], first) for i in chosen]
-        # A line needs two sizes, and what costs nothing is one.
+        # A line needs two sizes with different costs; all sizes that cost nothing count as one.
         places = [
             at
             for at in range(2, len(chosen) - 1)
@@ -145,7 +148,7 @@ class Measurement:
         return _rms([a / b - 1 for a, b in zip(*halves, strict=True)])
 
     def _off(self, chosen: Sequence[int], first: float) -> float:
-        """Squares of how far these sizes are off their line, as shares of it."""
+        """Returns the sum over these sizes of the squared relative errors of their own line."""
         line = self._line(chosen, first, None)
         expected = [
             line.alpha_s + line.beta_s_per_byte * self._charged(self.nbytes[i], first)
@@ -173,18 +176,17 @@ class Measurement:
         return [t / e - 1 for t, e in zip(self.typical_s, expected, strict=True)]
 
     def half(self, which: int) -> Measurement:
-        """Every other repeat of each size, from the first (0) or the second (1)."""
+        """Returns every second repeat of each size, from the first (0) or the second (1) on."""
         return dataclasses.replace(self, seconds=[times[which::2] for times in self.seconds])
 
     def agreement(self, least_bytes: float = 0) -> Agreement:
-        """Returns how well one half of the repeats predicts the other, for messages of this size
-        and more.
+        """Returns how well each half of the repeats predicts the other, from `least_bytes` on.
 
         Raises:
-            UserError: a size without a second repeat, or none so large.
+            UserError: a size has a single repeat, or no size has `least_bytes`.
         """
         if min(map(len, self.seconds)) < 2:
-            raise UserError("one half of the repeats predicts the other: two are needed per size")
+            raise UserError("agreement compares the halves of the repeats: two are needed per size")
         halves = [self.half(0), self.half(1)]
         errors, noise = [], []
         for known, asked in (halves, halves[::-1]):
@@ -206,7 +208,7 @@ class Measurement:
         return fit_alpha_beta(charged, [typical[i] for i in chosen], spreads, known)
 
     def _queued(self, line: AlphaBeta, first: float, end: float) -> AlphaBeta:
-        """The line with what the queues of its sizes tell; else of the nearest smaller ones."""
+        """Returns `line` with the start-up in a queue, from queues of these or smaller sizes."""
         sizes = [pair for pair in self.queued if pair[0] < end]
         inside = [pair for pair in sizes if pair[0] >= first] or sizes[-1:]
         if not inside:
@@ -216,7 +218,7 @@ class Measurement:
         return dataclasses.replace(line, queued_alpha_s=queued_s)
 
     def _charged(self, nbytes: int, first: float) -> float:
-        """Bytes that cost something, of a message in the regime that begins with `first`."""
+        """Returns how many bytes cost something in a message of the regime from `first` on."""
         if self.regimes is not None and len(self.regimes) > 1 and first < self.free_bytes:
             return nbytes
         return max(0.0, nbytes - self.free_bytes)
@@ -224,14 +226,14 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Relative error of a fit to one half of the repeats, judged by the other half."""
+    """Relative error of a fit to one half of the repeats, compared with the other half."""
 
     error: float
-    """The root of the mean square over sizes and both halves."""
+    """Root mean square over sizes and both halves."""
     noise: float
-    """The same of the other half's own times in place of the fit: what no fit can foresee."""
+    """Root mean square of the difference between the halves, which no fit can predict."""
     worst: float
-    """The largest error."""
+    """Largest absolute error."""
 
     @property
     def misfit(self) -> float:
@@ -244,10 +246,10 @@ def _rms(values: Sequence[float]) -> float:
 
 
 def carried(operation: Operation, world_size: int) -> float:
-    """Bytes that each rank's link carries each way, per byte of the full buffer.
+    """Returns the bytes that each rank's link carries each way, per byte of the full buffer.
 
-    Of a reduce-scatter or an all-gather (P-1)/P, of an all-reduce twice that (Patarasuk and Yuan,
-    JPDC 2009), and of an exchange 1.
+    Reduce-scatter and all-gather: (P-1)/P for P ranks. All-reduce: twice that (Patarasuk and Yuan,
+    JPDC 2009). Exchange: 1.
     """
     at_least("world_size", world_size, 2)
     share = (world_size - 1) / world_size

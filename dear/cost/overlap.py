@@ -1,7 +1,8 @@
 """Statements of order: when each transfer of a step starts, and what waits for it.
 
-An algorithm declares its order as data (`Algorithm.overlap`). `tests/contract/test_order.py` checks
-it on a network whose transfers end only when the test ends them.
+An algorithm states its order as data (`Algorithm.overlap`). `tests/contract/test_order.py` checks
+the statement on a network in which the test decides when each transfer ends. A pass is a backward
+pass; a message is a bucket, or a part of a bucket.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ Moment = Literal["model", "layer", "ahead", "gradient", "pass", "step"]
 """Moments of a training step, in order:
 
 - `model`: before a training forward pass.
-- `layer`: before a layer that reads the message's values, and after the layer before it.
+- `layer`: before the layer that reads the message's values runs, after the layer before it has run.
 - `ahead`: before the backward pass of the layer whose gradients come just before the message's.
 - `gradient`: after the last gradient of the message's parameters, and before the next gradient.
 - `pass`: after the last gradient of the backward pass, and before `backward()` returns.
@@ -24,36 +25,36 @@ Kind = Literal["average", "reduce", "gather", "exchange", "put", "get"]
 """Kinds of transfers:
 
 - `average`: all ranks get the mean of all (an all-reduce, or an all-gather of compressed values).
-- `reduce`, `gather`: the halves of an average: sums to owners, and from owners to all ranks.
+- `reduce`, `gather`: the halves of an average: sums to owners, then from owners to all ranks.
 - `exchange`: neighbours send to each other, or average in groups.
 - `put`, `get`: one-sided writes into a neighbour's memory, and reads from it.
 """
 
 Content = Literal["gradients", "parameters"]
-"""Values of a transfer. Estimates of the mean gradient count as gradients."""
+"""Values that a transfer carries. Estimates of the mean gradient count as gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Course of all messages of one kind; a message is a bucket, or a part of it."""
+    """Order of all messages of one kind."""
 
     kind: Kind
     carries: tuple[Content, ...] = ("gradients",)
     starts: Moment
     awaited: Moment | None
-    """Moment that waits for the transfer. `layer`: only its own layers wait; `gradient`: only the
-    update of its own bucket waits; None: nothing waits."""
+    """Moment at which something waits for the transfer. `layer`: only the layers of the message
+    wait; `gradient`: only the update of its own bucket waits; None: nothing waits."""
     steps_later: int = 0
-    """Calls of `step()` between start and wait. The step of the start ends with `step()`."""
+    """Calls of `step()` between start and wait. A transfer's first step ends with its `step()`."""
     urgent: bool = False
-    """True if messages that the next forward pass needs first overtake the others."""
+    """True if messages that the next forward pass needs first overtake other messages."""
 
     buckets: Literal["all", "some", "instead"] = "all"
-    """`some`: only some buckets have it; `instead`: buckets that have it lack the other kinds."""
+    """`some`: only some buckets have it. `instead`: these buckets have none of the other kinds."""
     up_to_bytes: float | None = None
-    """Largest size on the wire of a bucket that has it, with `instead`."""
+    """Largest bucket that has this kind, in bytes on the wire; only with `instead`."""
     part_bytes: float | None = None
-    """Largest size on the wire of the equal parts of a bucket; None: a bucket is one message."""
+    """Largest part of a bucket, in bytes on the wire; None: a bucket is one message."""
 
     def __str__(self) -> str:
         what = f"{self.kind} of {' and '.join(self.carries)}"
@@ -90,16 +91,15 @@ def _steps(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Statement of an algorithm about its steps, once it has settled (`Options.settling_steps`)."""
+    """Statement of an algorithm about the steps after the first `Options.settling_steps`."""
 
     transfers: tuple[Transfer, ...]
-    """Kinds of messages. Together they carry every layer in each step that communicates; there are
-    no other messages."""
+    """All kinds of messages. Together they carry every layer in each step that communicates."""
     updates: Literal["gradient", "step", "layer"] = "step"
     """Moment of a bucket's update: with its last gradient, in `step()`, or before its layers run
     again."""
     meetings: tuple[Moment, ...] = ()
-    """Additional barriers of all ranks."""
+    """Moments at which all ranks wait for each other in addition."""
 
     def __str__(self) -> str:
         parts = [str(transfer) for transfer in self.transfers]
@@ -111,15 +111,15 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class Cycles:
-    """Rule of an engine with a thread that sends gradients in cycles; the pass waits for its end.
+    """Rule of an engine whose thread sends gradients in cycles; a backward pass waits for the end.
 
-    In each cycle the ranks agree by a small all-reduce on the tensors that all of them have. They
-    fuse these tensors in the order of arrival and all-reduce one buffer after the other. Then they
-    rest.
+    In each cycle a small all-reduce tells the ranks which tensors all of them have. They fuse these
+    tensors in the order of arrival, all-reduce one buffer after the other, and rest until the next
+    cycle.
     """
 
     cycle_s: float
-    """Least time from the begin of a cycle to the next, in seconds."""
+    """Least time between the starts of two cycles, in seconds."""
     fusion_bytes: float
     """Largest size of a buffer with several tensors."""
     agreement_bytes: float
@@ -130,11 +130,11 @@ class Cycles:
 
 @dataclass(frozen=True)
 class Unstated:
-    """Missing statement of an algorithm whose order cannot be observed, with the reason."""
+    """Reason why an algorithm states no order: it cannot be observed."""
 
     reason: str
     cycles: Cycles | None = None
-    """Rule of its order, if it is known."""
+    """Rule of the order, if it is known."""
 
     def __str__(self) -> str:
         return f"Not stated: {self.reason}"

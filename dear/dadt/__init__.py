@@ -5,10 +5,10 @@
     ...the ordinary training loop...
     dadt.shutdown()
 
-Collectives have numbers: calls of the same kind and number on all ranks belong together, in any
-order. Once per cycle a thread compares the requests of all ranks, and runs those that all ranks
-have made; small all-reduces share a buffer. Tensors that are passed in are never written to, and
-tensors that are returned belong to the caller.
+Collectives have ids. Calls of the same kind with the same id on all ranks belong together, in any
+order. Once per cycle a thread compares the calls of all ranks, and runs those that all ranks have
+made; small all-reduces share a buffer. Tensors that are passed in are never written to. Returned
+tensors belong to the caller.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def _in_session(fact: Callable[[], T]) -> Callable[[], T]:
-    """Returns `fact`, which raises `UserError` outside of a session."""
+    """Returns a function that calls `fact`, and raises `UserError` outside of a session."""
 
     @functools.wraps(fact)
     def call() -> T:
@@ -82,43 +82,44 @@ def local_barrier() -> None:
 
 
 def broad_cast(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for rank 0's tensor, and returns it as a new tensor.
+    """Returns rank 0's tensor as a new tensor; blocks.
 
     Args:
-        id: the same on all ranks, as are shape and dtype.
-        tensor: dense, any shape; its values count on rank 0 only.
+        id: the same on all ranks; so are the tensor's shape and dtype.
+        tensor: dense, any shape; on other ranks than 0 its values do not matter.
     """
     return current().fetch(current().submit(BROADCAST, id, tensor))
 
 
 def all_reduce(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for the sum over all ranks, and returns it as a new tensor; see `broad_cast`."""
+    """Returns the sum over all ranks as a new tensor; blocks. Arguments as for `broad_cast`."""
     return current().fetch(current().submit(ALL_REDUCE, id, tensor))
 
 
 def all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Starts a sum and returns that of the last call of this `id`; zeros in the first call.
+    """Starts a sum over all ranks; returns the sum of the previous call of this `id`.
 
-    It waits for the sum of the last call only. `flush(id)` returns the sum of the final call.
+    The first call returns zeros. A call waits only for the previous sum. After the last call,
+    `flush(id)` returns its sum.
     """
     before = current().exchange(ALL_REDUCE, id, tensor)
     return torch.zeros_like(tensor.detach()) if before is None else before
 
 
 def coo_all_reduce(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for the sum over all ranks of sparse COO tensors, and returns it, coalesced.
+    """Returns the sum over all ranks of sparse COO tensors, coalesced; blocks.
 
     Args:
-        id: the same on all ranks, as are shape, dtype and the number of sparse dimensions.
+        id: the same on all ranks; so are shape, dtype and number of sparse dimensions.
         tensor: need not be coalesced; ranks may have different entries.
     """
     return current().fetch(current().submit(COO_ALL_REDUCE, id, tensor))
 
 
 def coo_all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Does what `all_reduce_async` does, for sparse tensors.
+    """Does the same as `all_reduce_async`, for sparse COO tensors.
 
-    The first result has zeros at the entries of `tensor`.
+    The first call returns zeros at the entries of `tensor`.
     """
     before = current().exchange(COO_ALL_REDUCE, id, tensor)
     if before is not None:
@@ -131,13 +132,13 @@ def coo_all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
 def flush(id: int, *, coo: bool = False) -> torch.Tensor:
     """Waits for the sum of the last asynchronous call of this `id`, and returns it.
 
-    The next call of the `id` is a first one again.
+    The next call of this `id` then counts as its first.
 
     Args:
-        coo: take a call of `coo_all_reduce_async` instead of `all_reduce_async`.
+        coo: True for `coo_all_reduce_async`; False for `all_reduce_async`.
 
     Raises:
-        UserError: there was no call since the last flush.
+        UserError: there was no such call since the last flush.
     """
     return current().last(COO_ALL_REDUCE if coo else ALL_REDUCE, id)
 
@@ -145,16 +146,16 @@ def flush(id: int, *, coo: bool = False) -> torch.Tensor:
 def DistributedOptimizer(  # noqa: N802 (DADT's name)
     optimizer: torch.optim.Optimizer, avg: bool = True, *, delay: int = 1
 ) -> torch.optim.Optimizer:
-    """Lets `optimizer` apply the averaged gradients of `delay` steps before; returns it.
+    """Makes `optimizer` apply averaged gradients that are `delay` steps old; returns it.
 
-    Copies rank 0's parameters to all ranks. (An optimizer does not know the model's buffers: call
-    `dear.broadcast_parameters` for them.) `dear.algorithms.delayed.dadt` documents the algorithm,
-    `dear.DistributedOptimizer` the methods that the optimizer gains.
+    Copies rank 0's parameters to all ranks. An optimizer does not know the model's buffers, so call
+    `dear.broadcast_parameters` for these. `dear.algorithms.delayed.dadt` documents the algorithm.
+    `dear.DistributedOptimizer` documents the methods that the optimizer gains.
 
     Args:
         optimizer: any torch optimizer except LBFGS; there may be several.
         avg: True: gradients are averaged; False: they are summed.
-        delay: number of steps, at least 1.
+        delay: age of the gradients in steps, at least 1.
     """
     session = current()
     settings, timeline = session.settings, None
@@ -177,11 +178,11 @@ def DistributedOptimizer(  # noqa: N802 (DADT's name)
 
 
 class _Held(torch.nn.Module):
-    """Module of the optimizer's parameters, since DADT's interface does not pass the model."""
+    """Module with the optimizer's parameters, since DADT's interface does not pass the model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        # A list, since attributes of a module would have to be of the type Parameter.
+        # A list, since a module would register attributes that are parameters.
         self._all = [param for group in optimizer.param_groups for param in group["params"]]
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:

@@ -1,4 +1,7 @@
-"""A thread that finds out, once per cycle, which collectives all ranks have asked for."""
+"""Thread that finds out, once per cycle, which collectives all ranks have requested, and runs them.
+
+A request of a collective is this rank's part in it. Ranks may make requests in any order.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,19 @@ ROOT = 0
 Key = tuple[int, int, str]
 
 COO_ALL_REDUCE, ALL_REDUCE, BROADCAST = 3, 2, 1
-"""Order of operations that are ready together: by number of the type, then of the tensor."""
+"""Priority of operations that are ready together: by this number, then by id, highest first."""
 
 NAMES = {COO_ALL_REDUCE: "coo_all_reduce", ALL_REDUCE: "all_reduce", BROADCAST: "broad_cast"}
 
 
 class Request:
-    """One rank's part of one collective: a copy of its tensor, and later the result.
+    """One rank's request of one collective: a copy of its tensor, and later the result.
 
-    Ranks' requests of one `key` (type, id and the form of the call) belong together.
+    Requests of different ranks belong together if their `key` is equal (number of the operation, id
+    and form of the call).
 
     Raises:
-        UserError: the id is no whole number, or the tensor none of the layout of the type.
+        UserError: the id is not a whole number, or the tensor does not have the operation's layout.
     """
 
     def __init__(self, key: Key, tensor: torch.Tensor, clock: Callable[[], float]) -> None:
@@ -61,9 +65,9 @@ class Request:
         self._answer: futures.Future[torch.Tensor] = futures.Future()
         self._read: Any = None
         self.missing: list[int] = []
-        """Ranks that have not asked for it yet, as far as is known."""
+        """Ranks that have not requested this collective, as far as is known."""
         self.moments: list[tuple[str, float]] = [("StayInQueue", clock())]
-        """Starts of operations on the communicator's clock."""
+        """Phases of the request with their start times on the communicator's clock."""
 
     @property
     def signature(self) -> tuple[str, tuple[int, ...], str, int]:
@@ -73,11 +77,11 @@ class Request:
         return str(tensor.dtype), tuple(tensor.shape), tensor.device.type, places
 
     def enter(self, phase: str) -> None:
-        """A phase of its life begins."""
+        """Notes that a phase begins now."""
         self.moments.append((phase, self._clock()))
 
     def finish(self, result: torch.Tensor) -> None:
-        """The answer is there; on CUDA in the order of the current stream."""
+        """Sets the result; on CUDA, it is complete once the current stream gets here."""
         if result.is_cuda:
             self._read = torch.cuda.Event()
             self._read.record()
@@ -85,14 +89,14 @@ class Request:
         self._answer.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """Ends the wait with an error, if no answer can come any more."""
+        """Sets an error in place of the result, if there is no result yet."""
         if not self._answer.done():
             self._answer.set_exception(error)
 
     def wait(self, timeout_s: float) -> torch.Tensor:
-        """The result, a tensor of the caller's own; raises whatever failed.
+        """Waits for the result and returns it, the caller's own tensor; raises the error of `fail`.
 
-        If there is none in time, a RuntimeError says which ranks have not asked.
+        Raises RuntimeError after `timeout_s` seconds, with the ranks that lack such a request.
         """
         if not futures.wait([self._answer], timeout_s).done:
             asked = f"; ranks {self.missing} have not asked for it" if self.missing else ""
@@ -111,10 +115,10 @@ class Execution:
     """Runs batches of requests on one thread; all ranks give the same batches.
 
     Args:
-        communicator: used by nobody else.
-        broadcasts: what carries broadcasts, as `communicator`.
-        buffer_bytes: all-reduces of one type share buffers of at most so many bytes; one that is as
-            large runs alone.
+        communicator: for the collectives; nothing else uses it.
+        broadcasts: the same for broadcasts; may be `communicator`.
+        buffer_bytes: largest buffer in which all-reduces of one dtype travel together. A tensor of
+            this size or larger travels alone.
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class Execution:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def run(self, batch: Sequence[Request]) -> None:
-        """Ends each request of `batch`, with its result or the error that its group met."""
+        """Ends each request of `batch` with its result, or with the error of its group."""
         running: list[tuple[list[Request], Work | None, Callable[[], None]]] = []
         for group in self._groups(batch):
             with self._working_on(group):
@@ -188,8 +192,8 @@ class Execution:
 
     @contextlib.contextmanager
     def _working_on(self, group: list[Request]) -> Iterator[None]:
-        """Errors are the group's. On CUDA: a stream of this thread's own, after what has written
-        the tensors."""
+        """Gives errors to the requests of the group. On CUDA, uses a stream of this thread, after
+        the operations that wrote the tensors."""
         device = group[0].tensor.device
         try:
             if device.type != "cuda":
@@ -205,21 +209,21 @@ class Execution:
                     if not request.tensor.is_sparse:
                         request.tensor.record_stream(stream)
                 yield
-        except Exception as error:  # the callers raise it, each from its own wait
+        except Exception as error:  # each caller raises it from its own `wait`
             for request in group:
                 request.fail(error)
 
 
 class Cycles:
-    """Lets ranks ask for collectives in any order.
+    """Lets ranks request collectives in any order.
 
-    In each cycle the ranks tell each other what they have asked for; what all have asked for runs,
-    by type and number, highest first. A rank that has asked for nothing takes no part, and the
-    others wait for it: where nobody asks, nothing is sent.
+    In each cycle the ranks exchange lists of their requests. Those that all ranks have made run, by
+    operation and id, highest first. A rank without any request does not take part in the exchange,
+    and the others wait for it. So nothing is sent while no rank has a request.
 
     Args:
-        control: for the ranks' lists; used by nobody else.
-        cycle_s: least time between two cycles, in which requests gather.
+        control: for the exchange of lists; nothing else uses it.
+        cycle_s: least time between two cycles in seconds, in which requests gather.
     """
 
     def __init__(self, control: Communicator, execution: Execution, cycle_s: float) -> None:
@@ -237,20 +241,20 @@ class Cycles:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Takes a request, which is answered when all ranks have given one of the same key.
+        """Adds a request. It runs when all ranks have submitted one with the same key.
 
-        Raises `UserError` after `close`, and what has ended the thread.
+        Raises `UserError` after `close`, and the error that ended the thread, if there was one.
         """
         with self._changed:
             if self._dead is not None:
                 raise self._dead
             if self._closing:
-                raise UserError(f"{request.name}: after shutdown()")
+                raise UserError(f"{request.name}: called after shutdown(); call dadt.init() again")
             self._arriving.append(request)
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends when every rank has called it. What some rank has not asked for fails."""
+        """Waits until every rank has called it; requests that some rank did not make fail."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -261,7 +265,7 @@ class Cycles:
             while self._cycle():
                 pass
             reason: Exception = UserError("not all ranks asked for it before shutdown()")
-        except Exception as error:  # whoever waits raises it, and `close`
+        except Exception as error:  # `wait` of each request raises it, and `close`
             self.error = reason = error
         with self._changed:
             self._dead = reason
@@ -271,7 +275,7 @@ class Cycles:
                 request.fail(reason)
 
     def _cycle(self) -> bool:
-        """One exchange of lists, and what follows from it; False after the last."""
+        """Exchanges lists once and runs what is ready; returns False after the last cycle."""
         with self._changed:
             while not (self._arriving or self._waiting or self._closing):
                 self._changed.wait()
@@ -304,21 +308,21 @@ class Cycles:
         return request
 
     def _accepted(self, key: Key, lists: list[dict[Key, Any]]) -> list[Request]:
-        """The next request of `key`; none, and it fails, if ranks gave different tensors."""
+        """Returns the next request of `key`; fails it and returns [] if ranks' tensors differ."""
         request, first = self._take(key), lists[0][key]
         for rank, signatures in enumerate(lists):
             if signatures[key] != first:
                 request.fail(
                     UserError(
-                        f"{request.name}: rank 0 gave {_shown(first)}, rank {rank} gave "
-                        f"{_shown(signatures[key])}; they must be alike"
+                        f"{request.name}: rank 0 gave {_shown(first)}, but rank {rank} gave "
+                        f"{_shown(signatures[key])}; all ranks must give the same kind of tensor"
                     )
                 )
                 return []
         return [request]
 
     def _fail_lost(self, everybody: list[tuple[dict[Key, Any], bool]]) -> None:
-        """Requests that a rank which is leaving has not made cannot be answered any more."""
+        """Fails the requests that a leaving rank has not made, since they can never run."""
         for key in list(self._waiting):
             request = self._waiting[key][0]
             request.missing = [r for r, (asked, _) in enumerate(everybody) if key not in asked]
@@ -329,7 +333,7 @@ class Cycles:
                 )
 
     def _pause(self, began: float, *, idle: bool) -> None:
-        """The rest of the cycle; less, if nothing can happen before a new request is there."""
+        """Waits for the rest of the cycle; if idle, first for a new request, at least briefly."""
         clock, ends = self._control.clock, began + self._cycle_s
         with self._changed:
             if idle and not (self._arriving or self._closing):

@@ -28,17 +28,17 @@ log = logging.getLogger("dear")
 BUFFER_BYTES = 64 * MIB
 
 EXECUTORS = {name: name for name in ("mpi", "nccl", "gloo", "comm_core")} | {"mpicuda": "nccl"}
-"""DADT's name of an executor -> backend. In its older versions, `mpicuda` moved CUDA tensors."""
+"""DADT's name of an executor -> backend. `mpicuda` moved CUDA tensors in older versions of DADT."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Arguments of `dear.dadt.init`, which documents them."""
+    """Arguments of `dear.dadt.init`, see there."""
 
     cycle_duration_ms: float
     executor: str | None
     broadcast_executor: str | None
-    """None: `executor`."""
+    """None: the same as `executor`."""
     all_reduce_buffer_size: int
     gpu_device_id: int
     timeline: str | None
@@ -54,14 +54,14 @@ class Settings:
         if self.gpu_device_id != -1 and not (0 <= self.gpu_device_id < torch.cuda.device_count()):
             raise UserError(
                 f"dadt.init: gpu_device_id={self.gpu_device_id}: this host has "
-                f"{torch.cuda.device_count()} GPUs, and -1 takes that of the local rank"
+                f"{torch.cuda.device_count()} GPUs; -1 takes the GPU of the local rank"
             )
 
 
 class Session:
-    """State between `initialize` and `shutdown`; the constructor is a collective call.
+    """State between `initialize` and `shutdown`.
 
-    It joins the job if the script has not, and starts the thread.
+    The constructor joins the job if the script has not, and starts the thread. It is collective.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -75,14 +75,15 @@ class Session:
         world = runtime.communicator()
         if backend is not None and backend not in world.backend:
             raise UserError(
-                f"dadt.init: executor {settings.executor!r} moves bytes by {backend}, but this job "
-                f"uses {world.backend} already"
+                f"dadt.init: executor {settings.executor!r} needs the backend {backend}, but this "
+                f"job already uses {world.backend}"
             )
         if settings.gpu_device_id >= 0:
             torch.cuda.set_device(settings.gpu_device_id)
         timeout = timedelta(seconds=settings.timeout_s)
-        # The thread has its own groups, so its calls and the script's need no common order. NCCL
-        # needs one among all its groups, or ranks may wait for each other: it is the script's.
+        # The thread has its own process groups, so its calls and the script's need no common order.
+        # NCCL is left to the script: two threads have no common order of NCCL calls on all ranks,
+        # so ranks could wait for each other forever.
         aside = None
         if "nccl" in world.backend:
             try:
@@ -103,32 +104,32 @@ class Session:
         self._delayed: dict[tuple[int, int], Request] = {}
         self._fetched_s: dict[Any, float] = {}
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        """Optimizers whose held-back gradients `close` applies."""
+        """Optimizers with gradients that `close` still has to apply."""
         self.open = True
-        """True until `close`, or until the script leaves the job by `dear.shutdown()`."""
+        """True until `close`, or until `dear.shutdown()` in the script."""
         runtime.at_shutdown(self._drain)
 
     def submit(self, kind: int, number: int, tensor: torch.Tensor, form: str = "") -> Request:
-        """Requests a collective; raises the errors of `Request`."""
+        """Starts a request of a collective; raises the errors of `Request`."""
         request = Request((kind, number, form), tensor, self._clock)
         self.cycles.submit(request)
         return request
 
     def fetch(self, request: Request) -> torch.Tensor:
-        """Waits for a request and returns its result."""
+        """Waits for a request, and returns its result."""
         result = request.wait(self.settings.timeout_s)
         if self.timeline is not None:
             self._draw(self.timeline, request)
         return result
 
     def exchange(self, kind: int, number: int, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Requests a collective; returns the result of the last call of the same id, or None."""
+        """Starts a request; returns the result of the previous one with this id, or None."""
         before = self._delayed.get((kind, number))
         self._delayed[kind, number] = self.submit(kind, number, tensor, "_async")
         return None if before is None else self.fetch(before)
 
     def last(self, kind: int, number: int) -> torch.Tensor:
-        """Returns the result of the last `exchange`; the next one is a first one again."""
+        """Returns the result of the last `exchange`; the next `exchange` counts as the first."""
         request = self._delayed.pop((kind, number), None)
         if request is None:
             raise UserError(
@@ -159,7 +160,7 @@ class Session:
             raise self.cycles.error
 
     def _host_group(self, world: Communicator, timeout: timedelta) -> dist.ProcessGroup:
-        """Makes a group for the ranks of each host, and returns that of this host; collective."""
+        """Makes one group per host for its ranks; returns this host's group. Collective."""
         facts = runtime.facts()
         host = "" if facts.one_host else socket.gethostname()
         hosts: dict[tuple[str, int], list[int]] = {}
@@ -198,34 +199,34 @@ def initialize(
     timeline: str | None = None,
     timeout_s: float = runtime.DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Joins the job, as `dear.init` does, and starts the thread; a collective call.
+    """Joins the job as `dear.init` does, and starts the thread; a collective call.
 
-    Another call before `shutdown` must have the same arguments, and does nothing. A call after
-    `shutdown` starts again.
+    A second call does nothing, and must have the same arguments. After `shutdown`, a call starts
+    again.
 
     Args:
-        cycle_duration_ms: least time between two rounds in which ranks agree on ready requests, in
-            milliseconds. Gradients that are ready in the same cycle share buffers.
-        executor_type: `mpi`, `gloo` or `comm_core` for CPU tensors, `nccl` for CUDA tensors
-            (`mpicuda`, the older name, means the same); None: the choice of `dear.init`. With
-            `nccl`, gradients of optimizers travel by it, and calls by number over comm_core or
-            Gloo: two threads cannot use NCCL in one order on all ranks.
+        cycle_duration_ms: least time in milliseconds between two cycles. In each cycle, ranks agree
+            on which requests are ready. Gradients that are ready in the same cycle share buffers.
+        executor_type: backend: `mpi`, `gloo` or `comm_core` for CPU tensors, `nccl` (older name:
+            `mpicuda`) for CUDA tensors; None: the choice of `dear.init`. With `nccl`, it carries
+            only gradients of optimizers; comm_core or Gloo carries calls by id, since two threads
+            cannot call NCCL in the same order on all ranks.
         all_reduce_buffer_size: bytes up to which all-reduces share a buffer; 0: each runs alone.
-        gpu_device_id: the GPU of this rank; -1: that of its local rank.
+        gpu_device_id: index of this rank's GPU; -1: the GPU of its local rank.
         broad_cast_executor: backend of broadcasts (older versions); None: `executor_type`.
-        all_reduce_executor: backend of the rest (older versions); None: `executor_type`.
+        all_reduce_executor: backend of all-reduces (older versions); None: `executor_type`.
         group_buffer_size: an argument of older versions without effect; the log warns.
-        timeline: file that `shutdown` writes, with `-rankR` before its suffix, for chrome://tracing
-            or Perfetto; each optimizer gets one beside it. None: no file.
-        timeout_s: time limit of one collective.
+        timeline: path of a file for chrome://tracing or Perfetto, which `shutdown` writes, with
+            `-rankR` before its suffix. Each optimizer gets its own file beside it. None: no file.
+        timeout_s: time limit of one collective in seconds.
 
     Raises:
-        UserError: a bad or contradictory argument, or the job runs already on another backend.
-        Unavailable: the executor is not on this machine.
+        UserError: a bad or contradictory argument, or the job already uses another backend.
+        Unavailable: this machine lacks the executor.
     """
     global _session
     if group_buffer_size is not None:
-        log.warning("dadt.init: group_buffer_size never had an effect in DADT and has none here")
+        log.warning("dadt.init: group_buffer_size has no effect (nor had it in DADT); leave it out")
     executor, broadcast_executor = _executors(
         executor_type, all_reduce_executor, broad_cast_executor
     )
@@ -240,7 +241,9 @@ def initialize(
     )
     if initialized():
         if settings != current().settings:
-            raise UserError("dadt is initialized with other arguments; shutdown() first")
+            raise UserError(
+                "dadt is already initialized, with other arguments; call dadt.shutdown() first"
+            )
         return
     _session = Session(settings)
 
@@ -251,12 +254,11 @@ init = initialize
 def _executors(
     executor_type: str | None, all_reduce_executor: str | None, broadcast_executor: str | None
 ) -> tuple[str | None, str | None]:
-    """Returns the executor, and that of broadcasts; None: the same."""
     named = {name for name in (executor_type, all_reduce_executor) if name is not None}
     if len({EXECUTORS.get(name, name) for name in named}) > 1:
         raise UserError(
-            "dadt.init: executor_type and all_reduce_executor mean the same, got "
-            f"{', '.join(sorted(named))}"
+            "dadt.init: executor_type and all_reduce_executor are the same setting, but got "
+            f"{', '.join(sorted(named))}; give only one"
         )
     executor = min(named) if named else broadcast_executor
     if EXECUTORS.get(broadcast_executor or "") == EXECUTORS.get(executor or ""):
@@ -265,10 +267,10 @@ def _executors(
 
 
 def shutdown() -> None:
-    """Applies held-back gradients, ends the thread and leaves the job; a collective call.
+    """Applies delayed gradients, ends the thread and leaves the job; a collective call.
 
-    The last results of asynchronous calls are lost: `flush` returns them. A second call does
-    nothing.
+    The last results of asynchronous calls are dropped; call `flush` before to get them. A second
+    call does nothing.
     """
     global _session
     if _session is not None:
@@ -284,5 +286,5 @@ def initialized() -> bool:
 def current() -> Session:
     """Returns the session; raises `UserError` if there is none."""
     if _session is None or not _session.open:
-        raise UserError("call dadt.init() first")
+        raise UserError("dadt is not initialized, or was shut down: call dadt.init() first")
     return _session

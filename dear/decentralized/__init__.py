@@ -1,4 +1,4 @@
-"""Decentralized training under the names that users of Decent-DP know.
+"""Decentralized training with the names that users of Decent-DP know.
 
     import dear
     from dear.decentralized import DecentralizedDataParallel, optim_fn_adamw

@@ -1,4 +1,4 @@
-"""Decent-DP's model wrapper, which trains in the backward pass."""
+"""Decent-DP's model wrapper; it updates the model during the backward pass."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dear.training.parameters.overlapped import OverlappedInBackward
 
 
 def initialize_dist() -> tuple[int, int]:
-    """Joins the job as `dear.init()` does; returns rank and world size."""
+    """Joins the job as `dear.init()` does; returns this rank and the world size."""
     runtime.init()
     return runtime.rank(), runtime.size()
 
 
 class _Exchange(GroupExchange):
-    """Group averages before which the optimizer of a bucket may run its `pre_average_hook`."""
+    """Averages in groups; before each, the bucket's optimizer may run `pre_average_hook`."""
 
     def __init__(
         self, topology: Topology, updater: BucketOptimizers, average: GlobalAverage, views: bool
@@ -42,7 +42,7 @@ class _Exchange(GroupExchange):
 
     def begin(self, steps: int) -> None:
         if self._average.applied:
-            raise UserError("call revert_global_avg() before training goes on")
+            raise UserError("training on the average: call revert_global_avg() first")
         super().begin(steps)
 
     def mix(self, bucket: Bucket, steps: int) -> None:
@@ -56,14 +56,15 @@ class _Exchange(GroupExchange):
 class DecentralizedDataParallel(Module):
     """Model wrapper that trains in the backward pass and averages in small groups (Decent-DP).
 
-    x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))). A step is one backward pass, except while
-    gradients accumulate; all ranks make the same number of steps. When the last gradient of a
-    bucket of parameters is ready, the bucket takes in the average that was started in the last
-    step, is updated by its optimizer with this rank's own gradient, and is sent again.
+    Rank i computes x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))), where x are parameters, g
+    gradients and W weights. A step is one backward pass, except while gradients accumulate. All
+    ranks make the same number of steps. When the last gradient of a bucket of parameters is ready,
+    three things happen. The bucket takes in the average that was started in the last step. Its
+    optimizer updates it with this rank's own gradients. It is sent again.
 
-    The first pass ends with the layout of the buckets, in the order in which gradients arrived. It
-    averages nothing, since all ranks start with rank 0's parameters and buffers. Forward passes do
-    nothing. A pass leaves no gradients behind, so calls of `zero_grad()` are harmless.
+    The first pass lays out the buckets in the order in which gradients arrived. It averages
+    nothing, since all ranks start with rank 0's parameters and buffers. A pass leaves no gradients
+    behind, so calls of `zero_grad()` are harmless.
 
     Args:
         model: already on its device; it is trained in place.
@@ -72,17 +73,17 @@ class DecentralizedDataParallel(Module):
             schedule.
         topology: `complete`, `ring`, `one-peer-exp`, `alternating-exp-ring`, or a registered name.
         scaler: scales the loss in the script. This class calls its `unscale_`, `step` and `update`.
-            Each rank has its own scale, and omits a whole update if a gradient is not finite;
-            averaging continues.
-        grad_clip_norm: largest norm of this rank's whole gradient; 0.0: no limit. With a limit or a
+            Each rank has its own scale. If a gradient of a rank is not finite, the rank leaves out
+            its whole update, but still averages.
+        grad_clip_norm: largest norm of all gradients of this rank; 0.0: no limit. With a limit or a
             scaler, all updates are made at the end of the backward pass.
         param_as_bucket_view: parameters are views of the buckets; False costs two more copies.
         sync_buffer_in_global_avg: `global_avg` averages floating-point buffers, too.
         bucket_size_in_mb: upper limit of a bucket's size, in MB of 2^20 bytes.
-        _local_world_size: ranks per node; default: the launcher's number.
+        _local_world_size: ranks per node; None: as the launcher reports.
 
     Raises:
-        UserError: bad arguments, or a topology that this world cannot have.
+        UserError: bad arguments, or a topology that does not fit the world.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class DecentralizedDataParallel(Module):
         return self._model(*args, **kwargs)
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """Lets backward passes only accumulate gradients; disable it before the last pass."""
+        """Makes backward passes only accumulate; disable this before the last pass of a step."""
         self._accumulating.close()
         if enable:
             self._accumulating.enter_context(self._engine.no_sync())
@@ -136,7 +137,7 @@ class DecentralizedDataParallel(Module):
     def set_adaptive_factor(self, factor: float) -> None:
         """Sets the weight of averages, 0 .. 1: x <- (1 - factor) x + factor * average.
 
-        It applies from the next step on. The factor is 1 at the start.
+        The factor applies from the next step on. Initially it is 1.
         """
         self._exchange.set_factor(factor)
 
@@ -148,8 +149,8 @@ class DecentralizedDataParallel(Module):
         """Sets all replicas to their mean; a collective call.
 
         Args:
-            will_revert: keep a copy of this rank's values for `revert_global_avg`. Otherwise
-                training continues from the mean.
+            will_revert: True keeps a copy of this rank's values for `revert_global_avg`. With
+                False, training continues from the mean.
             return_d2c: return this rank's distance to the mean (norm of the difference).
         """
         self._exchange.wait()
@@ -159,14 +160,14 @@ class DecentralizedDataParallel(Module):
         return distance
 
     def revert_global_avg(self) -> None:
-        """Restores this rank's own values; raises `UserError` if there is no copy."""
+        """Restores this rank's own values; raises `UserError` if no copy was kept."""
         self._average.revert()
         self._engine.note_sent(self._exchange.pending)  # the same values again
 
     def checkpoint(self) -> dict[str, Any]:
-        """Returns the state from which this rank continues exactly; each rank saves its own.
+        """Returns the state from which this rank can continue exactly; each rank saves its own.
 
-        Call it between steps. `state_dict()` returns the model alone, with its own names.
+        Call it between steps. `state_dict()` returns only the model, with the model's own names.
         """
         buckets = self._exchange.buckets
         names = {param: name for name, param in self._named.items()}
@@ -181,15 +182,15 @@ class DecentralizedDataParallel(Module):
         }
 
     def load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continues from this rank's `checkpoint()` of an equal model; a collective call."""
+        """Continues from a result of `checkpoint()` of this rank and an equal model; collective."""
         for field, here in (
             ("world_size", self._engine.communicator.size),
             ("topology", self._topology_name),
         ):
             if checkpoint[field] != here:
                 raise UserError(
-                    f"the checkpoint was made with {field} {checkpoint[field]!r}, this is "
-                    f"{here!r}; load_state_dict(checkpoint['model']) takes the model alone"
+                    f"the checkpoint was made with {field} {checkpoint[field]!r}, but this job has "
+                    f"{here!r}; load_state_dict(checkpoint['model']) loads only the model"
                 )
         names = [name for bucket in checkpoint["buckets"] for name in bucket]
         if names and set(names) != set(self._named):
@@ -212,7 +213,7 @@ class DecentralizedDataParallel(Module):
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict of the wrapped model and drops pending averages; all ranks load."""
+        """Loads a state dict of the wrapped model, and drops pending averages; all ranks load."""
         return self._model.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:

@@ -1,7 +1,7 @@
 """Factories of the optimizer and the learning-rate schedule of a bucket of parameters.
 
-`functools.partial(optim_fn_adamw, lr=3e-4)` changes a setting. In addition to torch's optimizers
-there are Adam and AdamW whose moments are updated by the mean of several gradients.
+`functools.partial(optim_fn_adamw, lr=3e-4)` changes a setting. `AccumAdam` and `AccumAdamW` update
+their moments by the mean of several steps' gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def optim_fn_adam(
     weight_decay: float = 1 / 32768,
     eps: float = 1e-8,
 ) -> Optimizer:
-    """Returns Adam with weight decay for weights only."""
+    """Returns Adam; only weights get weight decay."""
     return torch.optim.Adam(
         _decay_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps
     )
@@ -42,7 +42,7 @@ def optim_fn_adamw(
     weight_decay: float = 0.1,
     eps: float = 1e-8,
 ) -> Optimizer:
-    """Returns AdamW with weight decay for weights only."""
+    """Returns AdamW; only weights get weight decay."""
     return torch.optim.AdamW(
         _decay_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps
     )
@@ -57,7 +57,7 @@ def optim_fn_accum_adam(
     weight_decay: float = 1 / 32768,
     accum_iter: int = 4,
 ) -> Optimizer:
-    """Returns `AccumAdam` with weight decay for weights only."""
+    """Returns `AccumAdam`; only weights get weight decay."""
     groups = _decay_groups(params, weight_decay)
     return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
@@ -71,7 +71,7 @@ def optim_fn_accum_adamw(
     weight_decay: float = 0.1,
     accum_iter: int = 4,
 ) -> Optimizer:
-    """Returns `AccumAdamW` with weight decay for weights only."""
+    """Returns `AccumAdamW`; only weights get weight decay."""
     groups = _decay_groups(params, weight_decay)
     return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
@@ -83,12 +83,12 @@ def lr_scheduler_fn_cosine_with_warmup(
     cosine_eta_min: float = 1e-6,
     warmup_decay: float = 0.01,
 ) -> LRScheduler:
-    """Returns a schedule with a linear warm-up from `warmup_decay * lr`, then a cosine.
+    """Returns a schedule: a linear warm-up from `warmup_decay * lr`, then a cosine.
 
     Args:
         t_max: step from which the learning rate is `cosine_eta_min`.
         t_warmup: steps of warm-up, fewer than `t_max`.
-        cosine_eta_min: last learning rate.
+        cosine_eta_min: final learning rate.
     """
     if not 0 <= t_warmup < t_max:
         raise UserError(f"t_warmup must be in 0 .. t_max - 1 = {t_max - 1}, got {t_warmup}")
@@ -108,7 +108,7 @@ def lr_scheduler_fn_cosine_with_warmup(
 
 
 def _decay_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns groups of weights, and of the rest: biases and vectors of normalisation layers."""
+    """Returns two groups: weights, and the rest (biases, and vectors of normalisation layers)."""
     decayed: list[torch.Tensor] = []
     plain: list[torch.Tensor] = []
     for name, param in params:
@@ -123,17 +123,17 @@ def _decay_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
 class AccumAdam(Optimizer):
     """Adam for small batches, from Decent-DP.
 
-    The update of a step uses `b1 m + (1 - b1) g` and `b2 v + (1 - b2) g^2`, and does not keep them.
-    Every `accum_iter` steps, the mean of the gradients since then is folded into m and v in the
-    same way. The bias correction counts the foldings, including the next one. With `accum_iter=1`
-    this is Adam.
+    A step with the gradient g uses `b1 m + (1 - b1) g` and `b2 v + (1 - b2) g^2` in place of the
+    moments m and v, but does not keep them. Every `accum_iter` steps, m and v are updated by the
+    same formulas with the mean gradient of these steps (a folding). The bias correction counts the
+    foldings, including the next one. With `accum_iter=1` this is Adam.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        betas: decay of the two moments, each in 0 .. 1.
+        betas: decay b1 and b2 of the two moments, each in [0, 1).
         eps: term added to the root of the second moment.
-        weight_decay: factor of the parameter that is added to the gradient.
+        weight_decay: factor by which the parameter is added to the gradient.
         accum_iter: steps per folding, at least 1.
 
     Raises:
@@ -141,7 +141,7 @@ class AccumAdam(Optimizer):
     """
 
     decoupled = False
-    """True if weight decay scales the parameter (AdamW) instead of changing the gradient."""
+    """True if weight decay scales the parameter (AdamW); False: it changes the gradient."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class AccumAdam(Optimizer):
         for name, value in numbers.items():
             at_least(name, value, 0)
         if not all(0 <= beta < 1 for beta in betas):
-            raise UserError(f"betas must be in 0 .. 1, got {betas}")
+            raise UserError(f"betas must lie in [0, 1), got {betas}")
         at_least("accum_iter", accum_iter, 1)
         super().__init__(params, numbers | {"betas": betas, "accum_iter": accum_iter})
 
@@ -175,7 +175,7 @@ class AccumAdam(Optimizer):
 
     def _update(self, param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
-            raise UserError(f"{type(self).__name__} takes dense gradients only")
+            raise UserError(f"{type(self).__name__} needs dense gradients, got a sparse one")
         state = self.state[param]
         if not state:
             state["step"] = 0

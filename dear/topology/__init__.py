@@ -1,13 +1,13 @@
 """Topologies: graphs of ranks with mixing weights.
 
 A graph is a `networkx.DiGraph` over ranks 0 .. n-1. An edge i -> j means that i sends to j. Its
-`weight` is the factor that j applies to the values of i. An edge i -> i is the factor for i's own
-values. In the weight matrix `W` (`matrix`), `W[i, j]` is the weight of edge i -> j, so column j
-holds the weights of rank j. One round of averaging is `x_j <- sum_i W[i, j] x_i`.
+`weight` is the factor by which j multiplies the values of i. An edge i -> i has the factor for i's
+own values. In the weight matrix `W` (`matrix`), `W[i, j]` is the weight of edge i -> j, so column j
+holds the weights that rank j uses. One round of averaging is `x_j <- sum_i W[i, j] x_i`.
 
-The second half of the file checks weights, and computes how fast averaging with them converges
-(also importable as `dear.mixing`). `dear.topology.schedules` holds schedules that change from step
-to step.
+The second half of the file checks weights, and computes how fast averaging converges (also
+importable as `dear.mixing`). `dear.topology.schedules` has topologies that change from step to
+step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SCHEDULES = ("DYNAMIC", "Edge", "Topology", "TopologyError", "TopologyReg", "sc
 
 
 def __getattr__(name: str) -> Any:
-    """Looks up the names of `dear.topology.schedules`, which imports this module."""
+    """Looks up names of `dear.topology.schedules`, which cannot be imported before this module."""
     if name in _SCHEDULES:
         return getattr(importlib.import_module("dear.topology.schedules"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def from_matrix(weights: np.ndarray) -> nx.DiGraph:
-    """Returns the graph of a weight matrix `[n, n]`; zero entries are no edges."""
+    """Returns the graph of a weight matrix `[n, n]`; an entry of 0 makes no edge."""
     weights = np.asarray(weights, dtype=float)
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
         raise UserError(f"mixing weights must be a square matrix, got shape {weights.shape}")
@@ -48,7 +48,7 @@ def matrix(graph: nx.DiGraph) -> np.ndarray:
 
 
 def circulant(world_size: int, offsets: Iterable[int]) -> nx.DiGraph:
-    """Returns the graph in which r sends to r + each of `offsets` (mod n); equal weights."""
+    """Returns the graph in which r sends to r + offset (mod n) for each offset; equal weights."""
     at_least("world size of a topology", world_size, 1)
     reached = {0, *(offset % world_size for offset in offsets)}
     weights = np.zeros((world_size, world_size))
@@ -64,27 +64,27 @@ def complete(world_size: int) -> nx.DiGraph:
 
 
 def ring(world_size: int, style: RingStyle = "both") -> nx.DiGraph:
-    """Returns a ring with equal weights; `left`: i sends to i - 1 only, `right`: to i + 1."""
+    """Returns a ring with equal weights; `left`: i sends only to i - 1; `right`: only to i + 1."""
     offsets = {"both": (1, -1), "left": (-1,), "right": (1,)}
     return circulant(world_size, one_of("ring style", style, offsets))
 
 
 def exponential(world_size: int, base: int = 2) -> nx.DiGraph:
-    """Returns the graph in which r sends to r + base^k, for powers below n; equal weights."""
+    """Returns the graph in which r sends to r + base^k (mod n) for base^k < n; equal weights."""
     return circulant(world_size, powers(base, world_size))
 
 
 def symmetric_exponential(world_size: int, base: int = 4) -> nx.DiGraph:
-    """Returns the graph in which r exchanges with r + base^k and r - base^k, for powers <= n/2."""
+    """Returns the graph in which r exchanges with r +- base^k for base^k <= n/2; equal weights."""
     half = [power for power in powers(base, world_size) if power <= world_size // 2]
     return circulant(world_size, [*half, *(-power for power in half)])
 
 
 def metropolis(neighbors: Iterable[tuple[int, int]], world_size: int) -> nx.DiGraph:
-    """Returns symmetric doubly stochastic weights for an undirected graph, given as rank pairs.
+    """Returns symmetric doubly stochastic weights for an undirected graph of pairs of ranks.
 
-    Metropolis-Hastings: the weight of an edge is 1 / (1 + the larger degree of its two ends). The
-    weight of a rank for itself is the rest.
+    Metropolis-Hastings rule: the weight of an edge is 1 / (1 + the larger degree of its two ends).
+    A rank's weight for itself is what remains to 1.
     """
     at_least("world size of a topology", world_size, 1)
     near = nx.empty_graph(world_size)
@@ -109,9 +109,10 @@ def star(world_size: int, center: int = 0) -> nx.DiGraph:
 
 
 def mesh(world_size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
-    """Returns a grid (not a torus), each rank with up to four neighbours; Metropolis weights.
+    """Returns a grid (not a torus) in which ranks have up to four neighbours; Metropolis weights.
 
-    `shape`: rows and columns; by default as square as the world size allows.
+    Args:
+        shape: rows and columns; None: as square as the world size allows.
     """
     at_least("world size of a topology", world_size, 1)
     if shape is None:
@@ -126,7 +127,7 @@ def mesh(world_size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
 
 
 def powers(base: int, limit: int) -> list[int]:
-    """Returns 1, base, base^2, ... below `limit`, in integers, since logarithms would round."""
+    """Returns the powers 1, base, base^2, ... below `limit`, exactly (logarithms would round)."""
     at_least("base of an exponential topology", base, 2)
     result, power = [], 1
     while power < limit:
@@ -151,7 +152,7 @@ if TYPE_CHECKING:
     Name: TypeAlias = str
 else:
     Name = Literal[tuple(TOPOLOGIES)]
-"""Type of an option that names one of them."""
+"""Type of an option that names a static topology."""
 
 
 def graph(name: str, world_size: int) -> nx.DiGraph:
@@ -160,7 +161,7 @@ def graph(name: str, world_size: int) -> nx.DiGraph:
 
 
 def uniform(graph: nx.DiGraph) -> nx.DiGraph:
-    """Returns the same edges; each rank gives itself and its k sources the weight 1 / (k + 1)."""
+    """Returns the same edges, with weight 1 / (k + 1) for each rank itself and its k sources."""
     weights = np.zeros((graph.number_of_nodes(),) * 2)
     for rank in graph.nodes:
         members = [rank, *in_neighbors(graph, rank)]
@@ -169,9 +170,9 @@ def uniform(graph: nx.DiGraph) -> nx.DiGraph:
 
 
 def splitting(graph: nx.DiGraph) -> nx.DiGraph:
-    """Returns the same edges; each rank sends 1 / (k + 1) to itself and each of its k targets.
+    """Returns the same edges; a rank sends with weight 1 / (k + 1) to itself and k targets.
 
-    Rows sum to 1, so the sum over the ranks does not change, as push-sum methods require.
+    Rows sum to 1, so averaging does not change the sum over the ranks; push-sum methods need this.
     """
     return from_matrix(matrix(uniform(graph.reverse())).T)
 
@@ -193,7 +194,7 @@ def recv_weights(graph: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]
 
 
 def send_weights(graph: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
-    """Returns the weights that `rank` and each of its targets (ascending) give to `rank`."""
+    """Returns the weights that `rank` itself and each of its targets (ascending) give to `rank`."""
     targets = out_neighbors(graph, rank)
     return _weight(graph, rank, rank), {other: _weight(graph, rank, other) for other in targets}
 
@@ -205,14 +206,14 @@ def _weight(graph: nx.DiGraph, source: int, target: int) -> float:
 def check_graph(
     graph: nx.DiGraph, world_size: int, *, doubly_stochastic: bool = False, symmetric: bool = False
 ) -> None:
-    """Raises `UserError` for weights that do not average.
+    """Checks that averaging with the weights converges.
 
-    Every rank's receive weights (a column of the matrix) must be finite, not negative and sum to 1,
-    and every rank must reach every other.
+    The weights that each rank receives with (a column of the matrix) must be finite, not negative
+    and sum to 1. Every rank must reach every other rank.
 
     Args:
-        doubly_stochastic: send weights (rows) must sum to 1, too. Then averaging keeps the mean
-            over the ranks; otherwise ranks agree on a weighted mean.
+        doubly_stochastic: rows must sum to 1, too. Then averaging keeps the mean over the ranks;
+            otherwise ranks agree on a weighted mean.
         symmetric: weights must be the same in both directions.
 
     Raises:
@@ -246,7 +247,7 @@ def check_nodes(graph: nx.DiGraph, world_size: int) -> None:
         raise UserError(f"a topology must be a networkx.DiGraph, got {type(graph).__name__}")
     if set(graph.nodes) != set(range(world_size)):
         raise UserError(
-            f"topology: its nodes must be the ranks 0 to {world_size - 1}, got "
+            f"topology: the nodes must be the ranks 0 to {world_size - 1}, got "
             f"{graph.number_of_nodes()} nodes {sorted(graph.nodes)[:8]}"
         )
 
@@ -266,18 +267,18 @@ def _sums_to_one(sums: np.ndarray, kind: str) -> None:
     rank = int(np.argmax(np.abs(sums - 1)))
     if abs(sums[rank] - 1) > TOLERANCE:
         raise UserError(
-            f"topology: the {kind} weights of rank {rank} sum to {sums[rank]:g}, must be 1"
+            f"topology: the {kind} weights of rank {rank} sum to {sums[rank]:g}, but must sum to 1"
         )
 
 
 def is_regular(graph: nx.DiGraph) -> bool:
-    """Returns True if all ranks have equal numbers of sources and of targets (without self)."""
+    """Returns True if all ranks have the same number of sources and the same number of targets."""
     kinds = {(len(in_neighbors(graph, r)), len(out_neighbors(graph, r))) for r in graph.nodes}
     return len(kinds) <= 1
 
 
 def is_equivalent(first: nx.DiGraph | None, second: nx.DiGraph | None) -> bool:
-    """Returns True if both have the same ranks, edges and weights."""
+    """Returns True if both graphs have the same ranks, edges and weights."""
     if first is None or second is None:
         return first is second
     if set(first.nodes) != set(second.nodes):
@@ -286,18 +287,18 @@ def is_equivalent(first: nx.DiGraph | None, second: nx.DiGraph | None) -> bool:
 
 
 def mixing_rate(graph: nx.DiGraph) -> float:
-    """Returns the second largest eigenvalue magnitude: the factor of a disagreement per round."""
+    """Returns the second largest eigenvalue magnitude: each round multiplies differences by it."""
     magnitudes = np.sort(np.abs(np.linalg.eigvals(matrix(graph))))
     return float(magnitudes[-2]) if len(magnitudes) > 1 else 0.0
 
 
 def spectral_gap(graph: nx.DiGraph) -> float:
-    """Returns 1 - `mixing_rate`: 1 averages in one round, 0 never averages."""
+    """Returns 1 - `mixing_rate`: 1 means equal after one round, 0 means never equal."""
     return 1.0 - mixing_rate(graph)
 
 
 def rounds_to(reduction: float, graph: nx.DiGraph) -> float:
-    """Returns the rounds that shrink a disagreement by the factor `reduction`, in (0, 1)."""
+    """Returns how many rounds multiply differences between ranks by `reduction`, in (0, 1)."""
     if not 0 < reduction < 1:
         raise UserError(f"reduction must lie between 0 and 1, got {reduction}")
     rate = mixing_rate(graph)

@@ -1,11 +1,13 @@
-"""Topologies that change from step to step, as functions of the step number.
+"""Topologies that change from step to step.
 
-A resumed run can therefore continue at any step. There are two kinds:
+They are functions of the step number, so a resumed run can continue at any step. There are two
+kinds:
 
-- A `Schedule` belongs to one rank: the ranks it sends to and receives from at a step. The schedules
-  of all ranks match. `DYNAMIC` holds the named ones, and `forever` makes an iterator of one.
-- A `Topology` belongs to all ranks: the disjoint groups that average at a step (as in Decent-DP).
-  `TopologyReg` holds the named ones and registers new ones.
+- A `Schedule` belongs to one rank. It gives the ranks that this rank sends to and receives from in
+  a step. The schedules of all ranks match. `DYNAMIC` holds those with a name, and `forever` makes
+  an iterator from one.
+- A `Topology` belongs to all ranks. It gives the disjoint groups that average in a step (as in
+  Decent-DP). `TopologyReg` holds those with a name, and registers new ones.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Peers = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Peers of one rank as a function of the step number, counted from 0."""
+    """Peers of one rank by the step number, counted from 0."""
 
     at: Callable[[int], Peers]
     period: int
@@ -39,7 +41,7 @@ class Schedule:
 
 
 def one_peer(graph: nx.DiGraph, rank: int) -> Schedule:
-    """Returns a schedule in which each rank sends to one target per step, in ascending distance.
+    """Returns a schedule in which each rank sends to one target per step, the nearest first.
 
     In an irregular graph a rank may receive from several ranks or from none.
     """
@@ -58,22 +60,22 @@ def one_peer(graph: nx.DiGraph, rank: int) -> Schedule:
 
 
 def one_peer_machines(machines: int, machine: int) -> Schedule:
-    """Returns a schedule over machine numbers, with exchange at distance 1, 2, 4, ... in turn."""
+    """Returns a schedule of machines (not ranks): exchange at distance 1, 2, 4, ... in turn."""
     if machines < 2:
         raise UserError(f"an exchange between machines needs at least 2 machines, got {machines}")
     return one_peer(exponential(machines), machine)
 
 
 def inner_outer_ring(world_size: int, local_size: int, rank: int) -> Schedule:
-    """Returns a schedule in which one rank per machine, in turn, exchanges with the next machine.
+    """Returns a schedule in which one rank per machine exchanges with the next machine.
 
-    The other ranks of each machine exchange in a ring without it.
+    The ranks of a machine take turns. The others exchange in a ring inside the machine.
     """
     return _inner_outer(world_size, local_size, rank, lambda count: [1])
 
 
 def inner_outer_exp2(world_size: int, local_size: int, rank: int) -> Schedule:
-    """Returns `inner_outer_ring` with distances 1, 2, 4, ... in turn, between and in machines."""
+    """Returns the schedule of `inner_outer_ring`, but with distances 1, 2, 4, ... in turn."""
     return _inner_outer(world_size, local_size, rank, lambda count: powers(2, count))
 
 
@@ -113,7 +115,7 @@ DYNAMIC: dict[str, Callable[[int, int, int], Schedule]] = {
     "inner-outer-ring": inner_outer_ring,
     "inner-outer-exp2": inner_outer_exp2,
 }
-"""Named schedules of options and experiments: functions of world size, ranks per machine, rank."""
+"""Schedules by the names in options; functions of world size, ranks per machine, and rank."""
 
 if TYPE_CHECKING:
     DynamicName: TypeAlias = str
@@ -131,7 +133,7 @@ def schedule(name: str, world_size: int, rank: int, local_size: int) -> Schedule
 
 
 def forever(schedule: Schedule) -> Iterator[Peers]:
-    """Yields the peers of step 0, 1, 2, ... without end."""
+    """Yields the peers of steps 0, 1, 2, ... without end."""
     return map(schedule, itertools.count())
 
 
@@ -141,7 +143,7 @@ class TopologyError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Edge:
-    """A group of ranks that average in one step.
+    """Group of ranks that average in one step.
 
     Each of its m ranks takes `weight * own + (1 - weight) / (m - 1) * sum of the others`. A single
     rank keeps its value.
@@ -151,14 +153,14 @@ class Edge:
     weight: float
     """Weight of the rank's own value, 0 .. 1."""
     group: Any = None
-    """Process group of the ranks, if there is one; set for `pre_average_hook`."""
+    """Process group of the ranks, or None; set for `pre_average_hook`."""
 
 
 class Topology(ABC):
-    """A periodic schedule, in which `edges_at(step)` partitions the ranks.
+    """Periodic schedule in which `edges_at(step)` divides all ranks into groups.
 
-    Subclasses return one period from `_get_topo_edges`. They may use `self._world_size`, and
-    `self._local_world_size` ranks on each of `self._n_nodes` nodes, in rank order.
+    Subclasses return one period from `_get_topo_edges`. They may use `self._world_size`. There are
+    `self._n_nodes` nodes with `self._local_world_size` ranks each, in rank order.
 
     Raises:
         TopologyError: the schedule is invalid, or does not fit such a world.
@@ -169,8 +171,8 @@ class Topology(ABC):
     def __init__(self, local_world_size: int, *, world_size: int, rank: int) -> None:
         if local_world_size < 1 or world_size % local_world_size:
             raise TopologyError(
-                f"topology {self.name}: {world_size} ranks do not make nodes of {local_world_size} "
-                "ranks each"
+                f"topology {self.name}: {world_size} ranks cannot be split into nodes of "
+                f"{local_world_size} ranks each"
             )
         self._rank = rank
         self._world_size = world_size
@@ -188,7 +190,7 @@ class Topology(ABC):
 
     @abstractmethod
     def _get_topo_edges(self) -> list[list[Edge]]:
-        """Returns the edges of each step of one period; each step has every rank in one edge."""
+        """Returns the edges of each step of one period; in each step, every rank is in one edge."""
 
     @property
     def period(self) -> int:
@@ -222,7 +224,7 @@ class TopologyReg:
 
         def add(topology: type[Topology]) -> type[Topology]:
             if name in cls.registry:
-                raise TopologyError(f"a topology {name!r} is registered already")
+                raise TopologyError(f"a topology {name!r} exists already; use another name")
             if not (isinstance(topology, type) and issubclass(topology, Topology)):
                 raise TopologyError(f"topology {name!r} must be a subclass of Topology")
             cls.registry[name] = topology
@@ -238,7 +240,7 @@ class TopologyReg:
 
     @classmethod
     def make(cls, name: str, *, world_size: int, rank: int, local_world_size: int = 1) -> Topology:
-        """Makes the topology `name`; raises `UserError` if it is unknown or does not fit."""
+        """Makes the topology `name`; raises `UserError` if the name is unknown or does not fit."""
         kind = one_of("topology", name, cls.registry)
         return kind(local_world_size, world_size=world_size, rank=rank)
 
@@ -254,7 +256,7 @@ def _is_period(steps: object) -> bool:
 
 def _validate(name: str, steps: Sequence[Sequence[Edge]], world_size: int) -> None:
     if not steps:
-        raise TopologyError(f"topology {name}: it has no steps")
+        raise TopologyError(f"topology {name}: there must be at least one step, got none")
     linked = nx.empty_graph(world_size)
     for number, edges in enumerate(steps):
         where = f"topology {name}, step {number}"
@@ -274,14 +276,14 @@ def _validate(name: str, steps: Sequence[Sequence[Edge]], world_size: int) -> No
     apart = set(linked) - nx.node_connected_component(linked, 0)
     if apart:
         raise TopologyError(
-            f"topology {name}: no averaging connects rank 0 and rank {min(apart)}, so they "
-            "would train apart"
+            f"topology {name}: no step connects rank 0 and rank {min(apart)}, even indirectly, so "
+            "they would never agree; add edges between them"
         )
 
 
 def _validate_edge(where: str, edge: Edge, world_size: int) -> None:
     if not edge.ranks:
-        raise TopologyError(f"{where}: an edge is without ranks")
+        raise TopologyError(f"{where}: an edge has no ranks; give at least one")
     for rank in edge.ranks:
         if not (isinstance(rank, int) and 0 <= rank < world_size):
             raise TopologyError(f"{where}: rank {rank!r} is not in a world of {world_size}")
@@ -294,7 +296,7 @@ def _validate_edge(where: str, edge: Edge, world_size: int) -> None:
 
 
 def _exponent(name: str, count: int, what: str) -> int:
-    """Returns k for `count` = 2^k; raises `TopologyError` unless k >= 1."""
+    """Returns k if `count` is 2^k with k >= 1; raises `TopologyError` otherwise."""
     k = count.bit_length() - 1
     if count != 2**k or k < 1:
         raise TopologyError(f"topology {name} needs 2^k {what} (2, 4, 8, 16, ...), not {count}")
@@ -303,7 +305,7 @@ def _exponent(name: str, count: int, what: str) -> int:
 
 @TopologyReg.register("complete")
 class CompleteTopology(Topology):
-    """Mean over all ranks in every step; for any world size."""
+    """Topology of one group with all ranks; for any world size."""
 
     def _get_topo_edges(self) -> list[list[Edge]]:
         return [[Edge(range(self._world_size), 1 / self._world_size)]]
@@ -311,12 +313,12 @@ class CompleteTopology(Topology):
 
 @TopologyReg.register("ring")
 class RingTopology(Topology):
-    """Mean with the right and the left neighbour in turn; for even world sizes."""
+    """Topology of pairs: each rank averages with its right and its left neighbour in turn."""
 
     def _get_topo_edges(self) -> list[list[Edge]]:
         n = self._world_size
         if n % 2:
-            odd = f"not {n}: they pair off; use 'complete'"
+            odd = f"not {n}: ranks average in pairs; use 'complete'"
             raise TopologyError(f"topology ring needs an even number of ranks, {odd}")
         first = [Edge([i, i + 1], 0.5) for i in range(0, n, 2)]
         return [first, [Edge([i, (i - 1) % n], 0.5) for i in range(0, n, 2)]]
@@ -324,9 +326,10 @@ class RingTopology(Topology):
 
 @TopologyReg.register("one-peer-exp")
 class OnePeerExpTopology(Topology):
-    """Mean of the two ranks whose numbers differ in bit i, in step i; for worlds of 2^k ranks.
+    """Topology of pairs: in step i, two ranks average if their numbers differ only in bit i.
 
-    After k steps of averaging alone, all ranks have the mean of all (arXiv 2110.13363).
+    For worlds of 2^k ranks. Without updates, k steps give all ranks the mean of all (arXiv
+    2110.13363).
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:
@@ -339,9 +342,10 @@ class OnePeerExpTopology(Topology):
 
 @TopologyReg.register("alternating-exp-ring")
 class AlternatingExpRingTopology(Topology):
-    """Pairs of nodes as in `one-peer-exp` that average jointly and separately in alternate steps.
+    """Topology of pairs of nodes as in `one-peer-exp`, for 2^k nodes (Decent-DP).
 
-    While some pairs use the network, others average inside their nodes (Decent-DP). For 2^k nodes.
+    In alternate steps, a pair averages over both nodes, or each node averages alone. So while some
+    pairs use the network, others average inside their nodes.
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:

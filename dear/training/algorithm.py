@@ -1,10 +1,10 @@
-"""The contract of a data-parallel training algorithm, and how its file is found.
+"""Base class of the data-parallel training algorithms, and how the file of an algorithm is found.
 
 An algorithm is one file in a folder of `dear/algorithms/`. The folder says what is promised about
-the replicas; the file name (with dashes for underscores) is the algorithm's name on the command
+the replicas. The file name (with dashes for underscores) is the algorithm's name on the command
 line, in records and in plots. The file defines one subclass of `Algorithm` and takes torch from
 `dear.lazy`, so that listing and checking never import torch. Files whose names begin with an
-underscore are no algorithms. A file from elsewhere counts as one after `load_plugin`.
+underscore are no algorithms. `load_plugin` adds a file from elsewhere.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class Capabilities:
 
 
 class Algorithm(ABC, Generic[OptionsT]):
-    """Base of the algorithms; a subclass states its options, as `Algorithm["Mine.Options"]`."""
+    """Base of the algorithms; a subclass names its options, as `Algorithm["Mine.Options"]`."""
 
     Options: ClassVar[type[Options]] = Options
     capabilities: ClassVar[Capabilities]
     bound: ClassVar[Bound | None] = None
-    """Formula of `dear.cost.bounds` for the shortest step; None: none is known."""
+    """Formula of `dear.cost.bounds` for the shortest step; None: no formula is known."""
     overlap: ClassVar[Overlap | Unstated | None] = None
-    """Statement of order (`dear.cost.overlap`). The tests refuse None."""
+    """Start of each transfer, and what waits for it (`dear.cost.overlap`); None fails the tests."""
 
     @classmethod
     def bound_of(cls, options: OptionsT) -> Bound | None:
-        """Returns the formula for these options."""
+        """Returns the formula of `bound` for these options."""
         return cls.bound
 
     @classmethod
     def overlap_of(cls, options: OptionsT) -> Overlap | Unstated | None:
-        """Returns the statement of order for these options."""
+        """Returns the statement of `overlap` for these options."""
         return cls.overlap
 
     @classmethod
@@ -73,8 +73,8 @@ class Algorithm(ABC, Generic[OptionsT]):
     def grouping(cls, options: OptionsT, arrived: Arrived, cost: Cost) -> Groups | None:
         """Returns the groups of gradients that travel together after the settling steps.
 
-        They are in the order in which they start. A gradient is given by its place in the order of
-        arrival. None: unknown before a run.
+        Groups are in the order in which they start. Each gradient is given by its index in the
+        order of arrival. None: unknown before a run.
 
         Args:
             cost: seconds of an all-reduce by its bytes.
@@ -83,7 +83,7 @@ class Algorithm(ABC, Generic[OptionsT]):
 
     @classmethod
     def traffic(cls, options: OptionsT, world_size: int, local_size: int) -> Traffic | None:
-        """Returns the exchanges of ranks with some of the others.
+        """Returns what ranks exchange with some of the other ranks.
 
         None: all ranks take part in the same collectives.
 
@@ -91,7 +91,7 @@ class Algorithm(ABC, Generic[OptionsT]):
             local_size: ranks per host.
 
         Raises:
-            UserError: such a world is not possible.
+            UserError: the algorithm cannot run in such a world.
         """
         return None
 
@@ -118,11 +118,11 @@ class Algorithm(ABC, Generic[OptionsT]):
         replica.options.refuse(replica.params, groups)
 
     def refuse(self, replica: Replica[OptionsT]) -> None:
-        """Raises `UserError` for a model or optimizer that the algorithm cannot train."""
+        """Raises `UserError` if the algorithm cannot train the model or the optimizer."""
         return
 
     def alone(self, options: OptionsT) -> bool:
-        """Returns True if a world of one needs the engine; otherwise training stays plain."""
+        """Returns True if a world of one needs the engine, and is not plain training."""
         return options.alone
 
     @abstractmethod
@@ -139,14 +139,14 @@ class Algorithm(ABC, Generic[OptionsT]):
         """Makes `model` and `optimizer` train as one replica of many.
 
         Afterwards the ordinary loop trains: `zero_grad(); loss = criterion(model(x), y);
-        loss.backward(); optimizer.step()`. The returned optimizer also has `synchronize()` (nothing
-        in flight, parameters current, gradients averaged), `no_sync()` and `close()` (hooks
-        removed). Replicas must start equal: see `dear.broadcast_parameters`.
+        loss.backward(); optimizer.step()`. The returned optimizer has three more methods:
+        `synchronize()` completes all transfers and updates, `no_sync()` accumulates gradients, and
+        `close()` removes the algorithm. Replicas must start equal: see `dear.broadcast_parameters`.
 
         Raises:
-            UserError: the model or optimizer is of a kind that the algorithm cannot train, holds
-                nothing to train, or is distributed already.
-            Unavailable: a library that the algorithm stands on is missing.
+            UserError: the algorithm cannot train this kind of model or optimizer, there is nothing
+                to train, or the optimizer is already distributed.
+            Unavailable: a library that the algorithm needs is missing.
         """
         shared = self.alone(options) or communicator.size > 1
         missing = self.unavailable() if shared else None
@@ -157,7 +157,7 @@ class Algorithm(ABC, Generic[OptionsT]):
 
 
 _PLUGINS = "dear_plugins"
-"""Package of the modules of plugins; it has no files."""
+"""Package name for the modules of plugins; no folder belongs to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class Plugin:
     """File of an algorithm outside `dear.algorithms`."""
 
     path: str
-    """Absolute path, the same on every host."""
+    """Absolute path; the same on every host."""
     digest: str
     """Digest of the file and of the files in its folder that it imports (`dear.training.files`)."""
 
@@ -176,26 +176,26 @@ _plugins: dict[str, Plugin] = {}
 def load_plugin(path: Path, digest: str | None = None) -> str:
     """Registers the file's algorithm in this process and returns its name.
 
-    The name is that of the file, as for the algorithms of dear. A second call does nothing.
+    The name is the file's name with dashes, as in dear. A second call does nothing.
 
     Args:
         digest: expected digest; None: any.
 
     Raises:
-        UserError: the file cannot be read or imported, defines no algorithm or several, has the
+        UserError: the file cannot be read or imported, defines no or several algorithms, has the
             name of another algorithm, or has another digest.
     """
     path = path.resolve()
     plugin = Plugin(path=str(path), digest=digest_of(path))
     name = path.stem.replace("_", "-")
     if digest not in (None, plugin.digest):
-        raise UserError(f"{path}: not what it was when the sweep began; start it again")
+        raise UserError(f"{path}: has changed since the sweep began; start the sweep again")
     if _plugins.get(name) == plugin:
         return name
     if re.fullmatch("[a-z][a-z0-9-]*", name) is None or path.suffix != ".py":
         raise UserError(
-            f"{path}: the file's name is the algorithm's: small letters, digits and underscores, "
-            "and .py; rename it"
+            f"{path}: the file's name is the algorithm's name; it may have small letters, digits "
+            "and underscores, and must end in .py; rename the file"
         )
     if name in _modules():
         whose = f"of {_plugins[name].path}" if name in _plugins else "of dear's own"
@@ -211,14 +211,14 @@ def load_plugin(path: Path, digest: str | None = None) -> str:
     consistency = getattr(capabilities, "consistency", None)
     if consistency not in get_args(Consistency):
         raise UserError(
-            f"{path}: {kinds[0].__name__} must say what replicas promise, e.g. "
+            f"{path}: {kinds[0].__name__} must say what it promises about replicas, e.g. "
             'capabilities = Capabilities(consistency="synchronous")'
         )
     alike = consistency in ("synchronous", "delayed")
     if not alike and getattr_static(kinds[0], "traffic") is getattr_static(Algorithm, "traffic"):
         raise UserError(
-            f"{path}: {kinds[0].__name__}.traffic must say who sends to whom, since replicas are "
-            f"{consistency}: their ranks do not take part in the same collectives"
+            f"{path}: {kinds[0].__name__} must define traffic() (who sends to whom): replicas are "
+            f"{consistency}, so its ranks do not take part in the same collectives"
         )
     _plugins[name] = plugin
     return name
@@ -230,7 +230,6 @@ def plugin_of(name: str) -> Plugin | None:
 
 
 def _modules() -> dict[str, str]:
-    """Returns name -> module of all algorithms."""
     shipped = {
         file.stem.replace("_", "-"): f"dear.algorithms.{file.parent.name}.{file.stem}"
         for file in FOLDER.glob("*/[!_]*.py")

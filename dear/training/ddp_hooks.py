@@ -20,36 +20,36 @@ if TYPE_CHECKING:
     FutureTensor = torch.futures.Future[torch.Tensor]
 
 FIRST = 2
-"""Passes after which buckets stay the same: DDP makes them again after the first."""
+"""Backward passes after which buckets stay the same; DDP rebuilds them after the first pass."""
 
 
 class Passes:
-    """Record of the backward passes in which DDP averages, and of gradients from other ones.
+    """Record of the backward passes in which DDP averages, and of gradients from other passes.
 
-    A forward pass of the model arms the reducer for one average of all gradients. Gradients of
-    later backward passes, or of parts of the model, stay this rank's own. A gradient that the
-    script sets needs an averaging pass since the last step.
+    After each forward pass of the model, DDP's reducer averages all gradients once. In later
+    backward passes, or passes through parts of the model only, gradients are not averaged. If the
+    script sets a gradient itself, the record asks for an averaging pass since the last step.
     """
 
     def __init__(
         self, params: Sequence[torch.nn.Parameter], reducer: Reducer, hooks: Hooks
     ) -> None:
-        # The reference in `stepped` keeps a gradient alive: a small one.
+        # The smallest comes first, since `stepped` keeps a reference to one gradient.
         self._params = sorted(params, key=torch.Tensor.numel)
         self._reducer = reducer
         self._armed = self._running = self._averaged = self._unsent = False
         self._last: tuple[torch.Tensor, int] | None = None
         self._nodes = [self._node(param) for param in self._params]
         self._versions = self._now()
-        """Version counters after the last step; the script has written to what has another."""
+        """Version counters after the last step; another counter means that the script wrote."""
         hooks.on_gradient(params, self._accumulated)
 
     def close(self) -> None:
-        """Lets go of the reducer."""
+        """Drops the reference to the reducer."""
         del self._reducer
 
     def arm(self) -> None:
-        """Notes a forward pass of the model, after which DDP averages once."""
+        """Notes a forward pass of the model, after which DDP averages one backward pass."""
         self._armed, self._running = True, False
         self._refuse_unhooked()
 
@@ -58,12 +58,11 @@ class Passes:
 
     @staticmethod
     def _node(param: torch.Tensor) -> torch.autograd.graph.Node:
-        """Returns the node of the graph on which DDP has its hook for the gradient."""
         with torch.enable_grad():
             return torch.autograd.graph.get_gradient_edge(param).node
 
     def _refuse_unhooked(self) -> None:
-        """Raises `UserError` if a parameter lost DDP's hook, as by `set_()` and `resize_()`."""
+        """Raises `UserError` if a parameter lost DDP's hook, e.g. by `set_()` or `resize_()`."""
         now = self._now()
         if now == self._versions:
             return
@@ -71,10 +70,10 @@ class Passes:
         for param, node in zip(self._params, self._nodes, strict=True):
             if self._node(param) is not node:
                 raise UserError(
-                    f"ddp does not see the gradients of a parameter of shape {tuple(param.shape)} "
-                    "any more, because set_() was called on it, as register_parametrization does; "
-                    "close() the optimizer and wrap again, or use another algorithm, such as "
-                    "allreduce"
+                    "ddp no longer sees the gradients of a parameter of shape "
+                    f"{tuple(param.shape)}, because set_() was called on it, as "
+                    "register_parametrization does; close() the optimizer and wrap again, or use "
+                    "another algorithm, such as allreduce"
                 )
 
     def _accumulated(self, param: torch.Tensor) -> None:
@@ -91,7 +90,7 @@ class Passes:
         self._running = False
 
     def unfinished(self) -> bool:
-        """Returns True if a pass left out some parameters, so that the reducer still waits."""
+        """Returns True if a pass left out some parameters, so that the reducer waits for them."""
         try:
             self._reducer._check_reducer_finalized()
         except RuntimeError:
@@ -102,7 +101,7 @@ class Passes:
         """Raises `UserError` if DDP has not averaged all gradients.
 
         Args:
-            stepping: the optimizer is about to use them.
+            stepping: True if the optimizer is about to use the gradients.
         """
         if stepping:
             self._refuse_unhooked()
@@ -111,13 +110,13 @@ class Passes:
             alone = alone or not self._same()
         if alone and self._smallest() is not None:
             raise UserError(
-                "ddp has not averaged all gradients: DDP averages in one backward pass after each "
-                "call of the model, model(...), outside no_sync(); call it so before step(), or "
-                "use another algorithm, such as allreduce, which averages in step()"
+                "ddp has not averaged all gradients: DDP averages one backward pass after each "
+                "forward pass of the whole model, model(...), outside no_sync(); make such a "
+                "forward pass before step(), or use algorithm='allreduce', which averages in step()"
             )
 
     def stepped(self) -> None:
-        """Notes the gradients, with which another step may follow."""
+        """Notes the gradients at the end of a step; another step may follow with the same."""
         self._averaged, self._last = False, self._smallest()
         self._versions = self._now()
 
@@ -131,7 +130,7 @@ class Passes:
 
 
 class BucketHook(ABC):
-    """Communication hook that averages whole buckets in the first `start` passes."""
+    """Communication hook of DDP; averages buckets without compression in the first passes."""
 
     start = FIRST
 
@@ -140,7 +139,7 @@ class BucketHook(ABC):
         self.passes = 0
 
     def __call__(self, bucket: GradBucket) -> FutureTensor:
-        """Returns a future of the bucket's buffer with the mean over ranks."""
+        """Returns a future of the bucket's buffer, which then holds the mean over ranks."""
         buffer, dense = bucket.buffer(), self.passes < self.start
         self.passes += bucket.is_last()
         if dense:
@@ -150,11 +149,11 @@ class BucketHook(ABC):
 
     @abstractmethod
     def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> FutureTensor:
-        """Returns a future of the bucket's buffer with an approximation of the mean."""
+        """Returns a future of the bucket's buffer, which then approximates the mean."""
 
 
 class BucketPayloads(BucketHook):
-    """Hook that all-gathers the payloads of buckets."""
+    """Hook that all-gathers compressed payloads of buckets."""
 
     def __init__(self, communicator: Communicator, options: CompressedOptions) -> None:
         super().__init__(communicator)
@@ -180,15 +179,16 @@ class BucketPayloads(BucketHook):
 class PowerSgd(BucketHook):
     """PowerSGD hook (Vogels et al. 2019, arXiv 1905.13727), with error feedback.
 
-    A matrix M becomes P = M Q, whose mean is made orthogonal, and Q = M' P, whose mean starts the
-    next pass; P Q' approximates the mean of M. Small gradients travel whole. The messages with P
-    overlap the backward pass. Those with Q follow it, bucket by bucket, so that all ranks start
-    them in the same order. No collective waits in the callback of another one, as in torch's own
-    hook, which only NCCL supports. The futures of a pass end together, with its last bucket.
+    A gradient M, as a matrix, is approximated by P Q'. First P = M Q is averaged and made
+    orthogonal. Then Q = M' P is averaged; it also starts the next pass. Small gradients travel
+    whole. Messages with P overlap the backward pass. Messages with Q follow the pass, bucket by
+    bucket, so that all ranks start them in the same order. No collective waits in the callback of
+    another collective, as in torch's own hook, which only NCCL supports. All futures of a pass end
+    with its last bucket.
 
     Args:
         rank: number of columns of P and Q.
-        start: number of the first passes, which are not compressed.
+        start: number of first passes without compression.
     """
 
     def __init__(self, communicator: Communicator, *, rank: int, start: int) -> None:
@@ -220,7 +220,7 @@ class PowerSgd(BucketHook):
 
 
 class _Bucket:
-    """Factors of the matrices of one bucket, and the errors of the approximation."""
+    """Factors P and Q of one bucket's matrices, and the errors of the approximation."""
 
     def __init__(self, gradients: list[torch.Tensor], rank: int) -> None:
         self._rank = rank
@@ -279,7 +279,7 @@ class _Bucket:
 
 
 def _worth(gradient: torch.Tensor, rank: int) -> bool:
-    """Returns True if the factors have less than half as many elements."""
+    """Returns True if P and Q together have less than half as many elements as the gradient."""
     if gradient.dim() < 2 or not gradient.numel() or not gradient.is_contiguous():
         return False
     rows = gradient.shape[0]

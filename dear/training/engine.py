@@ -1,7 +1,7 @@
-"""Engines of algorithms, and their place between an optimizer and the training loop.
+"""Engines of algorithms, and the class that connects an engine to the user's optimizer.
 
 `distribute` changes the class of the user's optimizer. Calls of the script then reach the engine of
-the algorithm, which calls the optimizer's own step:
+the algorithm. The engine calls the optimizer's own step:
 
     script                 here                                engine
     optimizer.step() ----> Distributed.step -----------------> Engine.step(update)
@@ -39,16 +39,17 @@ OptionsT_co = TypeVar("OptionsT_co", bound=Options, covariant=True)
 Update = Callable[[], object]
 """An optimizer's own step, without a closure."""
 Closure = Callable[[], float]
-"""Passes of a step, for an optimizer that runs them; returns the loss (torch calls it a float)."""
+"""Forward and backward passes that an optimizer runs in its step; returns the loss (a float to
+torch)."""
 ClosureUpdate = Callable[[Closure | None], object]
-"""An optimizer's own step."""
+"""An optimizer's own step, with or without a closure."""
 
 
 class Replica(Generic[OptionsT_co]):
     """One rank's model and optimizer, its communicator, and the options of the algorithm.
 
     Args:
-        optimizer: None: the engine's owner updates the parameters.
+        optimizer: updates the parameters; None: the owner of the engine updates them.
         refuse: raises `UserError` for what the algorithm cannot train.
 
     Raises:
@@ -84,7 +85,7 @@ class Replica(Generic[OptionsT_co]):
 
 
 class Engine(Generic[OptionsT_co]):
-    """Actions of an algorithm when the training loop uses its optimizer.
+    """Actions of an algorithm when the training loop calls the optimizer.
 
     This base class is the engine of a world of one: the plain optimizer, without hooks.
     """
@@ -105,20 +106,20 @@ class Engine(Generic[OptionsT_co]):
         return update()
 
     def step_closure(self, update: ClosureUpdate, closure: Closure) -> object:
-        """Makes a step for `step(closure)`, in which the optimizer runs the backward passes."""
+        """Makes a step for `step(closure)`; the closure runs the forward and backward passes."""
         return update(closure)
 
     def settle(self) -> None:
-        """Makes the parameters current, for engines whose `step` does not."""
+        """Completes pending updates, in engines whose `step` leaves some."""
 
     def forget(self) -> None:
-        """Discards the record of the gradients, for engines that keep one."""
+        """Discards the record of the gradients, in engines that keep one."""
 
     def flush(self, update: Update) -> None:
-        """Applies gradients that are held back for later steps, for engines that do so."""
+        """Applies gradients that are kept for later steps, in engines that keep some."""
 
     def state_dict(self, plain: Callable[[], StateDict]) -> StateDict:
-        """Returns the result of `plain`, the optimizer's own method, on whole and current state."""
+        """Returns the result of `plain`, the optimizer's own method, with complete state."""
         self.settle()
         kept = self.optimizer.state
         self.optimizer.state = defaultdict(dict, self.whole_state())
@@ -128,7 +129,7 @@ class Engine(Generic[OptionsT_co]):
             self.optimizer.state = kept
 
     def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
-        """Returns the optimizer's state as in plain training, also if ranks keep parts of it."""
+        """Returns the optimizer's state as in plain training, even if ranks keep parts of it."""
         return self.optimizer.state
 
     def load_state_dict(self, plain: Callable[[], None]) -> None:
@@ -137,7 +138,7 @@ class Engine(Generic[OptionsT_co]):
         plain()
 
     def resume(self, state: StateDict) -> None:
-        """Restores the entries of `state` that `state_dict` has added to the optimizer's own."""
+        """Restores the entries of `state` that `state_dict` added to the optimizer's own."""
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
@@ -151,36 +152,36 @@ class Engine(Generic[OptionsT_co]):
         return {}
 
     def findings(self) -> dict[str, object]:
-        """Returns the algorithm's own measurements and choices, by name; those of rank 0 count.
+        """Returns the algorithm's own measurements and choices by name; rank 0's values count.
 
-        Values are JSON. Keys that end in `_s` are seconds of this machine; `wall_s` is not scaled
-        where time is scaled.
+        Values are JSON. Keys that end in `_s` are seconds of this machine. An emulation scales
+        them, except for `wall_s`.
         """
         return {}
 
     def sender(self) -> Sender | None:
-        """Returns the library that sends in place of the communicator, at other costs, or None."""
+        """Returns the library that sends in place of the communicator, or None."""
         return None
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """Returns the groups that travel together now, in the order in which they start.
 
-        Each entry has the bytes of the group and its parameters (empty if unknown). The list is
-        empty for engines that send nothing, or leave the grouping to a library.
+        An entry has the bytes of the group and its parameters ([] if unknown). The list is empty if
+        the engine sends nothing or leaves the grouping to a library.
         """
         return []
 
     def some_groups(self) -> frozenset[int] | None:
-        """Returns the indices in `groups()` of the groups with transfers that the algorithm states
+        """Returns the indices in `groups()` of the groups for which the algorithm states transfers
         with `buckets="some"` (`dear.cost.overlap.Transfer`); None: unknown."""
         return None
 
     def synchronize(self) -> None:
-        """Waits for all transfers: parameters are then current, and gradients averaged."""
+        """Waits for all transfers; then parameters are up to date, and gradients averaged."""
         self.settle()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backward passes only accumulate."""
+        """Returns a context in which backward passes accumulate gradients and send nothing."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
@@ -194,7 +195,7 @@ AnyEngine: TypeAlias = "Engine[Options]"
 
 
 def step_after_closure(engine: AnyEngine, update: ClosureUpdate, closure: Closure) -> object:
-    """Runs the closure before the step: `step_closure` of engines that need whole backward passes.
+    """Runs the closure and then a step; `step_closure` of engines that need whole backward passes.
 
     Optimizers other than LBFGS call the closure once, before they update.
     """
@@ -205,19 +206,19 @@ def step_after_closure(engine: AnyEngine, update: ClosureUpdate, closure: Closur
 
 
 def refuse_copy(whole: object, protocol: SupportsIndex) -> NoReturn:
-    """Raises `UserError`; a class whose objects hold an engine has it as `__reduce_ex__`."""
+    """Raises `UserError`; `__reduce_ex__` of classes whose objects hold an engine."""
     raise UserError(
-        f"{type(whole).__name__} communicates, so it cannot be copied or saved whole, and neither "
-        "can what holds it (a scheduler): copy or save its state_dict()"
+        f"{type(whole).__name__} communicates, so it cannot be copied or saved as a whole, nor can "
+        "an object that holds it (e.g. a scheduler); copy or save its state_dict()"
     )
 
 
 class Distributed(OptimizerBase):
-    """Base class that `distribute` adds to the class of the user's optimizer."""
+    """Base class that `distribute` adds to the optimizer's class; passes calls to the engine."""
 
     _engine: Engine[Options]
     _managed: set[torch.nn.Parameter]
-    """Trainable parameters at the time of wrapping, which the engine communicates."""
+    """Parameters that were trainable when the optimizer was distributed."""
     _local: contextlib.ExitStack | None = None
 
     def step(self, closure: Closure | None = None) -> object:  # type: ignore[override]  # no overloads
@@ -231,18 +232,19 @@ class Distributed(OptimizerBase):
     vars(step)["hooked"] = True
 
     def synchronize(self) -> None:
-        """Waits for all communication: parameters are then current, and gradients averaged.
+        """Waits for all communication; then parameters are up to date, and gradients averaged.
 
-        Call it between `backward()` and `step()` to read or change gradients (clipping, GradScaler)
-        and before you read parameters through other tensors of their memory (`p.data` from before).
+        Call it between `backward()` and `step()` before you read or change gradients (clipping,
+        GradScaler). Also call it before you read parameters through other tensors that share their
+        memory, e.g. a `p.data` taken earlier.
         """
         self._engine.synchronize()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the averaged gradients of all parameters, between `backward()` and `step()`.
 
-        The result is that of `synchronize()` and `torch.nn.utils.clip_grad_norm_`; some algorithms
-        need less communication for it.
+        Has the same result as `synchronize()` and `torch.nn.utils.clip_grad_norm_`. Some algorithms
+        communicate less for it.
 
         Args:
             max_norm: largest norm of all gradients together.
@@ -258,7 +260,7 @@ class Distributed(OptimizerBase):
         return self._engine.statistics()
 
     def findings(self) -> dict[str, object]:
-        """Returns the algorithm's own measurements and choices; those of rank 0 count."""
+        """Returns the algorithm's own measurements and choices; rank 0's values count."""
         return self._engine.findings()
 
     def sender(self) -> Sender | None:
@@ -266,11 +268,11 @@ class Distributed(OptimizerBase):
         return self._engine.sender()
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-        """Returns bytes and parameters of the groups that travel together, in their order."""
+        """Returns bytes and parameters of the groups that travel together, in order of start."""
         return self._engine.groups()
 
     def some_groups(self) -> frozenset[int] | None:
-        """Returns the indices in `groups()` of groups with extra transfers; None: unknown."""
+        """Returns the indices in `groups()` of groups with additional transfers; None: unknown."""
         return self._engine.some_groups()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -281,7 +283,7 @@ class Distributed(OptimizerBase):
     def local(self) -> bool:
         """True while backward passes communicate nothing, as within `no_sync()`.
 
-        Scripts for MG-WFBP set it to True to accumulate, and to False before the last pass.
+        MG-WFBP's scripts set it to True to accumulate gradients, and to False before the last pass.
         """
         return self._local is not None
 
@@ -295,9 +297,9 @@ class Distributed(OptimizerBase):
             self._local = None
 
     def flush(self) -> None:
-        """Applies the gradients that a delayed algorithm still holds back, at the end of training.
+        """Applies the gradients that a delayed algorithm keeps for later steps.
 
-        With other algorithms it does nothing.
+        Call it at the end of training. Other algorithms keep none, so it does nothing there.
         """
         self._engine.flush(super().step)
 
@@ -308,7 +310,7 @@ class Distributed(OptimizerBase):
     __reduce_ex__ = refuse_copy
 
     def close(self) -> None:
-        """Flushes, and removes the algorithm: the optimizer is then a plain one again."""
+        """Flushes and removes the algorithm; the optimizer is then plain again."""
         self.flush()
         self._engine.close()
         del self._engine, self._managed
@@ -324,16 +326,16 @@ class Distributed(OptimizerBase):
 
     def add_param_group(self, param_group: dict[str, object]) -> NoReturn:
         raise UserError(
-            "a distributed optimizer takes no further parameter groups: close() it, add the group, "
+            "a distributed optimizer accepts no new parameter groups: close() it, add the group, "
             "and wrap it again"
         )
 
 
 def distribute(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distributed:
-    """Puts `engine` between `optimizer` and its caller; returns the same object.
+    """Connects `engine` to `optimizer`; returns the same optimizer object.
 
-    The object stays the same, so existing schedulers, scalers and loggers continue to work. Its
-    class becomes a subclass of the optimizer's own.
+    Schedulers, scalers and loggers that hold the object continue to work. Its class becomes a
+    subclass of the optimizer's own class.
     """
     plain = type(optimizer)
     name = f"Distributed{plain.__name__}"
@@ -346,21 +348,20 @@ def distribute(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distribut
 
 
 def _refuse_replaced() -> NoReturn:
-    """Raises `UserError`; called where loading has replaced a trained parameter."""
     raise UserError(
-        "load_state_dict(assign=True) has replaced parameters that the optimizer trains: load with "
-        "assign=False, or load before the optimizer is made"
+        "load_state_dict(assign=True) has replaced parameters that the optimizer trains; load with "
+        "assign=False, or load before you make the optimizer"
     )
 
 
 class GradScaling:
-    """Detection of calls by `scaler.step(optimizer)`, and of their arguments.
+    """Support of `scaler.step(optimizer)` by a GradScaler.
 
-    A GradScaler unscales gradients in place, which does not raise their version counters. Each rank
-    checks whether they are finite. Both must happen to averaged gradients, or ranks would skip
+    A GradScaler unscales gradients in place without raising their version counters. Each rank
+    checks whether its gradients are finite. Both must happen after averaging, or ranks would skip
     different steps. Therefore the optimizer declares that it supports a scale. The scaler then
-    always calls it, with the scale and the result of the check in its attributes `grad_scale` and
-    `found_inf`.
+    always calls the optimizer and sets its attributes `grad_scale` (the scale) and `found_inf` (the
+    result of the check).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -369,19 +370,19 @@ class GradScaling:
         vars(optimizer)["_step_supports_amp_scaling"] = True
 
     def refuse(self) -> None:
-        """Raises `UserError` if a scaler calls while gradients are not averaged yet."""
+        """Raises `UserError` if a scaler calls before gradients are averaged."""
         if scaled(self._optimizer):
             self.refuse_early_unscaling()
 
     def refuse_early_unscaling(self) -> None:
-        """Raises `UserError`, since this rank's own gradients were unscaled, not the averages."""
+        """Raises `UserError`: a scaler has unscaled this rank's own gradients, not the averages."""
         raise UserError(
-            "call optimizer.synchronize() before scaler.unscale_(optimizer) or "
-            "scaler.step(optimizer): all ranks must judge the same averaged gradient"
+            "gradients must be averaged before a GradScaler unscales them: call "
+            "optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
         )
 
     def step(self, update: Update) -> object:
-        """Unscales averaged gradients as the scaler asks, then updates or skips."""
+        """Unscales averaged gradients if the scaler asks for this; then updates, or skips."""
         if not scaled(self._optimizer) or self._takes_scale:
             return update()
         attributes = vars(self._optimizer)
@@ -399,7 +400,7 @@ class GradScaling:
             attributes.update(asked)
 
     def close(self) -> None:
-        """Restores the optimizer's own declaration."""
+        """Restores what the optimizer declared before."""
         vars(self._optimizer)["_step_supports_amp_scaling"] = self._takes_scale
 
 
@@ -413,8 +414,8 @@ def _change_class(optimizer: torch.optim.Optimizer, to: type) -> None:
     attributes = vars(optimizer)
     if "step" not in attributes:
         return
-    # An LR scheduler has put a wrapper of the former class's step into the instance. It expects its
-    # own mark there, and a flag that the optimizer has stepped.
+    # An LR scheduler has put a wrapper of the former class's step into the instance. The scheduler
+    # expects its mark on the wrapper, and a flag that the optimizer has made a step.
     marked = hasattr(attributes.pop("step"), "_wrapped_by_lr_sched")
 
     def step(*args: Any, **kwargs: Any) -> object:
@@ -430,19 +431,19 @@ def _trained(
 ) -> list[torch.nn.Parameter]:
     if any(torch.nn.parameter.is_lazy(param) for param in model.parameters()):
         raise UserError(
-            "a lazy layer of the model has no parameters yet: run one forward pass before you make "
-            "the optimizer, and then the optimizer distributed"
+            "a lazy layer of the model has no parameters yet; run one forward pass before you make "
+            "the optimizer"
         )
     if optimizer is None:
         return [param for param in model.parameters() if param.requires_grad]
     if isinstance(optimizer, Distributed):
-        raise UserError("this optimizer is distributed already; close() it first")
+        raise UserError("this optimizer is already distributed; close() it first")
     wanted = set(_trainable(optimizer))
     params = [param for param in model.parameters() if param in wanted]
     if len(params) != len(wanted):
         raise UserError(
             f"{len(wanted) - len(params)} of the optimizer's parameters are not in the model; "
-            "pass the model whose parameters the optimizer was made with"
+            "give the model whose parameters the optimizer was made with"
         )
     if not params:
         raise UserError("nothing to train: no parameter of the optimizer requires a gradient")
@@ -450,10 +451,10 @@ def _trained(
 
 
 def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Raises `UserError` if `optimizer` is LBFGS, which the algorithm `what` does not support."""
+    """Raises `UserError` for LBFGS; `what` names the algorithm, which does not support it."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
-            f"{what} cannot train with LBFGS, whose step runs several backward passes of its own; "
+            f"{what} cannot train with LBFGS, since a step of LBFGS runs several backward passes; "
             "use algorithm='allreduce'"
         )
 
@@ -461,7 +462,7 @@ def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:
 def grouped(
     groups: Iterable[Sequence[torch.nn.Parameter]],
 ) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-    """Returns groups with the bytes of each, for `Engine.groups`."""
+    """Returns (bytes, parameters) of each group, as `Engine.groups` does."""
     return [(sum(param.nbytes for param in params), params) for params in groups]
 
 
@@ -479,5 +480,5 @@ def _check_all_managed(optimizer: Distributed) -> None:
         if param.grad is not None and param not in optimizer._managed:
             raise UserError(
                 f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
-                "distributed and has a gradient now; close() and wrap again after unfreezing"
+                "distributed, but has a gradient now; close() the optimizer and wrap it again"
             )

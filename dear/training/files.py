@@ -1,4 +1,4 @@
-"""Import of a user's Python file by path, and the digest that identifies its version."""
+"""Import of a user's Python file by its path, and a digest that identifies the file's version."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PACKAGES = Path(__file__).parents[2]
 def digest_of(path: Path) -> str:
     """Returns a digest (16 hex digits) of the file and of the modules in its folder that it uses.
 
-    Imports are followed transitively. Nothing is executed. Installed packages are not included,
-    nor are the packages in the folder that contains `dear`.
+    Imports are followed through these modules; nothing is executed. Installed packages and the
+    packages in the folder that contains `dear` are not included.
 
     Raises:
-        UserError: the file cannot be read, or a module of its folder cannot be imported, because
-            another module has the same name.
+        UserError: the file cannot be read, or another module has the name of a module in its
+            folder and is imported in its place.
     """
     digest = hashlib.sha256()
     for source in sorted(_sources(path)):
@@ -64,7 +64,6 @@ def module_of(path: Path, package: str) -> ModuleType:
 
 
 def _advice(error: BaseException, path: Path) -> str:
-    """Returns what helps after a failed import; empty if that is not known."""
     if not isinstance(error, ImportError):
         return ""
     if any(node.level for node in _import_nodes(path) if isinstance(node, ast.ImportFrom)):
@@ -107,18 +106,17 @@ def _sources(path: Path) -> set[Path]:
 
 
 def _check_visible(path: Path, name: str, files: list[Path]) -> None:
-    """Raises `UserError` if an import of `name` finds another module than the one in the folder."""
+    """Raises `UserError` if `import name` finds another module than the one in the folder."""
     spec = importlib.util.find_spec(name)
     origin = None if spec is None else spec.origin
     if origin is not None and Path(origin).resolve() not in [file.resolve() for file in files]:
         raise UserError(
-            f"{path}: `import {name}` finds {origin}, not the module in its folder; rename "
-            "the latter"
+            f"{path}: `import {name}` finds {origin}, not the module in its own folder; rename "
+            "the module in the folder"
         )
 
 
 def _imports(path: Path) -> set[str]:
-    """Returns the top-level names of all modules that the file imports."""
     names: set[str] = set()
     for node in _import_nodes(path):
         if isinstance(node, ast.Import):

@@ -1,12 +1,12 @@
-"""Events of the backward pass, and the engines that average gradients.
+"""Events of the backward pass, and base classes of the engines that average gradients.
 
-An algorithm overrides these moments. Only a `DeferredEngine` has those marked with *:
+An algorithm overrides these methods. Those marked with * exist only in a `DeferredEngine`:
 
     loss.backward()       arrived(param)  a gradient arrived, also under `no_sync()`
                           ready(unit)     all gradients of a unit arrived: start its transfer; the
                                           order is the same on every rank
-                          passed()        the pass is over, and every unit was ready
-    optimizer.step()      apply(update) * gradients are final or under way: update, or begin to
+                          passed()        the pass has ended, and every unit was ready
+    optimizer.step()      apply(update) * gradients are final or still travel: update, or begin to
     optimizer.synchronize()  arrive() *   set `p.grad` to the mean
     model(x)              finish(unit) *  a module is about to read parameters that `apply` deferred
     optimizer.zero_grad() drop()          forget the transfers of a pass that ended with an error
@@ -38,19 +38,19 @@ from dear.training.inflight import InFlight
 
 
 class BackwardSchedule:
-    """Schedule that calls `launch(unit)` for complete units, and `finish()` after the pass.
+    """Calls `launch(unit)` for units that are complete, and `finish()` after a backward pass.
 
-    A unit is a group of parameters that travel together. Ranks may get gradients in different
-    orders, or lack some, but collectives must match. Therefore units are launched in one agreed
-    order, each when it and all units before it are complete. The others are launched at the end of
-    the pass. The first pass uses the reverse order of registration; later passes use the order in
-    which rank 0's units were complete in the first one.
+    A unit is a group of parameters that travel together. It is complete when all its gradients have
+    arrived. Ranks may get gradients in different orders, or lack some, but collectives must match.
+    Therefore all ranks launch units in the same order. A unit is launched when it and all units
+    before it are complete, or at the end of the pass. The first pass uses the reverse order of
+    registration. Later passes use the order in which rank 0's units were complete in the first.
 
     Args:
         finish: called when a pass has ended and every unit is launched.
         arrived: called first for each gradient that arrives, also under `paused`.
-        learn: take the order from the first pass; otherwise the owner passes one to `regroup`.
-        sparse: the owner communicates sparse gradients, too; otherwise they are refused.
+        learn: True takes the order from the first pass; False: the owner calls `regroup`.
+        sparse: True if the owner communicates sparse gradients, too; False refuses them.
 
     A pass is one `backward()` outside `paused()`. Gradients accumulate in `p.grad` over passes as
     in plain torch.
@@ -89,7 +89,7 @@ class BackwardSchedule:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context whose backward passes send nothing; the next pass outside sends their sum."""
+        """Returns a context whose passes send nothing; the next pass outside sends the sum."""
         self._paused, before = True, self._paused
         try:
             yield
@@ -117,10 +117,10 @@ class BackwardSchedule:
         self._in_pass = self.passed = self.unsent = False
 
     def run_if_missing(self) -> None:
-        """Communicates the present gradients if no pass since `restart` has sent them all.
+        """Communicates the current gradients unless a pass since `restart` has sent all of them.
 
-        So gradients that were accumulated under `paused` are never lost, and a rank whose loss did
-        not depend on the model takes part in the step.
+        So gradients accumulated under `paused` are never lost. A rank whose loss did not depend on
+        the model still takes part in the step.
         """
         if not self.passed or self.unsent:
             self._begin()
@@ -194,16 +194,16 @@ class BackwardSchedule:
 
 
 def refuse_graph() -> NoReturn:
-    """Raises `UserError` for gradients that have a graph of their own."""
+    """Raises `UserError` for gradients that carry a graph."""
     raise UserError(
-        "backward(create_graph=True) leaves gradients with a graph, which an average over ranks "
-        "does not have: take them from torch.autograd.grad(..., create_graph=True), and call "
-        "backward() on the sum of loss and penalty"
+        "backward(create_graph=True) gives gradients a graph, but an average over ranks has none; "
+        "use torch.autograd.grad(..., create_graph=True) for the penalty, and call backward() on "
+        "the sum of loss and penalty"
     )
 
 
 def gradient_of(param: torch.nn.Parameter) -> torch.Tensor:
-    """Returns the gradient of a parameter that has one."""
+    """Returns `param.grad`, which must not be None."""
     assert param.grad is not None
     return param.grad
 
@@ -212,11 +212,12 @@ class GradientEngine(Engine[OptionsT_co]):
     """Base of the engines that average gradients: after `passed()`, each `p.grad` is the mean.
 
     Args:
-        units: parameters that travel together; `BackwardSchedule` documents the other arguments.
+        units: groups of parameters that travel together.
+        learn, sparse: as for `BackwardSchedule`.
     """
 
     arrived: Callable[[torch.nn.Parameter], None] | None = None
-    """Moment `arrived(param)`; None: the algorithm does not use it."""
+    """Method `arrived(param)`; None: the algorithm does not need it."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -255,7 +256,7 @@ class GradientEngine(Engine[OptionsT_co]):
         raise NotImplementedError
 
     def passed(self) -> None:
-        """Ends a backward pass, in which every unit has been started."""
+        """Ends a backward pass; every unit was started."""
 
     def stepped(self) -> None:
         """Ends a step."""
@@ -277,14 +278,14 @@ class GradientEngine(Engine[OptionsT_co]):
         return result
 
     def synchronize(self) -> None:
-        """Averages gradients accumulated under `no_sync`; `backward()` has averaged the others."""
+        """Averages gradients that `no_sync` accumulated; `backward()` has averaged the others."""
         if self.schedule.unsent:
             self.schedule.run_if_missing()
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        # A rank whose loss did not depend on the model has averages to clip, too.
+        # If this rank's loss did not depend on the model, it still has averages to clip.
         self.schedule.run_if_missing()
         return super().clip_grad_norm(params, max_norm, norm_type)
 
@@ -300,14 +301,14 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
     """Base of the engines whose transfers outlast the pass, and whose updates may outlast `step()`.
 
     Until the update, `p.grad` is this rank's own gradient; `buckets` detect changes of it. After
-    `synchronize()` gradients are means, and final.
+    `synchronize()` gradients are means, and `step()` uses them as they are.
     """
 
     def __init__(
         self, replica: Replica[OptionsT_co], units: Sequence[Sequence[torch.nn.Parameter]]
     ) -> None:
         self.buckets: Sequence[Bucket] = [Bucket(replica.params)]
-        """Buckets that detect changed gradients: at first one without flat memory."""
+        """Buckets that detect changed gradients; initially one bucket without flat memory."""
         self.averaged = False
         """True while each `p.grad` is the mean."""
         self.pending: set[int] = set()
@@ -327,7 +328,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
         raise NotImplementedError
 
     def apply_averaged(self, update: Update) -> object:
-        """Updates from means in `p.grad`; no transfer is under way before or afterwards."""
+        """Updates from the means in `p.grad`; leaves no transfer pending, and finds none."""
         return update()
 
     def arrive(self) -> None:
@@ -339,7 +340,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
 
     def step(self, update: Update) -> object:
         if self.averaged and not self.schedule.unsent:
-            # The script has synchronized, and may have clipped: the gradients are final.
+            # The script has synchronized, and may have clipped: use the gradients as they are.
             result = self.step_averaged(update)
         else:
             self.scaling.refuse()
@@ -359,7 +360,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
     step_closure = step_after_closure
 
     def step_averaged(self, update: Update) -> object:
-        """Updates from means, as a GradScaler asks if one is calling."""
+        """Updates from means; if a GradScaler is calling, does what it asks."""
         self.averaged = False
         self.schedule.restart()
         self.settle()
@@ -391,7 +392,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
         """Raises `UserError` if gradients have changed since they were sent.
 
         Args:
-            waiting: also detect changes by a GradScaler, which waits for the device.
+            waiting: True also detects changes by a GradScaler, which waits for the device.
         """
         if waiting and any(bucket.scaled_in_place() for bucket in self.buckets):
             self.scaling.refuse_early_unscaling()
@@ -399,12 +400,12 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
             bucket.refuse_changed()
 
     def finish_unread(self) -> None:
-        """Finishes the units with parameters that no known module reads."""
+        """Finishes the units with a parameter that no module is known to read."""
         for index in self.readers.unread() & self.pending:
             self._finish(index)
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Waits for the parameters that `module` reads; a hook of modules."""
+        """Finishes the units that `module` reads; a hook before its forward pass."""
         if self.pending:
             for index in self.readers.due(module, self.pending):
                 self._finish(index)

@@ -1,8 +1,8 @@
 """Hooks into a model's forward and backward pass, and the modules that read each parameter.
 
-A module usually reads the parameters it owns. But containers read those of children they never
-call (`MultiheadAttention`, `ParameterList`), and code may use another module's weight directly. So
-the first forward passes are watched (`ReaderMap`); what they show is added to ownership.
+A module usually reads the parameters that it owns. But a container may read those of a child that
+is never called (`MultiheadAttention`, `ParameterList`), and code may use another module's weight
+directly. So `ReaderMap` watches the first forward passes and adds what they read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ R = TypeVar("R")
 
 
 class _ModuleHook(Generic[P, R]):
-    """Hook of one process: copies and pickles of the model carry one that does nothing.
+    """Hook for this process only: in copies and pickles of the model it does nothing.
 
     `torch.compile` traces the hooks of the modules that it compiles. It leaves its graph for a hook
-    at the border of a compiled region, and does not see the others.
+    on the outermost module of a compiled region, and drops the hooks of modules inside.
 
     Args:
-        inside: called at most once, while `torch.compile` traces the hook: returns True if the
-            module is inside the region, so that `call` is omitted from now on. None: it never is.
+        inside: called at most once, while `torch.compile` traces the hook; returns True if the
+            module is inside a region, so that `call` is left out from now on. None: it never is.
     """
 
     def __init__(self, call: Callable[P, R], inside: Callable[[], bool] | None = None) -> None:
@@ -49,7 +49,7 @@ class _ModuleHook(Generic[P, R]):
 
 @cache
 def _outside_graphs() -> Callable[..., object]:
-    """Returns a function that calls its first argument with the others, and is never traced."""
+    """Returns an untraced function that calls its first argument with the other arguments."""
 
     def run(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return call(*args, **kwargs)
@@ -63,11 +63,11 @@ def _never() -> bool:
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """Does nothing; replaces this project's hooks when a model is copied."""
+    """Does nothing; replaces this project's hooks in copies of a model."""
 
 
 class Hooks:
-    """Registers hooks and removes them all on `remove` (or at the end of a `with` block)."""
+    """Registers hooks, and removes them on `remove` or at the end of a `with` block."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -81,7 +81,7 @@ class Hooks:
     def on_gradient(
         self, params: Iterable[torch.nn.Parameter], call: Callable[[torch.nn.Parameter], None]
     ) -> None:
-        """Calls `call(p)` in each backward pass when the pass adds no more to `p.grad`."""
+        """Calls `call(p)` in each backward pass, once `p.grad` is complete in this pass."""
         for param in params:
             self._handles.append(param.register_post_accumulate_grad_hook(call))
 
@@ -96,8 +96,8 @@ class Hooks:
         """Calls `call(module)` whenever one of `modules` is about to run, in any gradient mode.
 
         Args:
-            readers: omit the call for modules that run inside a compiled region; the map knows.
-            last: after the hooks that there are already; otherwise before them.
+            readers: if given, leave out the call for modules inside a compiled region.
+            last: run after the hooks that exist already; otherwise before them.
         """
         for module in modules:
             inside = None if readers is None else readers.inside(module)
@@ -123,7 +123,7 @@ class Hooks:
         ],
         after: Callable[[object], object],
     ) -> None:
-        """Lets `before` replace the inputs of `module` and `after` its output."""
+        """Lets `before` replace the inputs of `module`, and `after` its output."""
         pre = _ModuleHook(lambda module, args, kwargs: before(args, kwargs))
         post = _ModuleHook(lambda module, args, output: after(output))
         self._handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
@@ -143,7 +143,7 @@ class Hooks:
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
 
     def after_load(self, model: torch.nn.Module, replaced: Callable[[], None]) -> None:
-        """Calls `replaced()` if a module of `model` has loaded a state dict into new parameters."""
+        """Calls `replaced()` if loading a state dict has given a module new parameter objects."""
         for module in model.modules():
             before = {
                 name: param for name, param in module._parameters.items() if param is not None
@@ -175,18 +175,18 @@ def _compare(
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Calls `call()` when the backward pass that is running has ended, before `backward()` returns.
+    """Calls `call()` when the current backward pass has ended, before `backward()` returns.
 
-    It uses the autograd engine's own callback queue, which DDP and FSDP use, too.
+    Uses autograd's own callback queue, as DDP and FSDP do.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 class ReaderMap:
-    """Map from modules to the parameters that they read; it learns until `freeze`.
+    """Map from modules to the parameters that they read; complete after `freeze`.
 
-    Hooks of modules inside a compiled region do not run. The module at its border (the model, or a
-    module that is compiled by itself) answers for what they read.
+    Hooks of modules inside a compiled region do not run. What such a module reads is attributed to
+    the border: the outermost module of the region (the model, or a module compiled by itself).
 
     Args:
         settle: makes all parameters current.
@@ -216,7 +216,8 @@ class ReaderMap:
         self._map: dict[torch.nn.Module, set[int]] | None = None
 
     def inside(self, module: torch.nn.Module) -> Callable[[], bool]:
-        """Returns a function that notes a compilation; it returns True if `module` is inside."""
+        """Returns a function that notes a compilation; it returns True if `module` is inside a
+        compiled region."""
 
         def inside() -> bool:
             if not self._compiled:
@@ -237,7 +238,7 @@ class ReaderMap:
         self._map = None
 
     def modules(self) -> list[torch.nn.Module]:
-        """Returns the modules that may read parameters, or hold some that do."""
+        """Returns the modules that may read parameters, or contain a module that may."""
         return [
             module
             for module in self.model.modules()
@@ -251,9 +252,9 @@ class ReaderMap:
         self._stop_watching()
 
     def due(self, module: torch.nn.Module, pending: set[int]) -> list[int]:
-        """Returns those of the `pending` groups that must be current before `module` runs.
+        """Returns the groups out of `pending` that must be current before `module` runs.
 
-        These are all of them in an evaluation, which may read parameters where training never does.
+        In an evaluation these are all, since it may read parameters that training never reads.
         """
         if module not in self._called:  # modules around it then answer for fewer parameters
             self._called.add(module)
@@ -266,7 +267,7 @@ class ReaderMap:
         return self._readers().get(module, set())
 
     def unread(self) -> set[int]:
-        """Returns the groups with a parameter that no module known to run answers for."""
+        """Returns the groups with a parameter that no module is known to read."""
         self._readers()
         return self._unread
 
@@ -283,7 +284,7 @@ class ReaderMap:
                 nearest: torch.nn.Module | None,
                 border: torch.nn.Module | None,
             ) -> None:
-                # A module that is never called is read by the nearest one around it that is.
+                # If a module is never called, the nearest called module around it reads for it.
                 if module in self._called:
                     nearest = module
                     if not self._compiled or self._at_border(module):
@@ -353,7 +354,7 @@ _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
 def reads_values(func: Callable[..., object]) -> bool:
-    """Returns False if the torch function `func` returns only a tensor's shape, type and such."""
+    """Returns False if the torch function `func` reads only a tensor's shape, type and the like."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS

@@ -1,9 +1,9 @@
-"""Parameters in flight: whatever touches one before its update is complete gets the settled value.
+"""Parameters in flight: parameters whose update has begun and is not complete.
 
 Between `step()` and the next forward pass a script may clamp, average, copy or save parameters.
-Meanwhile their updates may be under way. So such parameters belong to a subclass of their class for
-that time. Torch then asks the subclass before each function that takes one of them, and the
-subclass lets the engine settle first. A parameter that is not in flight costs nothing.
+Their updates may not be complete by then. So for this time such parameters belong to a subclass of
+their class. Torch asks the subclass before each function that takes one of them, and the subclass
+first lets the engine complete (settle) all updates. Other parameters cost nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Mixin:
 
     @staticmethod
     def settle() -> None:
-        """Completes all updates under way; the engine's class has its own."""
+        """Completes all pending updates; the engine replaces this method."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         self.settle()
@@ -57,7 +57,7 @@ def touched(
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
 ) -> object:
-    """Runs `func`, a function of torch; `types` are the classes of its arguments."""
+    """Runs the torch function `func`; first settles parameters if `func` reads their values."""
     if reads_values(func):
         for kind in types:
             if issubclass(kind, Mixin):
@@ -80,7 +80,7 @@ class InFlight:
     """Parameters of one engine that are in flight.
 
     Args:
-        settle: completes all updates under way, and calls `land` for each parameter.
+        settle: completes all pending updates, and calls `land` for each parameter.
     """
 
     mixin: type[Mixin] = Mixin
@@ -91,7 +91,7 @@ class InFlight:
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
         self._kinds: dict[type, type] = {}
-        """Class in flight of each class."""
+        """Class of parameters in flight, by their own class."""
 
     def launch(self, params: Iterable[torch.Tensor]) -> None:
         """Puts `params` in flight: `settle` runs before anything reads or writes one of them."""

@@ -1,4 +1,4 @@
-"""Runs of ranks at their own pace: they end after a time, and each rank draws its own batches."""
+"""Runs of a given time in which each rank has its own pace, and a sampler of its own batches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SEED_PER_RANK = 10000
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Steps of one rank in its time."""
+    """Steps that one rank made in its time."""
 
     steps: int
     samples: int
     elapsed_s: float
-    """Seconds to the end of the last step."""
+    """Seconds from the start to the end of the last step."""
 
 
 def run_for(
@@ -30,13 +30,14 @@ def run_for(
     communicator: Communicator,
     clock: Callable[[], float] | None = None,
 ) -> Pace:
-    """Calls `step`, which returns its number of samples, until the time is over; at least once.
+    """Calls `step` until `budget_s` seconds are over, at least once.
 
-    Ranks start together (a barrier) and make different numbers of steps, so steps must not wait for
-    other ranks: it is for asynchronous algorithms. Afterwards `optimizer.close()` waits for the
-    ranks that are still in their last step.
+    Ranks start together (a barrier) and make different numbers of steps. So a step must not wait
+    for other ranks, which holds for asynchronous algorithms. Afterwards `optimizer.close()` waits
+    for ranks that are still in their last step.
 
     Args:
+        step: makes one step and returns its number of samples.
         clock: returns the time in seconds; None: the communicator's clock.
 
     Raises:
@@ -56,10 +57,10 @@ def run_for(
 
 
 class LocalStepRandomBatchSampler(Sampler[list[int]]):
-    """Sampler whose rounds go through the whole data, each in a new order of this rank.
+    """Sampler that goes through the whole data in rounds, each in a new order of this rank.
 
-    The next iterator continues the round of the last one. A `DataLoader` with workers takes batches
-    ahead of their use.
+    A new iterator continues the round of the previous iterator. A `DataLoader` with workers draws
+    batches before it needs them, so `local_step` is then ahead of training.
 
     Args:
         dataset: any object with a length of at least 1.
@@ -68,7 +69,8 @@ class LocalStepRandomBatchSampler(Sampler[list[int]]):
         drop_last: leave out a smaller batch at the end of a round.
 
     Raises:
-        UserError: a size below 1, or `drop_last` with less than one batch of data.
+        UserError: `batch_size` or the data size is below 1, or `drop_last` with less data than one
+            batch.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class LocalStepRandomBatchSampler(Sampler[list[int]]):
         self._seed = base_seed + SEED_PER_RANK * rank
         self._drop_last = drop_last
         self.local_step = 0
-        """Batches yielded so far; set it to continue from a checkpoint."""
+        """Number of batches yielded so far; set it to continue from a checkpoint."""
 
     def __len__(self) -> int:
         """Returns the number of batches of a round."""

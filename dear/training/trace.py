@@ -14,7 +14,7 @@ class Timeline:
     """Spans on named rows of one rank.
 
     Args:
-        path: of the file. `-rankR` is put before its suffix, since each rank writes its own.
+        path: path of the file. `-rankR` is inserted before its suffix: each rank has its own file.
     """
 
     def __init__(self, path: str, rank: int) -> None:
@@ -26,7 +26,7 @@ class Timeline:
         """Start and description of each span."""
 
     def add(self, row: str, name: str, began_s: float, ended_s: float, **facts: object) -> None:
-        """Adds a span; its times are seconds on the communicator's clock."""
+        """Adds a span from `began_s` to `ended_s`, in seconds on the communicator's clock."""
         span = {
             "name": name,
             "ph": "X",
@@ -39,7 +39,7 @@ class Timeline:
         self._events.append((began_s, span))
 
     def add_transfers(self) -> None:
-        """Adds the transfers of the comm core so far, if it is in use; its clock is `monotonic`."""
+        """Adds the comm core's transfers so far, if it is in use; its clock is `monotonic`."""
         core = sys.modules.get("comm_core")
         for event in core.events() if core is not None else ():
             self.add(
@@ -52,10 +52,10 @@ class Timeline:
             )
 
     def write(self, path: Path | None = None) -> None:
-        """Writes all spans so far, and replaces the former file.
+        """Writes all spans so far; replaces the file of an earlier call.
 
         Args:
-            path: in place of the usual one.
+            path: path of the file, in place of the one from the constructor.
         """
 
         def named(what: str, name: str, **place: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Measurements during training, and groups that are rebuilt from them."""
+"""Measurements during training, and rules that change the groups of gradients by them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ T = TypeVar("T")
 log = logging.getLogger("dear")
 
 RAMPS = ("threshold", "tuned")
-"""Rules of fusion by which groups grow inwards from both ends."""
+"""Values of `fusion` with groups that grow from both ends of the model inwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusionOptions(CompressedOptions):
-    """Rule by which layers form groups, and compression."""
+    """Options of the fusion rule, by which layers form groups, and of compression."""
 
     fusion: Literal["threshold", "none", "nearby_layers", "wait_time", "tuned"] = "threshold"
     """`threshold`: neighbouring layers up to `threshold_mb`; `none`: every tensor alone;
@@ -81,19 +81,19 @@ THRESHOLD: dict[str, tuple[float, float]] = {"threshold_mb": (LEAST_MB, MOST_MB)
 TRIALS = 10
 EXPLORATION = 0.1
 NOISE = 2e-4
-"""Variance of a measured relative step time, about (1.5 %)^2."""
+"""Variance of the measured relative step time, about (1.5 %)^2."""
 
 
 class Tuner:
-    """Proposes sizes in MB (2^20 bytes) and learns how long a step takes with each.
+    """Proposes sizes in MB (2^20 bytes), and learns how long a step takes with each.
 
-    It maximizes the expected improvement (xi 0.1) of the step time relative to the first trial's,
-    over the logarithms of the sizes: from 2 to 4 MB is as far as from 100 to 200 MB.
+    Bayesian optimization maximizes the expected improvement (xi 0.1) of the step time relative to
+    the first trial. It uses logarithms of sizes: 2 to 4 MB is as far as 100 to 200 MB.
 
     Args:
-        first: sizes of the first trial, by option; moved into the bounds.
-        bounds: smallest and largest size of each option.
-        trials: number of trials before the best of them is taken.
+        first: sizes of the first trial, by option; clipped to the bounds.
+        bounds: smallest and largest size of each option, in MB.
+        trials: number of trials, after which the best sizes are used.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class Tuner:
     ) -> None:
         self.trials = trials
         self.tried: list[tuple[dict[str, float], float]] = []
-        """Sizes in MB with their step times in seconds."""
+        """Sizes in MB and step time in seconds of each trial."""
         self.bounds = bounds
         self._current = self._within(first)
         self._seed = seed
         self._model: BayesianOptimization | None = None
 
     def observe(self, step_s: float) -> None:
-        """Takes the step time of the last proposed sizes, or of the first ones."""
+        """Records the step time in seconds for the sizes that were proposed last (or `first`)."""
         log.info(
             "BO Tuning step [%d], param: %s, iteration time: %.4f",
             len(self.tried),
@@ -166,8 +166,8 @@ def _words(sizes: Mapping[str, float]) -> str:
 
 
 WATCHED_STEPS = 5
-# Steps whose ends delimit the durations of a trial: the first trial begins with the first step, the
-# others with the step after new groups were made, which is no fair sample.
+# Steps at which a trial's time is taken. The first trial begins with the first step. Each other
+# trial begins one step after new groups were made, since that step is not typical.
 FIRST_SAMPLE, SAMPLE_EVERY = 6, 5
 FIRST_DURATIONS, DURATIONS = 3, 2
 
@@ -181,26 +181,26 @@ RuleT = TypeVar("RuleT", bound=HalfOptions)
 
 
 class Regrouping(Generic[RuleT]):
-    """Rule of groups that stays the same."""
+    """Rule of groups that never changes; base of the rules that change."""
 
     watches = False
     """True if arrival times are needed after the first step, too."""
 
     def __init__(self, options: RuleT) -> None:
         self.options = options
-        """Current rule, for `dear.buckets.grouping.group`."""
+        """Current options, for `dear.buckets.grouping.group`."""
 
     def after_step(self) -> bool:
         """Ends a step; returns True, on all ranks, if groups must be made again."""
         return False
 
     def findings(self) -> dict[str, object]:
-        """Returns entries for `Engine.findings`."""
+        """Returns this rule's entries for `Engine.findings`."""
         return {}
 
 
 class ByWaitTime(Regrouping[FusionOptions]):
-    """Rule of one group at first, and later of groups by the measured waits of gradients."""
+    """Rule with a single group at first, and then groups by the measured waits of gradients."""
 
     watches = True
 
@@ -219,9 +219,9 @@ class ByWaitTime(Regrouping[FusionOptions]):
 
 
 class Tuned(Regrouping[RuleT]):
-    """Rule of sizes that rank 0's tuner chooses by its step times, then of the best of them.
+    """Rule with sizes that rank 0's tuner tries one after another, and then the best of them.
 
-    Rank 0 broadcasts at fixed steps, also if its tuner fails.
+    All ranks take part in rank 0's broadcasts at fixed steps, even if the tuner fails.
     """
 
     def __init__(self, options: RuleT, tuner: Tuner, communicator: Communicator) -> None:
@@ -252,7 +252,7 @@ class Tuned(Regrouping[RuleT]):
         return self._follow(self._tuner.propose)
 
     def _attempt(self, call: Callable[[], T]) -> T | None:
-        """Calls on rank 0; a failure is kept for `_follow`, where the other ranks wait."""
+        """Runs `call` on rank 0 only; keeps an error for `_follow`, where the other ranks wait."""
         if self._communicator.rank or self._failure:
             return None
         began_s = self._communicator.clock()
@@ -299,7 +299,7 @@ def regrouping(options: FusionOptions, communicator: Communicator) -> Regrouping
 
 
 def need_tuner(option: str) -> None:
-    """Raises Unavailable, with the option that needs it, if the tuner's package is missing."""
+    """Raises `Unavailable` if the tuner's package is missing; `option` names what needs it."""
     if importlib.util.find_spec("bayes_opt") is None:
         raise Unavailable(f"{option} needs the package bayesian-optimization; install it")
 
@@ -312,7 +312,7 @@ def cost_of_gradients(
     largest: int = SIZES[-1],
     budget_s: float = BUDGET_S,
 ) -> Cost:
-    """Returns the measured seconds of a message by its bytes, for gradients like `like`.
+    """Returns a function from the bytes of gradients like `like` to the seconds of their message.
 
     Args:
         options: compression; payloads are all-gathered, other gradients all-reduced.
@@ -326,21 +326,21 @@ def cost_of_gradients(
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardProfile:
-    """Median times of one rank's passes; a parameter is given by its place in the watched list."""
+    """Median times of one rank's passes; parameters are indices into `LayerTimes`' `params`."""
 
     order: list[int]
     """Parameters in the order of their gradients; those without a gradient come last."""
     arrivals_s: list[float]
-    """Seconds from the start of the backward pass, in that order, never falling."""
+    """Seconds from the start of the backward pass, in the order of `order`, never falling."""
     forward_s: float = 0.0
     backward_s: float = 0.0
 
 
 class LayerTimes:
-    """Measures passes from its construction until `stop`.
+    """Measures forward and backward passes from the constructor until `stop`.
 
-    The backward pass starts where the model's forward ends, so it includes the loss. On CUDA the
-    times are the device's. Nothing should communicate during a measured pass.
+    The backward pass starts when the model's forward pass ends, so it includes the loss. On CUDA
+    the times are the device's. Nothing should communicate meanwhile.
     """
 
     def __init__(
@@ -367,7 +367,7 @@ class LayerTimes:
     def stop(self) -> BackwardProfile:
         """Removes the hooks and returns the times.
 
-        Without a backward pass, all gradients arrive at once, in the reverse order.
+        Without a backward pass, all gradients count as arriving at once, in reverse order.
         """
         self._hooks.remove()
         count = len(self._params)
@@ -375,7 +375,7 @@ class LayerTimes:
             return BackwardProfile(order=list(range(count))[::-1], arrivals_s=[0.0] * count)
         if self._cuda:
             torch.cuda.synchronize(self._device)
-        # The low median: of two passes the faster, since the first allocates.
+        # The low median of two passes is the faster one; the first pass allocates memory.
         middle, between, passes = statistics.median_low, self._between, self._passes
         forward = middle(between(began, turned) for began, turned, _, _ in passes)
         backward = middle(between(turned, end) for _, turned, _, end in passes)
@@ -396,13 +396,13 @@ class LayerTimes:
 
     def _before_forward(self, module: torch.nn.Module) -> None:
         self._began = self._now()
-        self._in_pass = False  # one that an error ended
+        self._in_pass = False  # an error may have ended the last pass
 
     def _after_forward(self, module: torch.nn.Module) -> None:
         self._turned = self._now()
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        if self._turned is None:  # a gradient of something else than this model's forward
+        if self._turned is None:  # the gradient does not come from this model's forward pass
             return
         if not self._in_pass:
             self._in_pass = True

@@ -51,7 +51,7 @@ def _refusals(name: str, odd: int) -> list[str]:
 
 
 def _check(lines: list[str]) -> None:
-    words = dict.fromkeys(WAYS, "number ") | {"nothing": "no parameter of the optimizer"}
+    words = dict.fromkeys(WAYS, "parameter ") | {"nothing": "no parameter of the optimizer"}
     for way, line in zip(WAYS, lines, strict=True):
         assert words[way] in line, (way, line)
 

@@ -29,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("bytescheduler", {"partition_mb": 0.0}, "'partition_mb'"),
     ("bytescheduler", {"credit_mb": -1.0}, "'credit_mb'"),
     ("bytescheduler", {"levels": 0}, "'levels'"),
-    ("bytescheduler", {"levels": 2, "credit_mb": 4.0}, "exclude each other"),
+    ("bytescheduler", {"levels": 2, "credit_mb": 4.0}, "cannot be used with a credit"),
     ("bytescheduler", {"profile_steps": 0}, "'profile_steps'"),
     ("hierarchical", {"local_size": 0}, "'local_size' must be at least 1"),
     ("ddp", {"bucket_cap_mb": 0}, "bucket_cap_mb"),

@@ -166,7 +166,7 @@ def _mistakes():
 def test_what_cannot_be_is_said(bluefog_pool):
     kind, size, views, nothing, late, whole = bluefog_pool.run(_mistakes)[0]
     assert "topology must be a networkx.DiGraph, got str" in kind
-    assert "its nodes must be the ranks 0 to 3, got 3 nodes" in size
+    assert "the nodes must be the ranks 0 to 3, got 3 nodes" in size
     assert "param_as_bucket_view=False" in views and "nothing to train" in nothing
     assert "the topology cannot change after training has begun" in late
     assert "copy or save its state_dict()" in whole

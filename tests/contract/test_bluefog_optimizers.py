@@ -181,7 +181,7 @@ def _window_names() -> Any:
 
 def test_windows_of_optimizers_have_names_and_bad_calls_are_refused(bluefog_pool):
     least = ["num_steps_per_communication must be at least 1"] * 4
-    words = ["window_prefix", "distributed already", "CommunicationType", *least, "LBFGS"]
+    words = ["window_prefix", "already distributed", "CommunicationType", *least, "LBFGS"]
     for names, kept, messages, after in bluefog_pool.run(_window_names):
         assert names == ["mine.0"] and not kept and after == []
         assert all(word in line for word, line in zip(words, messages, strict=True))

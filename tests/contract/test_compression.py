@@ -158,7 +158,7 @@ def _far_from_momentum(algorithm: str) -> float:
     sgd = torch.optim.SGD(corrected.parameters(), lr=0.05)
     refused = torch.optim.SGD(corrected.parameters(), lr=0.05, momentum=0.9)
     line = message(lambda: wrap(refused, corrected, algorithm, **options))
-    assert line.endswith("which would act twice; make the optimizer with momentum=0")
+    assert line.endswith("would apply it again; make the optimizer with momentum=0")
     optimizer = wrap(sgd, corrected, algorithm, **options, factor_masking=False)
     other = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     other = wrap(other, plain, "allreduce")

@@ -145,7 +145,7 @@ def _refusals():
     optimizer.flush()
     model.double()
     optimizer.zero_grad()
-    assert "before moving the model" in message(
+    assert "before you move the model" in message(
         lambda: model(torch.ones(1, 3).double()).sum().backward()
     )
 
@@ -304,13 +304,13 @@ def _changing():
     words(torch.tensor([1])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert "is dense now, and was sparse" in message(lambda: words.weight.sum().backward())
+    assert "is dense now, but was sparse" in message(lambda: words.weight.sum().backward())
     words = nn.Embedding(6, 2, sparse=True)
     optimizer = _wrap(words, torch.optim.SGD(words.parameters(), lr=0.1))
     words.weight.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert "is sparse now, and was dense" in message(
+    assert "is sparse now, but was dense" in message(
         lambda: words(torch.tensor([1])).sum().backward()
     )
     optimizer.zero_grad()

@@ -338,7 +338,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments, words):
 
 
 def _bad_calls():
-    with pytest.raises(UserError, match=r"uses .* already"):
+    with pytest.raises(UserError, match=r"already uses"):
         dadt.init(executor_type="mpi")
     for call in (dadt.all_reduce, dadt.all_reduce_async, dadt.broad_cast, dadt.coo_all_reduce):
         with pytest.raises(UserError, match=r"dadt\.init"):
@@ -411,7 +411,7 @@ def _after():
         optimizer.step()
         optimizer.zero_grad()
     dadt.shutdown()
-    with pytest.raises(UserError, match="left by shutdown"):
+    with pytest.raises(UserError, match="has left the job"):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 

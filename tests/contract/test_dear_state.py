@@ -157,5 +157,5 @@ def _only_on_rank_0() -> str:
 def test_a_state_dict_on_one_rank_only_is_an_error_that_says_so(own_pool):
     # Rank 1 waits for its own collective, on another queue, as long as any may take.
     lines = own_pool(2, timeout_s=8.0).run(_only_on_rank_0)
-    assert "every rank must call its state_dict()" in lines[0]
+    assert "call state_dict() and close() of the optimizer on every rank" in lines[0]
     assert lines[1]

@@ -181,7 +181,7 @@ def test_parameters_changed_while_they_are_sent_are_refused(world):
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("decentralized", {"topology": "ring"}, "even number of ranks"),  # P2
-    ("neighbor", {"hierarchical": True, "local_size": 2}, "no whole number of machines"),
+    ("neighbor", {"hierarchical": True, "local_size": 2}, "cannot be split into machines"),
     ("neighbor", {"dynamic": "inner-outer-ring", "local_size": 2}, "at least 3 ranks per machine"),
     ("neighbor", {"dynamic": "inner-outer-exp2", "local_size": 3}, "at least 2 machines"),
 ]

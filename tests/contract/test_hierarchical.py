@@ -154,8 +154,8 @@ def _odd() -> None:
 
 def test_what_cannot_be_in_blocks_is_refused(world):
     for lines in world(3).run(_refused):
-        assert "3 ranks are no whole number of blocks of 2" in lines[0]
-        assert "4 elements cannot be shared by the 3 ranks of a block" in lines[1]
+        assert "3 ranks cannot be split into blocks of 2" in lines[0]
+        assert "the 3 ranks of a block cannot share 4 elements" in lines[1]
         assert not any("\n" in line for line in lines)
 
 

@@ -261,7 +261,7 @@ def test_a_model_converted_after_wrapping_is_refused(name: str) -> None:
         optimizer.synchronize()
 
     line = message(go_on)
-    assert "wrap it again" in line or "before moving" in line or "moved or converted" in line
+    assert "wrap it again" in line or "before you move" in line or "moved or converted" in line
 
 
 @every

@@ -65,7 +65,10 @@ def test_engines_of_several_hosts_are_grouped_by_host():
     ("client", "words"),
     [
         (Client(), "no engines"),
-        (Client({0: Engine("one"), 1: Engine("one", joined=True)}), "engine 1 has joined a job"),
+        (
+            Client({0: Engine("one"), 1: Engine("one", joined=True)}),
+            "engine 1 has already joined a job",
+        ),
     ],
 )
 def test_what_cannot_be_a_job_is_refused_in_one_line(client, words):

@@ -515,7 +515,7 @@ def test_a_rank_loads_the_algorithm_of_its_trial(tmp_path, trial, nothing_brough
     assert Trial.from_json(values).to_json() == values
     nothing_brought()
     path.write_text(ALGORITHM.read_text() + "# another\n")
-    assert "not what it was" in one_line(lambda: Trial.from_json(values))
+    assert "has changed since" in one_line(lambda: Trial.from_json(values))
 
 
 EMPTY = "from dear.training.algorithm import Algorithm, Capabilities\n"
@@ -523,15 +523,15 @@ WRONG_ALGORITHMS = {
     "raises": ("mine.py", "import nowhere_at_all\n", "ModuleNotFoundError: No module named"),
     "none": ("mine.py", EMPTY, "must define one subclass of dear.training.algorithm.Algorithm"),
     "two": ("mine.py", EMPTY + "class A(Algorithm): pass\nclass B(Algorithm): pass\n", "A, B"),
-    "no promise": ("mine.py", EMPTY + "class A(Algorithm): pass\n", "must say what replicas"),
+    "no promise": ("mine.py", EMPTY + "class A(Algorithm): pass\n", "must say what it promises"),
     "no traffic": (
         "mine.py",
         EMPTY + 'class A(Algorithm): capabilities = Capabilities(consistency="decentralized")\n',
-        "A.traffic must say who sends to whom, since replicas are decentralized",
+        "A must define traffic() (who sends to whom): replicas are decentralized",
     ),
     "dear's own name": ("wfbp.py", EMPTY, "an algorithm 'wfbp' of dear's own; rename the file"),
     "an alias": ("asc.py", EMPTY, "asc is another name of an algorithm"),
-    "a bad name": ("My File.py", EMPTY, "rename it"),
+    "a bad name": ("My File.py", EMPTY, "rename the file"),
 }
 
 

@@ -438,7 +438,7 @@ def test_hierarchical_all_reduce_loads_the_links_of_a_machine_as_few_ranks_do():
     assert apart == [[Load(sent=1.5, received=1.5)]] * 4
     # With one block, or blocks of one rank, it is one all-reduce of all ranks.
     assert traffic("hierarchical", 4, 4) is None and traffic("hierarchical", 4, 1) is None
-    with pytest.raises(UserError, match="no whole number of blocks"):
+    with pytest.raises(UserError, match="cannot be split into blocks"):
         traffic("hierarchical", 3, 2)
     exchanged = CommTimes(exchange_s=(0.5,))
     compute = StepTimes(forward_s=0.1, backward_s=0.2, update_s=0.05)
@@ -574,5 +574,5 @@ def test_a_start_up_is_not_negative_where_the_slope_is_known():
 
 @pytest.mark.parametrize("local_size", [0, 3])
 def test_blocks_need_a_size_that_divides_the_ranks(local_size):
-    with pytest.raises(UserError, match="no whole number of blocks"):
+    with pytest.raises(UserError, match="cannot be split into blocks"):
         blocks_of(4, local_size)

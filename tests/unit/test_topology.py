@@ -275,7 +275,7 @@ def test_p5_mixing_with_one_peer_exp_reaches_the_mean():
         ("one-peer-exp", 6, 1, "2^k ranks (2, 4, 8, 16, ...), not 6"),
         ("alternating-exp-ring", 6, 2, "2^k nodes (2, 4, 8, 16, ...), not 3"),
         ("alternating-exp-ring", 4, 4, "not 1"),
-        ("complete", 4, 3, "4 ranks do not make nodes of 3"),
+        ("complete", 4, 3, "4 ranks cannot be split into nodes of 3"),
         ("rign", 4, 1, "did you mean 'ring'"),
     ],
 )
@@ -310,9 +310,9 @@ ALL = [Edge([0, 1, 2, 3], 0.25)]
         ([[Edge([0, 1, 2, 3], float("nan"))]], "weight nan"),
         ([ALL, [Edge([0, 1, 2], 0.3), Edge([3], 0.5)]], "rank 3 is alone"),
         ([[Edge([0, 1], 0.5), Edge([2, 3], 0.5)]], "connects rank 0 and rank 2"),
-        ([[Edge([0, 1, 2, 3], 1.0)]], "train apart"),
-        ([[Edge([], 0.5), *ALL]], "without ranks"),
-        ([], "no steps"),
+        ([[Edge([0, 1, 2, 3], 1.0)]], "never agree"),
+        ([[Edge([], 0.5), *ALL]], "has no ranks"),
+        ([], "at least one step"),
         *(
             (edges, r"^topology topology: _get_topo_edges\(\) must return a list of steps.*, got ")
             for edges in (None, ALL, [[([0, 1, 2, 3], 0.25)]], [[Edge(4, 0.25)]], [None])
@@ -331,7 +331,7 @@ def test_a_registered_topology_is_known_by_its_name_once():
         TopologyReg.register(name)(own([[Edge([3, 0], 0.3), Edge([2, 1], 0.6)], ALL]))
         topology = make(name, 4, rank=3)
         assert topology.get_edge(0) == Edge([0, 3], 0.3)
-        with pytest.raises(TopologyError, match="registered already"):
+        with pytest.raises(TopologyError, match="exists already"):
             TopologyReg.register(name)(own([ALL]))
     finally:
         del TopologyReg.registry[name]

@@ -27,16 +27,16 @@ DEFAULT_PATIENCE_S = 120.0
 
 
 class AsyncExchange(WindowExchange):
-    """Exchange of `asyncddp`: waits for no rank, except for one that is too far behind.
+    """Exchange of `asyncddp`: waits for no rank, except for a rank that is too far behind.
 
-    A neighbour that has died is left out, and the remaining weights are scaled to sum to 1.
+    A neighbour that has died is left out, and the other weights are scaled to a sum of 1.
 
     Args:
         part: this rank's part in averaging over the graph.
     """
 
     apart = True
-    refills_at_first = False  # a refill would overwrite the values that neighbours have put already
+    refills_at_first = False  # a refill would overwrite values that neighbours have put
 
     def __init__(self, graph: nx.DiGraph, part: Round, options: AsyncDdp.Options) -> None:
         self._max_staleness = options.max_staleness
@@ -95,6 +95,7 @@ class AsyncDdp(GraphAlgorithm["AsyncDdp.Options"]):
 
         x <- w x + sum of w_j (what j has put last) - update(gradient at x)
 
+    Here x are a rank's parameters, w its weight and w_j the weight of neighbour j.
     Invariant: each step of a rank is this update, with its own gradient. A slot that no neighbour
     has written holds this rank's own start values. Without `max_staleness` a rank waits for others
     only in the first step, which makes the windows, and in `close()`. Ranks may make different
@@ -108,11 +109,11 @@ class AsyncDdp(GraphAlgorithm["AsyncDdp.Options"]):
         """Topology, time of the update, and how far apart ranks may drift."""
 
         update: UpdateIn = "backward"
-        """`backward`: updates each bucket as soon as its last gradient arrives; `step`: updates in
+        """`backward`: updates each bucket as soon as its last gradient arrives. `step`: updates in
         `step()`, so that gradients can be clipped or unscaled before."""
         max_staleness: int | None = None
-        """Steps that a neighbour's values may be behind before a step waits for it. Each put then
-        also waits for the previous one. None: no limit, and no waiting."""
+        """Steps that a neighbour's values may be behind before a step waits for newer values. A put
+        then also waits for the previous put. None: no limit, and no waiting."""
         finish_timeout_s: float = 3600.0
         """Longest time that `close()` waits for ranks that still train, in seconds."""
 

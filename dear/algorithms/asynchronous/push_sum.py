@@ -14,7 +14,7 @@ from dear.training.parameters.stepped import AdaptAndCombine
 from dear.training.parameters.windows import WindowAlgorithm, WindowExchange, WindowOptions
 
 LEAST_P = 1 / 16
-"""Smallest weight p with which a rank that runs without barrier still sends shares."""
+"""Smallest weight p with which a rank still sends shares if there is no barrier."""
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 class PushSumExchange(WindowExchange):
     """Exchange of numerators u and weights p.
 
-    After an update it turns the parameters into numerators, and adds an equal share to the slot of
-    each target that has taken the last message. Then it collects the values that have arrived, and
-    sets the parameters to u / p.
+    After an update, the exchange turns the parameters into numerators. It adds an equal share to
+    the slot of each target that has taken the last message. Then it collects the values that have
+    arrived, and sets the parameters to u / p.
 
     Without a barrier, a rank that is faster than its sources gives p away and gets none back. The
-    published step would then divide its updates by a p near 0. Therefore the update is weighted by
-    p, `u <- C (u + p update)`, and a rank whose p is below `LEAST_P` sends nothing.
+    published step would then divide updates by a p near 0. Therefore the update is weighted by p,
+    `u <- C (u + p update)`, and a rank whose p is below `LEAST_P` sends nothing.
     """
 
     weighted = True
-    refills_at_first = False  # slots start as zeros; a refill would lose the values that arrived
+    refills_at_first = False  # slots start as zeros; a refill would lose values that have arrived
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
         super().lay_out(members, steps)
@@ -80,9 +80,9 @@ class PushSumExchange(WindowExchange):
         bucket.touched()
 
     def statistics(self) -> dict[str, object]:
-        """Adds to `Peers.statistics`, per bucket: this rank's weight `p`, and `p_arrived`, the
-        weight in its slots. While no message is under way, both of all ranks sum to the world
-        size."""
+        """Returns `Peers.statistics`, and per bucket this rank's weight `p` and the weight in its
+        slots, `p_arrived`. While no message is on its way, the sum of both over all ranks is the
+        world size."""
         windows = self.windows.values()
         return super().statistics() | {
             "p": [window.p for window in windows],
@@ -101,15 +101,15 @@ class PushSumExchange(WindowExchange):
 class PushSum(WindowAlgorithm["PushSum.Options"]):
     """Stochastic gradient push (Assran, Loizou, Ballas and Rabbat, ICML 2019, arXiv 1811.10792).
 
-    Ranks send shares of their parameters together with a weight p. The model holds the quotient,
-    which corrects for uneven graphs and late messages. With `barrier` this is the published method;
-    without it, updates are also weighted by p (see PushSumExchange).
+    Ranks send shares of their parameters together with a weight p. The model holds their quotient,
+    which corrects for uneven graphs and late messages. With `barrier` this is the published method.
+    Without it, updates are also weighted by p (see `PushSumExchange`).
 
         u <- C (u + update), p <- C p, x = u / p
 
-    C splits a rank's values equally among itself and its targets.
-    Invariant: averaging keeps the sums of u and p over all ranks and messages under way; the sum
-    of p is the world size.
+    Here x are parameters. C splits a rank's values equally among itself and its targets.
+    Invariant: averaging keeps the sums of u and p over all ranks and all messages on their way; the
+    sum of p is the world size.
     Bytes move: from the update on, for as long as they take; each step collects what has arrived.
     Cost per step and rank: the parameters at most once to each neighbour; one more copy in memory.
     """
@@ -119,7 +119,7 @@ class PushSum(WindowAlgorithm["PushSum.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):
-        """Topology, of which only the edges count, and timing."""
+        """Topology (only its edges count) and timing."""
 
     capabilities = Capabilities(consistency="asynchronous")
     bound = "asynchronous"

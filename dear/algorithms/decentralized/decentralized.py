@@ -1,4 +1,4 @@
-"""Decentralized data-parallel training: averages in small groups while the next step computes."""
+"""Decentralized data-parallel training; groups average while the next step computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dear.training.parameters.options import LocalOptions
 from dear.training.parameters.overlapped import Overlapped, UpdateIn, overlapped
 
 CHANNEL = 1
-"""Channel of the averages, so that the script's own communication does not queue behind models."""
+"""Channel of the averages; the script's own communication does not queue behind them."""
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 class Decentralized(Algorithm["Decentralized.Options"]):
     """D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056), overlapped as in Decent-DP.
 
-    Invariant: x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))). Each rank computes its
-    gradient at its own parameters and applies it to the average over its group. Models of different
-    ranks differ; `dear.consensus` averages them. `p.grad` is always the rank's own gradient.
-    Bytes move: each bucket of parameters from its update until its update in the next step.
+    Invariant: x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))), where x are parameters, g
+    gradients and W weights. Each rank computes its gradient at its own parameters and applies it to
+    the average over its group. Models of different ranks differ; `dear.consensus` averages them.
+    `p.grad` is always the rank's own gradient.
+    Bytes move: each bucket of parameters travels from its update to its update in the next step.
     Cost per step and rank: one exchange of the model with one peer (`ring`, `one-peer-exp`), or an
     all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: 1 or 2 nodes).
-    Overridden methods: `share` of the exchange sends to the group of this step, and `mix` of the
+    Overridden methods: `share` of the exchange sends to the group of this step, and `mix` in the
     next step averages.
     """
 
@@ -52,12 +53,12 @@ class Decentralized(Algorithm["Decentralized.Options"]):
         `alternating-exp-ring` (2^k nodes), or a name registered with
         `dear.topology.schedules.TopologyReg`."""
         update: UpdateIn = "backward"
-        """`backward`: updates each bucket as soon as its last gradient arrives; `step`: updates in
+        """`backward`: updates each bucket as soon as its last gradient arrives. `step`: updates in
         `step()`, so that gradients can be clipped or unscaled before."""
         adaptive_factor: float = 1.0
         """Weight a of the average, 0 .. 1: x <- (1 - a) x + a (W x)."""
         ranks_per_node: int | None = None
-        """Ranks per node for `alternating-exp-ring`; None: the launcher's number on this host."""
+        """Ranks per node for `alternating-exp-ring`; None: as many as the launcher started here."""
 
         def __post_init__(self) -> None:
             TopologyReg.check_name(self.topology)
@@ -105,13 +106,13 @@ class GroupExchange(BucketExchange):
     """Averages in the groups of a schedule, one step behind.
 
     A group all-reduces its values. If the result is the mean itself, parameters become views of it.
-    A pair of ranks exchanges its values instead and mixes them locally: this sends as many bytes
-    and needs no process group of the pair. With the comm core, pairs all-reduce, too: if one rank
-    comes later, large messages of an exchange would pass one after the other there, and not at the
+    Two ranks exchange their values instead and mix them locally. This sends as many bytes, and
+    needs no process group of the pair. With the comm core, pairs all-reduce, too. There, if one
+    rank comes later, large messages of an exchange would pass one after the other instead of at the
     same time. The all-reduce also adds the values in the background.
 
     Args:
-        topology: its group t averages the values after step t, counted from 1.
+        topology: gives the groups. Group t averages the values after step t, counted from 1.
         views: True makes parameters views of their buckets.
     """
 
@@ -121,10 +122,10 @@ class GroupExchange(BucketExchange):
         self.factor = 1.0
         """Weight of the average, 0 .. 1: `(1 - factor) * own + factor * average`."""
         self.pending: dict[Bucket, Work] = {}
-        """Transfers under way."""
+        """Transfers of `share` that `mix` has not used yet."""
         self._views = views
         self._resumed = False
-        """True if a state was loaded, whose values no rank has sent again yet."""
+        """True if a state was loaded whose values no rank has sent again yet."""
 
     def open(self, communicator: Communicator, device: torch.device) -> None:
         super().open(communicator, device)
@@ -223,7 +224,7 @@ class GroupExchange(BucketExchange):
         self._groups = {}
 
     def upcoming(self, bucket: Bucket, steps: int) -> Edge | None:
-        """Returns the group whose average `mix` would use; None if no average is under way."""
+        """Returns the group whose average `mix` would use, or None if there is no such average."""
         if bucket not in self.pending:
             return None
         edge = self.topology.get_edge(steps - 1)
@@ -237,7 +238,7 @@ class GroupExchange(BucketExchange):
 
 
 def _share(edge: Edge) -> float:
-    """Returns the weight of each other rank; exactly the own weight if the average is the mean."""
+    """Returns the weight of each other rank; for a mean, exactly the rank's own weight."""
     if math.isclose(edge.weight * len(edge.ranks), 1):
         return edge.weight
     return (1 - edge.weight) / (len(edge.ranks) - 1)

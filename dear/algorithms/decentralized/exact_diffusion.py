@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
     """Exact diffusion (Yuan, Ying, Zhao and Sayed, IEEE Trans. Signal Process. 2019, 1702.05122).
 
-    `psi = x - update; x <- W' (psi + x - last psi)` with W' = (W + 1) / 2. A step updates, adds the
-    change that averaging made in the last step, and averages.
-    Invariant: with a constant step size ranks reach the exact minimum of the sum of their losses.
+    `psi = x - update; x <- W' (psi + x - last psi)` with W' = (W + 1) / 2, for parameters x and
+    weights W. A step updates, adds the change that averaging made in the last step, and averages.
+    Invariant: with a constant step size, ranks reach the exact minimum of the sum of their losses.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour; one more copy in memory.
     Overridden methods: `adapt` of the exchange corrects the updated parameters.
@@ -37,7 +37,7 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """Topology, whose weights must be the same in both directions."""
+        """Topology; its weights must be the same in both directions."""
 
         topology: str = "symmetric-exp"
         """Symmetric static graph: `complete`, `ring`, `star`, `mesh` or `symmetric-exp`."""
@@ -47,7 +47,7 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
             if self.topology in _DIRECTED:
                 raise UserError(
                     f"{option_of(self, 'topology')}={self.topology} is directed; exact diffusion "
-                    "needs symmetric weights: complete, ring, star, mesh or symmetric-exp"
+                    "needs symmetric weights: use complete, ring, star, mesh or symmetric-exp"
                 )
 
     capabilities = Capabilities(consistency="decentralized")
@@ -62,7 +62,7 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
 
 
 class ExactDiffusionExchange(GraphExchange):
-    """Exchange that keeps psi, the parameters after the last update and before their averaging."""
+    """Exchange that keeps psi: the parameters after the last update, before they were averaged."""
 
     takes_scaler = False
 

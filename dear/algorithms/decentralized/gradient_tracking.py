@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
     """DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
-    `y <- W y + g - last g; x <- W x - update(y)`. Plain averaging with a constant step size stops
-    near the optimum, because each rank's own gradient pulls it away from the mean. Here each rank
-    keeps an estimate y of the mean gradient. It averages y like its parameters, adds the change of
-    its own gradient, and steps with y.
-    Invariant: the mean of the estimates is the mean of the gradients. With a constant step size
-    ranks reach the exact minimum of the sum of their losses; linearly, if it is strongly convex.
+    `y <- W y + g - last g; x <- W x - update(y)`, for parameters x, gradients g and weights W.
+    Plain averaging with a constant step size stops near the optimum, because each rank's own
+    gradient pulls it away from the mean. Here each rank keeps an estimate y of the mean gradient.
+    It averages y like its parameters, adds the change of its own gradient, and steps with y.
+    Invariant: the mean of the estimates is the mean of the gradients. With a constant step size,
+    ranks reach the exact minimum of the sum of their losses; if it is strongly convex, linearly.
     Bytes move: beside both passes.
     Cost per step and rank: twice the parameters to each neighbour; two more copies in memory.
     Overridden methods: `carried` of the exchange adds the estimates; `adapt` updates with them.
@@ -36,7 +36,7 @@ class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """Topology; averaging over any named one keeps the mean."""
+        """Topology; averaging over any of those with a name keeps the mean."""
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "beside_passes"
@@ -53,9 +53,9 @@ class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
 class Trackers:
     """Estimates `y` of the mean gradient: `y <- average(y) + gradient - last gradient`.
 
-    A parameter without a gradient on a rank counts as having a zero gradient there. A parameter
-    for which no gradient has reached a rank gets none, so that optimizers skip it as in serial
-    training.
+    A parameter without a gradient on a rank counts as having a zero gradient there. If no gradient
+    for a parameter has reached a rank, directly or in an estimate, the parameter gets none, so that
+    optimizers skip it as in serial training.
 
     Args:
         estimates: zeroed flat buffers for `y`, one per bucket.
@@ -67,7 +67,7 @@ class Trackers:
         self._used: set[torch.nn.Parameter] = set()
 
     def update(self, update: Update) -> object:
-        """Adds this rank's gradients to the estimates, and calls `update` with these as gradients.
+        """Adds this rank's gradients to the estimates; `update` then sees these as gradients.
 
         The caller must have averaged the estimates since the last call.
         """
@@ -89,14 +89,14 @@ class Trackers:
         return [(y.clone(), self._last[bucket].clone()) for bucket, y in self.estimates.items()]
 
     def restore(self, saved: Sequence[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
-        """Continues from the result of `saved`, or from zeros if it is None."""
+        """Continues from a result of `saved`; None: from zeros."""
         for index, (bucket, estimate) in enumerate(self.estimates.items()):
             for part, buffer in enumerate((estimate, self._last[bucket])):
                 buffer.zero_() if saved is None else buffer.copy_(saved[index][part])
 
 
 class GradientTrackingExchange(GraphExchange):
-    """Exchange that averages gradient estimates beside the parameters; updates use them."""
+    """Exchange that averages gradient estimates as well as parameters; updates use them."""
 
     takes_scaler = False
 

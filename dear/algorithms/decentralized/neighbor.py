@@ -31,12 +31,12 @@ from dear.training.parameters.stepped import AdaptThenCombine, CombineThenAdapt
 class Neighbor(GraphAlgorithm["Neighbor.Options"]):
     """Decentralized SGD: each rank steps with its own gradient and averages with its neighbours.
 
-    D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056) in the orders AWC and ATC of BlueFog (Ying
-    et al. 2021, arXiv 2111.04287), also over one-peer exponential graphs (Ying et al., NeurIPS
-    2021, arXiv 2110.13363).
+    D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056) in two orders of BlueFog (Ying et al. 2021,
+    arXiv 2111.04287), also over one-peer exponential graphs (Ying et al., NeurIPS 2021, arXiv
+    2110.13363). For parameters x, gradients g and weights W:
     awc: `x <- W x - update(g(x))`; atc: `x <- W (x - update(g(x)))`.
-    Invariant: replicas differ. Their mean moves by the mean gradient, and in each round the
-    topology's mixing rate shrinks their distances.
+    Invariant: replicas differ. Their mean moves by the mean gradient. Each round multiplies their
+    distances by at most the topology's mixing rate.
     Bytes move: awc, beside both passes; atc, from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour (exp2: log2 P, one-peer: 1).
     Overridden methods: none; the options choose the order and the peers of each round.
@@ -50,15 +50,15 @@ class Neighbor(GraphAlgorithm["Neighbor.Options"]):
         """`awc` averages the parameters at which the gradient was computed; `atc` averages after
         the update."""
         dynamic: DynamicName = "none"
-        """Topology that changes from step to step and replaces `topology`. `one-peer-exp`: one peer
-        at distance 1, 2, 4, ... in turn; `inner-outer-ring`, `inner-outer-exp2`: one rank of each
-        machine in turn exchanges with another machine, the others among themselves."""
+        """Topology that changes from step to step, in place of `topology`. `one-peer-exp`: one peer
+        at distance 1, 2, 4, ... in turn. `inner-outer-ring`, `inner-outer-exp2`: in each machine,
+        one rank in turn exchanges with another machine, and the others among themselves."""
         hierarchical: bool = False
-        """Averages exactly inside a machine. Between machines averages over `topology` or, with
-        `dynamic=one-peer-exp`, with one machine in turn."""
+        """True: averages exactly in each machine. Between machines it averages over `topology` or,
+        with `dynamic=one-peer-exp`, with one machine in turn."""
         local_size: int | None = None
-        """Ranks per machine, for `hierarchical` and the inner-outer topologies; None: the number
-        that the launcher started."""
+        """Ranks per machine, for `hierarchical` and the inner-outer topologies; None: as many as
+        the launcher started."""
         every: int = 1
         """Period of the averaging in steps; the last step of each period averages."""
 
@@ -69,8 +69,8 @@ class Neighbor(GraphAlgorithm["Neighbor.Options"]):
             inner_outer = self.dynamic.startswith("inner-outer")
             if self.hierarchical and inner_outer:
                 raise UserError(
-                    f"{option_of(self, 'dynamic')}={self.dynamic} averages by machines already; it "
-                    "does not go with hierarchical"
+                    f"{option_of(self, 'dynamic')}={self.dynamic} cannot be used with "
+                    "hierarchical, since it already averages by machines; leave one of them out"
                 )
             if self.dynamic != "none" and self.topology != GraphOptions.topology:
                 raise UserError(
@@ -131,7 +131,6 @@ def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
 
 
 def _traffic(options: Neighbor.Options, size: int, local_size: int) -> Traffic:
-    """Returns the traffic of the steps that average."""
     if options.hierarchical:
         return _traffic(
             dataclasses.replace(options, hierarchical=False, local_size=None), size // local_size, 1

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class PushDiging(GraphAlgorithm["PushDiging.Options"]):
     """Push-DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
-    `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`. C splits a rank's values
-    equally among itself and its targets, together with a weight v. Division by v corrects for
-    uneven graphs, so senders need not know how many other ranks a receiver hears.
-    Invariant: averaging keeps sums over the ranks. With a constant step size ranks reach the exact
+    `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`, for parameters x and
+    gradients g, whose mean y estimates. C splits a rank's values equally among itself and its
+    targets, together with a weight v. Division by v corrects for uneven graphs, so a sender need
+    not know how many ranks send to its receivers.
+    Invariant: averaging keeps sums over the ranks. With a constant step size, ranks reach the exact
     minimum of the sum of their losses, over any strongly connected directed graph.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: twice the parameters to each neighbour; three more copies in memory.
@@ -37,7 +38,7 @@ class PushDiging(GraphAlgorithm["PushDiging.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """Topology, of which only the edges count; weights follow from the number of receivers."""
+        """Topology. Only its edges count; weights follow from the number of receivers."""
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "after_update"
@@ -59,7 +60,7 @@ class PushDigingExchange(GraphExchange):
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
         super().lay_out(members, steps)
         self._messages: dict[Bucket, torch.Tensor] = {}
-        """Message of each bucket: u, y and v, one after the other."""
+        """Message of each bucket: u, y and v, in this order."""
         self._numerators: dict[Bucket, torch.Tensor] = {}
         estimates: dict[Bucket, torch.Tensor] = {}
         for bucket in self.buckets:
@@ -71,8 +72,8 @@ class PushDigingExchange(GraphExchange):
     def adapt(self, update: Update) -> object:
         with torch.no_grad():
             for bucket, numerator in self._numerators.items():
-                # u = x * v + (x after - x before), without a copy of x. The present x is used, so
-                # that parameters that were loaded or broadcast meanwhile count.
+                # u = x * v + (x after - x before), without a copy of x. The current x is used, so
+                # that loaded or broadcast parameters count.
                 torch.mul(bucket.values, self._messages[bucket][-1] - 1, out=numerator)
             result = self._trackers.update(update)
             for bucket, numerator in self._numerators.items():

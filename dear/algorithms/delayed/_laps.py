@@ -1,4 +1,4 @@
-"""Messages of delayed all-reduce: their groups, the gradients of a step, and a timeline."""
+"""Messages of delayed all-reduce: their groups, the gradients of a step (a lap), and a timeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DenseMessage(Bucket):
-    """One all-reduce of a group's gradients, and of a mark per parameter."""
+    """All-reduce of a group's gradients, with one mark per parameter that has a gradient."""
 
     work: Work | None = None
     packed_s: tuple[float, float] | None = None
@@ -42,8 +42,8 @@ class DenseMessage(Bucket):
             if gradient.dtype != view.dtype or gradient.device != view.device:
                 raise UserError(
                     f"a parameter of shape {tuple(param.shape)} was {view.dtype} on "
-                    f"{view.device} in the first step and its gradient is {gradient.dtype} on "
-                    f"{gradient.device} now: close() the optimizer before moving the model, "
+                    f"{view.device} in the first step, but its gradient is {gradient.dtype} on "
+                    f"{gradient.device} now; close() the optimizer before you move the model, "
                     "and wrap again"
                 )
             if gradient.layout is not torch.strided:
@@ -55,7 +55,7 @@ class DenseMessage(Bucket):
 
 
 class SparseMessage:
-    """One all-gather of the entries of one sparse gradient."""
+    """All-gather of the entries of one sparse gradient."""
 
     def __init__(self, param: torch.nn.Parameter) -> None:
         self.params = [param]
@@ -77,7 +77,7 @@ class SparseMessage:
         self.mine = None if gradient is None else gradient.detach().coalesce()
 
     def send(self, entries: tuple[list[int], int], communicator: Communicator) -> None:
-        """Sends the packed gradient; `entries` counts those of all ranks (`gather_entries`)."""
+        """Sends the packed gradient; `entries` is a result of `gather_entries`."""
         (param,) = self.params
         self._sum = SparseSum(self.mine, param, entries, communicator, divisor=self._divisor)
         self.work = self._sum.work
@@ -89,26 +89,26 @@ class SparseMessage:
 
 def _changed_kind(param: torch.nn.Parameter, now: str, before: str) -> str:
     return (
-        f"the gradient of a parameter of shape {tuple(param.shape)} is {now} now, and was {before} "
-        "before (or on another rank): it must be of one kind in all steps and on all ranks"
+        f"the gradient of a parameter of shape {tuple(param.shape)} is {now} now, but was {before} "
+        "before or on another rank; it must be of one kind in all steps and on all ranks"
     )
 
 
 @dataclass(kw_only=True)
 class Lap:
-    """Gradients of one step, from their copy to the update that applies them."""
+    """Gradients of one step, from their copy into messages to the update that applies them."""
 
     dense: list[DenseMessage] = field(default_factory=list)
     sparse: list[SparseMessage] = field(default_factory=list)
     loaded: Gradients = field(default_factory=dict)
-    """Gradients from a checkpoint; None for those that no rank has."""
+    """Gradients from a checkpoint; None where no rank has one."""
     step: int = 0
     scale: torch.Tensor | None = None
     """Loss scale of these gradients; None: 1."""
 
     @classmethod
     def of(cls, groups: Groups, communicator: Communicator) -> Lap:
-        """Returns an empty lap with a message for each group."""
+        """Returns a lap with an empty message for each group."""
         dense, sparse = groups
         buckets = packed_buckets(dense, communicator, kind=DenseMessage)
         return cls(dense=buckets, sparse=[SparseMessage(param) for param in sparse])
@@ -124,7 +124,7 @@ class Lap:
                 message.work.wait()
 
     def gradients(self) -> Gradients:
-        """Waits for the transfers and returns the averages or sums."""
+        """Waits for the transfers; returns the averages or sums."""
         self.wait()
         gradients = dict(self.loaded)
         for message in self.messages:
@@ -132,13 +132,13 @@ class Lap:
         return gradients
 
     def due(self) -> Gradients:
-        """Returns the gradients for an update: None for parameters that were frozen meanwhile."""
+        """Returns gradients for an update, with None for parameters that were frozen meanwhile."""
         gradients = self.gradients().items()
         return {param: mean if param.requires_grad else None for param, mean in gradients}
 
 
 class Arrivals:
-    """Arrival times of gradients in the first pass, and the groups that they give.
+    """Arrival times of gradients in the first pass, and groups that are made from them.
 
     Args:
         buffer_bytes, cycle_s: as for `ready_groups`.
@@ -153,14 +153,14 @@ class Arrivals:
         self._times_s: dict[torch.nn.Parameter, float] = {}
 
     def note(self, param: torch.nn.Parameter) -> None:
-        """Records the arrival of a gradient; the last pass before the grouping counts."""
+        """Records the arrival of a gradient; of several passes, the last one counts."""
         self._times_s.pop(param, None)
         self._times_s[param] = self._communicator.clock()
 
     def groups(self) -> Groups | None:
-        """Returns the groups, the same on all ranks; None if the pass was empty.
+        """Returns the groups, the same on all ranks, or None if the pass was empty.
 
-        A collective call at the end of a pass.
+        Collective, at the end of a pass.
 
         Raises:
             UserError: on all ranks, if a gradient is sparse on one rank and dense on another.
@@ -201,7 +201,7 @@ class Arrivals:
                 if sparse.setdefault(index, kind) != kind:
                     raise UserError(
                         f"the gradient of a parameter of shape {tuple(self._params[index].shape)} "
-                        "is sparse on some ranks and dense on others"
+                        "is sparse on some ranks and dense on others; make the same model on all"
                     )
         # Weights of sparse embeddings count as sparse until a rank has used them.
         declared = {
@@ -215,7 +215,7 @@ class Arrivals:
 class UpdateTimes:
     """Timeline of copies, transfers and updates.
 
-    The times of works are read only at the end: on a GPU, reading them makes the host wait.
+    The times of works are read only at the end, since reading makes the host wait for a GPU.
     """
 
     def __init__(self, path: str, communicator: Communicator) -> None:
@@ -227,7 +227,7 @@ class UpdateTimes:
         communicator.record_times = True
 
     def note(self, lap: Lap, applied_s: float | None) -> None:
-        """Records the update that began at `applied_s` and ends now; None: there is no update."""
+        """Records an update that began at `applied_s` and ends now; None: there was no update."""
         if applied_s is not None:
             self._timeline.add("update", f"step {lap.step}", applied_s, self._clock())
         for index, message in enumerate(lap.messages):

@@ -11,15 +11,15 @@ from dear.lazy import torch
 class HorovodSender:
     """Measures how long Horovod's thread takes to all-reduce one buffer.
 
-    A caller also waits for the next cycle to begin and for the ranks to agree, which takes as long
-    as a small message. Therefore a mark of another type precedes each buffer in the same cycle.
-    Horovod cannot fuse the two, and its thread sends them one after the other. The measured time
-    runs from the end of the mark to the end of the buffer. In a few calls a cycle begins between
-    the two. These calls take longer; the lower quartile of the times excludes them.
+    A caller would also wait for the next cycle to begin and for the ranks to agree, which takes as
+    long as a small message. Therefore a small tensor (a mark) of another dtype precedes each buffer
+    in the same cycle. Horovod cannot fuse the two, so its thread sends one after the other. The
+    measured time runs from the end of the mark to the end of the buffer. In a few calls a cycle
+    begins between the two. These take longer; the lower quartile of the times leaves them out.
 
     Args:
         send: starts an all-reduce of a tensor under a name, as for gradients; returns its handle.
-        dtype: type in which gradients travel.
+        dtype: dtype in which gradients travel.
         poll_s: seconds between two checks whether an all-reduce has ended.
     """
 

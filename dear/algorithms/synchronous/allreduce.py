@@ -15,7 +15,7 @@ from dear.training.engine import Replica
 class AllReduce(Algorithm["AllReduce.Options"]):
     """Plain bulk-synchronous SGD: averages every gradient when the backward pass has ended.
 
-    Readable reference that every synchronous algorithm must match.
+    This is the readable reference that every synchronous algorithm must match.
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
     Bytes move: after the backward pass; nothing overlaps.
     Cost per step and rank: one all-reduce per parameter tensor, 2 (P-1)/P of the model's bytes in

@@ -86,8 +86,8 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
             at_least("option of bytescheduler 'levels'", self.levels, 1)
             if self.levels is not None and (self.credit_mb is not None or self.tunes_credit):
                 raise UserError(
-                    "options of bytescheduler 'levels' and 'credit_mb' (or tune=credit, tune=both) "
-                    "exclude each other: with a credit there is only one queue"
+                    "option of bytescheduler 'levels' cannot be used with a credit ('credit_mb', "
+                    "tune=credit or tune=both), because a credit allows only one queue"
                 )
 
         def settling_steps(self) -> int:

@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from dear.training.ddp_hooks import FutureTensor
 
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
-"""Torch's sizes at which a bucket and the first bucket are closed, in MB of 2^20 bytes."""
+"""Torch's sizes in MB of 2^20 bytes at which it closes a bucket, and the first bucket."""
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
 """Types of attributes that ZeRO copies between the script's optimizer and its own."""
 
 
 class Ddp(Algorithm["Ddp.Options"]):
-    """PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704): bucketed all-reduce in the backward.
+    """PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704): all-reduces of buckets of gradients.
 
-    This runs DDP's own reducer. Its steps before and after a forward are hooks of the model, so the
-    training script keeps using its model.
+    This runs DDP's own reducer. Hooks of the model do what DDP does before and after a forward
+    pass, so the training script keeps using its own model.
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
     Bytes move: during the backward pass, bucket by bucket; buffers are broadcast before a forward.
     Cost per step and rank: one all-reduce per bucket, 2 (P-1)/P of the model's bytes in a ring.
@@ -59,28 +59,28 @@ class Ddp(Algorithm["Ddp.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CompressedOptions):
-        """DDP's own arguments, with its own defaults; compression of buckets; ZeRO-1."""
+        """DDP's own arguments with DDP's defaults; compression of buckets; ZeRO-1."""
 
         compression: Literal[Compression, "powersgd"] = "none"  # type: ignore[assignment]  # one more
-        """Compression of each bucket, by communication hooks. All but fp16 and bf16 start after the
-        first passes, which make the buckets. `powersgd`: PowerSGD (Vogels et al. 2019, arXiv
-        1905.13727), matrices of low rank with error feedback."""
+        """Compression of each bucket, by communication hooks. All but fp16 and bf16 start only
+        after the first passes, which make the buckets. `powersgd`: PowerSGD (Vogels et al. 2019,
+        arXiv 1905.13727), which sends matrices of low rank, with error feedback."""
         powersgd_rank: int = 1
         """PowerSGD: rank of the matrices that travel."""
         powersgd_start_step: int = 10
-        """PowerSGD: backward passes that are sent in full before it starts, at least 2."""
+        """PowerSGD: number of first backward passes without compression, at least 2."""
         static_graph: bool = False
-        """Promise that every pass uses the same parameters in the same way: DDP then needs no
-        search for unused ones."""
+        """Promise that every pass uses the same parameters in the same way. DDP then need not
+        search for unused parameters."""
         zero: bool = False
         """Torch's ZeroRedundancyOptimizer (ZeRO-1, Rajbhandari et al. 2020, arXiv 1910.02054): each
-        rank updates whole tensors of about 1/P of the elements, holds their optimizer state, and
-        broadcasts them. `state_dict()` of the optimizer then is a call for every rank."""
+        rank updates whole tensors with about 1/P of the elements, holds their optimizer state, and
+        broadcasts them. Every rank must then call the optimizer's `state_dict()`."""
         bucket_cap_mb: float | None = None
-        """Size at which a bucket is closed, in MB of 2^20 bytes, the first one too. None: torch's
-        default, 25 MB, but 1 MB for the first bucket, which any number switches off."""
+        """Size in MB of 2^20 bytes at which a bucket is closed, also the first. None: torch's
+        default, which is 1 MB for the first bucket and 25 MB for the others."""
         find_unused_parameters: bool = False
-        """Search the graph for parameters without a gradient; DDP raises on them otherwise."""
+        """Search the graph for parameters without a gradient; otherwise DDP raises if there are."""
         broadcast_buffers: bool = True
         """Give every rank rank 0's buffers (batch-norm statistics) before each forward."""
         gradient_as_bucket_view: bool = False
@@ -95,7 +95,7 @@ class Ddp(Algorithm["Ddp.Options"]):
             only_with(self, "powersgd_start_step", "compression", ["powersgd"])
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Returns the gradient as it travels; torch's hooks divide after rounding."""
+            """Returns the gradient as it travels, since torch's hooks divide after rounding."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")
@@ -109,8 +109,8 @@ class Ddp(Algorithm["Ddp.Options"]):
 
     @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
-        """Returns the buckets that torch makes after the first pass. If it searches for unused
-        parameters, it keeps its first buckets, made from the front of the model."""
+        """Returns the buckets that torch makes after the first pass. If torch searches for unused
+        parameters, it keeps its first buckets, which start at the front of the model."""
         cap_mb, first = options.bucket_cap_mb, None
         if cap_mb is None:
             cap_mb, first = DEFAULT_CAP_MB, DEFAULT_FIRST_MB * MIB
@@ -158,9 +158,9 @@ class _DdpEngine(Engine[Ddp.Options]):
             weakref.finalize(part, _outlived, communicator.groups[0]).atexit = False
         hook = bucket_hook(communicator, options) if communicator.size > 1 else None
         if hook is not None:
-            # DDP reads annotations, which are texts here. A lambda has none.
+            # DDP reads the annotations, which are strings here. A lambda has none.
             ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
-        # A static graph is learnt in the first pass, which must be a whole one.
+        # A static graph is learnt in the first pass, which must not be under `no_sync()`.
         self._learning = options.static_graph
         self._passes = Passes(self.params, ddp.reducer, self.hooks)
 
@@ -168,7 +168,7 @@ class _DdpEngine(Engine[Ddp.Options]):
             trains = model.training and torch.is_grad_enabled()
             with self._whole_passes(), self._same_passes():
                 if not trains and communicator.size > 1 and ddp.will_sync_module_buffers():
-                    # A rank that evaluates alone must not get into step with others that train.
+                    # A rank that evaluates alone must not exchange buffers with ranks that train.
                     communicator.barrier()
                 return ddp._pre_forward(*args, **kwargs)
 
@@ -188,19 +188,19 @@ class _DdpEngine(Engine[Ddp.Options]):
 
     @contextlib.contextmanager
     def _same_passes(self) -> Iterator[None]:
-        """Context in which the ranks find that they run different passes."""
+        """Returns a context that explains the error if the ranks run different passes."""
         try:
             yield
         except mismatch_errors() as error:
             raise UserError(
-                "ddp: each forward pass sends the model's buffers (of batch normalization, e.g.) "
-                "from rank 0, so all ranks must run the same ones; evaluate on every rank, or use "
-                f"the option broadcast_buffers=False ({error})"
+                f"ddp: {error}. Each forward pass broadcasts the model's buffers (e.g. of batch "
+                "normalization) from rank 0, so every rank must run the same forward passes; "
+                "evaluate on every rank, or use the option broadcast_buffers=False"
             ) from None
 
     @contextlib.contextmanager
     def _whole_passes(self) -> Iterator[None]:
-        """Context in which torch finds that a backward pass has not sent all gradients."""
+        """Returns a context that explains torch's error after a pass that did not end."""
         try:
             yield
         except RuntimeError:
@@ -208,8 +208,8 @@ class _DdpEngine(Engine[Ddp.Options]):
                 raise
             raise UserError(
                 "ddp: the last backward pass ended with an error, or did not reach all parameters, "
-                "and DDP cannot go on: call backward() once, on all that a forward pass returns "
-                "(with the option find_unused_parameters=True where some are not used), or use "
+                "so DDP cannot continue; call backward() once, on all that a forward pass returns "
+                "(with find_unused_parameters=True if some parameters are not used), or use "
                 "algorithm='wfbp'"
             ) from None
 
@@ -220,8 +220,8 @@ class _DdpEngine(Engine[Ddp.Options]):
     def _watch(self, output: object) -> None:
         """Notes in the communicator, after the next backward pass, that DDP has waited.
 
-        DDP's reducer waits in a callback that autograd runs at the end of the pass. A callback that
-        another callback queues runs after all of those.
+        DDP's reducer waits in a callback that autograd runs at the end of the pass. If a callback
+        queues another one, this runs after all of them.
         """
         from torch.utils._pytree import tree_leaves
 
@@ -260,7 +260,7 @@ class _DdpEngine(Engine[Ddp.Options]):
             self._zero.take_state()
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-        """Returns the bytes of the buckets, which DDP reports after its first pass."""
+        """Returns the bytes of each bucket, as DDP reports them after its first pass."""
         logged = self._ddp._get_ddp_logging_data()
         sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
         return [(int(size), ()) for size in sizes.split(",") if size.strip()]
@@ -287,7 +287,7 @@ class _DdpEngine(Engine[Ddp.Options]):
 
 
 def _outlived(group: dist.ProcessGroup) -> None:
-    """Does nothing: its argument lives until it is called."""
+    """Does nothing; until it is called, its argument stays alive."""
 
 
 def bucket_hook(
@@ -308,13 +308,13 @@ def bucket_hook(
 
 
 class ZeroUpdate:
-    """Updates in which each rank updates some of the parameters, holds their state, and sends them.
+    """Updates of ZeRO-1: each rank updates some parameters, holds their state, and sends them.
 
-    Hyper-parameters are those of the script's optimizer at the time of each step. Its own `state`
-    is empty meanwhile; `whole_state` collects it.
+    Each step uses the current hyper-parameters of the script's optimizer. The optimizer's own
+    `state` is empty meanwhile; `whole_state` collects it.
 
     Args:
-        optimizer: before `distribute` changes its class.
+        optimizer: the script's optimizer, before `distribute` changes its class.
 
     Raises:
         UserError: ZeRO cannot split the optimizer or its parameters.
@@ -325,13 +325,13 @@ class ZeroUpdate:
 
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UserError(
-                "option of ddp 'zero' cannot be had with LBFGS, which needs all parameters at "
+                "option of ddp 'zero' does not support LBFGS, which needs all parameters at "
                 "once; use zero=False"
             )
         self._optimizer = optimizer
         self._communicator = communicator
         self._usual: set[str] | None = None
-        """Attributes of every optimizer, for an optimizer that is not of torch."""
+        """Attributes that every optimizer has; needed only for optimizers that are not torch's."""
         if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
             self._usual = {"step", *vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))}
             for name, value in vars(optimizer).items():
@@ -367,7 +367,7 @@ class ZeroUpdate:
         return local
 
     def step(self) -> object:
-        """Updates from the present gradients, with the optimizer's step hooks around."""
+        """Updates from the current gradients, and runs the optimizer's step hooks."""
         return run_hooks(self._optimizer, self._step)
 
     def _step(self) -> object:
@@ -387,8 +387,8 @@ class ZeroUpdate:
                     vars(to)[name] = value
 
     def take_state(self) -> None:
-        """Takes this rank's part of the optimizer's whole state, and keeps the rest until a step:
-        a rank that loads alone then has all that it broadcasts."""
+        """Takes this rank's part of the optimizer's whole state. Keeps the rest until a step, in
+        case that this rank has loaded alone and broadcasts the state next."""
         mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
         whole = self._optimizer.state
         self._zero.optim.state.clear()

@@ -1,4 +1,4 @@
-"""DeAR: decoupled all-reduce, pipelined with both passes."""
+"""DeAR: all-reduces in two halves, which overlap the backward and the next forward pass."""
 
 from __future__ import annotations
 
@@ -44,54 +44,55 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
 BUDGET_S = 1.0
-"""Seconds of the first step in which the cost of messages is measured."""
+"""Seconds that the first step may take to measure the cost of messages."""
 
 
 class Dear(Algorithm["Dear.Options"]):
     """DeAR (Zhang et al., ICDCS 2023, arXiv 2302.12445).
 
-    An all-reduce is a reduce-scatter and an all-gather. The first half of each group of layers runs
-    in the backward pass, the second half in the next forward pass, until the layers need it.
+    An all-reduce is split into a reduce-scatter and an all-gather. For each group of layers, the
+    first half runs in the backward pass, the second in the next forward pass until it is needed.
     Update: `x <- x - lr * mean over ranks(gradient at x)`, element by element by its owner.
     Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
     `backward()` and `step()`, `p.grad` is this rank's own gradient.
     Bytes move: reduce-scatter in the backward pass, all-gather from `step()` into the next forward.
     Cost per step and rank: one reduce-scatter and one all-gather per group, together 2 (P-1)/P of
     the model's bytes, as many as an all-reduce. Groups of a few KB use an all-reduce instead. The
-    last group's message also carries a mark per parameter that is used. A separate all-reduce of a
-    byte per parameter carries the marks if that group is larger than `COPIED_BYTES`
-    (`dear.buckets.halves`) and travels in its own type, or is reduced to one rank.
+    last group's message also carries a mark per parameter that is used. These marks need their own
+    all-reduce of a byte per parameter in two cases: if the group is larger than `COPIED_BYTES`
+    (`dear.buckets.halves`) and travels in its own dtype, or if it is reduced to one rank.
 
     Two things differ from the paper. Groups follow the order in which gradients arrive and layers
     run, as observed in the first step. Between the halves each rank updates only the part that it
     owns, so the second half carries parameters (`update=sharded`). With `exclude_parts` the result
-    is wrong on purpose, but the same on all ranks: without `reducescatter` an owner takes its own
-    gradient for the mean, without `allgather` nothing is updated.
+    is wrong on purpose, but the same on all ranks. Without `reducescatter`, an owner takes its own
+    gradient as the mean; without `allgather`, nothing is updated.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(FusionOptions):
         """Groups of tensors, compression, and distribution of the updates.
 
-        fp16 and bf16 are wire types of gradients; parameters always travel in their own type. With
-        other compressions the first half gathers the payloads of all ranks. The second half then
-        moves nothing, and updates are replicated.
+        fp16 and bf16 apply to gradients on their way; parameters always travel in their own dtype.
+        With other compressions, the first half gathers the payloads of all ranks. The second half
+        then moves nothing, and every rank updates everything.
         """
 
         small_kb: float = 8.0
-        """Largest group that is all-reduced in the first half and has no second, in KB of 2^10
-        bytes: its cost does not depend on its size. 0: every group has two halves, as by default
-        with reduce_broadcast and exclude_parts."""
+        """Largest group that uses one all-reduce in place of two halves, in KB of 2^10 bytes: the
+        cost of such a message does not depend on its size. 0: every group has two halves, as by
+        default with reduce_broadcast and exclude_parts."""
         update: Literal["auto", "sharded", "replicated"] = "auto"
-        """`sharded`: each rank updates the part that it owns and sends the parameters; it holds 1/P
-        of the optimizer's state. Only for optimizers that work element by element. `replicated`:
-        every rank updates everything. `auto`: `sharded` if the optimizer allows it."""
+        """`sharded`: each rank updates the part that it owns and sends the new parameters; it holds
+        1/P of the optimizer's state. Needs an optimizer that works element by element.
+        `replicated`: every rank updates everything. `auto`: `sharded` if the optimizer allows it.
+        """
         decouple: Literal["reduce_scatter_all_gather", "reduce_broadcast"] = (
             "reduce_scatter_all_gather"
         )
         """Collectives of the two halves. With reduce_broadcast, the owners of the groups rotate."""
         exclude_parts: tuple[Literal["reducescatter", "allgather"], ...] = ()
-        """Parts to omit, to measure their cost; training is then wrong."""
+        """Parts to leave out, to measure their cost; training is then wrong."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -113,7 +114,7 @@ class Dear(Algorithm["Dear.Options"]):
                 if value not in usual:
                     shown = ", ".join(value) if isinstance(value, tuple) else value
                     raise UserError(
-                        f"option of dear '{field}'={shown} cannot be had with "
+                        f"option of dear '{field}'={shown} cannot be used with "
                         f"compression={self.compression!r}, whose payloads are gathered whole in "
                         "the first half; use compression='none', 'fp16' or 'bf16'"
                     )
@@ -123,10 +124,10 @@ class Dear(Algorithm["Dear.Options"]):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
-        """Returns the statement for optimizers that work element by element.
+        """Returns the order of transfers for optimizers that work element by element.
 
-        With torch's other optimizers, `update=auto` has the order stated for `replicated`. With any
-        other optimizer, `step()` waits for the second halves, and updates everything.
+        With torch's other optimizers, `update=auto` has the order of `replicated`. With any other
+        optimizer, `step()` waits for the second halves and updates everything.
         """
         at_once = Transfer(
             kind="average",
@@ -158,7 +159,7 @@ class Dear(Algorithm["Dear.Options"]):
 
     @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
-        """Returns the groups; with `tuned`, those at the start of the search."""
+        """Returns the groups; with `tuned`, the groups of the first trial."""
         return by_layers(arrived, with_first(options, lambda: cost))
 
     def refuse(self, replica: Replica[Options]) -> None:
@@ -166,8 +167,8 @@ class Dear(Algorithm["Dear.Options"]):
         if replica.options.update == "sharded" and not element_wise(replica.optimizer):
             raise UserError(
                 "option of dear 'update': sharded needs an optimizer that works element by "
-                f"element, which {type(replica.optimizer).__name__} is not known to do; use "
-                "update='replicated', or say `element_wise = True` in its class"
+                f"element, which is not known of {type(replica.optimizer).__name__}; use "
+                "update='replicated', or declare `element_wise = True` in its class"
             )
         regrouping(replica.options, replica.communicator)
 
@@ -180,7 +181,7 @@ class Dear(Algorithm["Dear.Options"]):
 
 
 def with_first(options: FusionT, cost: Callable[[], Cost]) -> FusionT:
-    """Returns the options with a `first_mb` from the cost of messages, if none is given."""
+    """Returns the options; a missing `first_mb` is calculated from the cost of messages."""
     if options.first_mb is not None or options.fusion not in RAMPS:
         return options
     return dataclasses.replace(options, first_mb=start_up_bytes(cost()) / MIB)
@@ -189,8 +190,8 @@ def with_first(options: FusionT, cost: Callable[[], Cost]) -> FusionT:
 class DearEngine(DeferredEngine[Dear.Options]):
     """Engine of DeAR. Buckets are numbered in the order in which forward passes need them.
 
-    The first passes only observe. The first step lays out buckets in the observed order. Afterwards
-    first halves start in backward passes (`ready`). `step()` waits for them, updates (or leaves the
+    The first pass only observes. The first step lays out buckets in the observed order. From then
+    on, first halves start in backward passes (`ready`). `step()` waits for them, updates (or leaves
     updates to the next forward pass) and starts second halves (`apply`). A module that is about to
     run waits for the second halves of the parameters that it reads (`finish`).
     """
@@ -201,7 +202,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
         self._sharded = (
             not options.gathers and options.update != "replicated" and element_wise(self.optimizer)
         )
-        """True if each rank updates only its own part, and has the optimizer's state of it."""
+        """True if each rank updates only its own part, and has optimizer state only for it."""
         self._rule = regrouping(options, self.communicator)
         """Rule by which layers form groups."""
         self._plain = type(self.optimizer)
@@ -261,7 +262,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
             )
 
     def apply(self, update: Update) -> object:
-        if self._sharded and has_hooks(self.optimizer):  # hooks expect all means in `p.grad`
+        if self._sharded and has_hooks(self.optimizer):  # hooks expect the means in `p.grad`
             self.refuse_touched()
             self.arrive()
             return self.step_averaged(update)
@@ -284,7 +285,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
     def _unused(
         self, params: Iterable[torch.nn.Parameter] | None = None
     ) -> set[torch.nn.Parameter]:
-        """Returns parameters without a gradient on any rank, after their first halves ended."""
+        """Returns the parameters without a gradient on any rank; their first halves have ended."""
         if self.options.gathers:
             return {param for part in _gathered(self._parts) for param in part.unused()}
         return self._usage.unused(params)
@@ -331,15 +332,15 @@ class DearEngine(DeferredEngine[Dear.Options]):
     # --- memory -----------------------------------------------------------------------------------
 
     def _lay_out(self, learn: bool) -> None:
-        """Lays buckets out at the parameters' present memory and moves the state; collective.
+        """Lays buckets out for the parameters' current memory, and moves the state; collective.
 
         Args:
-            learn: use the order that was observed since the last layout; else that layout's order.
+            learn: True uses the order observed since the last layout; False keeps the old order.
         """
         options = self.options
         self.settle()
         for part in self._parts:
-            part.finish_reduce()  # of a pass that no step followed
+            part.finish_reduce()  # the script may not have made a step after the pass
         if learn:
             self._learn()
             self._rule.options = with_first(self._rule.options, lambda: _message_cost(self))
@@ -347,7 +348,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
         self._launched = launch_order(members, self.params, self._order)
         before = self._parts
         for bucket in self.buckets:
-            bucket.forget()  # the record refers to gradients, which move
+            bucket.forget()  # the record refers to gradients that are replaced below
         self.buckets = flatten(members, self.communicator, values=self._sharded)
         self._parts = [
             _halves(
@@ -391,7 +392,6 @@ class DearEngine(DeferredEngine[Dear.Options]):
             self.hooks.before_forward([self.model], self.before_model)
 
     def _learn(self) -> None:
-        """Agrees with all ranks on the observed order."""
         place = {param: i for i, param in enumerate(self.params)}
         end = max(self._arrivals.values(), default=0.0)
         seen = RunOrder(
@@ -403,8 +403,8 @@ class DearEngine(DeferredEngine[Dear.Options]):
         self._watching = self._rule.watches
 
     def _reclaimed(self) -> bool:
-        """Takes back parameters that got other memory; False if buckets need a new layout."""
-        # Addresses do not depend on updates under way, so nothing needs to settle.
+        """Makes moved parameters views of their buckets again; False: a new layout is needed."""
+        # This reads addresses only, which pending updates do not change, so nothing settles.
         with torch._C.DisableTorchFunctionSubclass():
             return all(bucket.reclaim() for bucket in self.buckets)
 
@@ -421,7 +421,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
             self._update.forget_state()
             self.optimizer.state.update(whole)
         for part in self._parts:
-            part.finish_reduce()  # of a pass that no step followed
+            part.finish_reduce()  # the script may not have made a step after the pass
             part.bucket.release()
 
     def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
@@ -434,8 +434,8 @@ class DearEngine(DeferredEngine[Dear.Options]):
             return {**others, **dict(self._update.whole_state())}
         except RuntimeError as error:
             raise RuntimeError(
-                f"{error} (the optimizer's state is spread over the ranks: every rank must call "
-                "its state_dict() or close(), not only the one that saves; or use "
+                f"{error} (each rank holds a part of the optimizer's state: call state_dict() and "
+                "close() of the optimizer on every rank, not only on the one that saves; or use "
                 "update='replicated')"
             ) from error
 
@@ -446,8 +446,8 @@ def _halves(
     """Returns the two halves of a bucket's all-reduce.
 
     Args:
-        owner: rank that reduces and broadcasts with `decouple=reduce_broadcast`.
-        marks: number of marks of used parameters that the first half carries.
+        owner: rank that reduces and broadcasts, with `decouple=reduce_broadcast`.
+        marks: number of marks that the first half carries; each says if a parameter has a gradient.
     """
     if options.gathers:
         return Gathered(bucket, communicator, options)
@@ -464,9 +464,9 @@ def _gathered(parts: Iterable[Decoupled]) -> list[Gathered]:
 
 
 def _message_cost(engine: DearEngine) -> Cost:
-    """Returns seconds of a message by its gradients' bytes, the same on all ranks; measured once.
+    """Returns the seconds of a message by its gradients' bytes; the same on all ranks.
 
-    The sizes are those at which start-up and bytes cost about the same.
+    Measures once, at sizes at which start-up and bytes cost about the same.
     """
     return cost_of_gradients(
         engine.communicator, engine.options, engine.params[0], largest=MIB, budget_s=BUDGET_S

@@ -376,7 +376,7 @@ class ShardedModel:
             module.set_custom_reduce_scatter(scatter)
 
     def _give_up_own(self) -> None:
-        """Empties the script's own parameters, and refuses what needs them or the whole model."""
+        """Empties the script's own parameters; later uses of them or the whole model raise."""
         for plain, sharded in self.of.items():
             if plain.grad is not None:
                 sharded.grad = shard(plain.grad, sharded)
@@ -458,9 +458,9 @@ class ShardedModel:
         """Raises `UserError` if a pass has written to whole parameters, which torch discards."""
         if not self.whole and self._now() != self._versions:
             raise UserError(
-                "fsdp: parameters were written to during a forward or backward pass (an embedding "
-                "with max_norm?), when they are whole; they are kept in parts, so that would be "
-                "lost: use another algorithm, e.g. 'dear'"
+                "fsdp: parameters were changed during a forward or backward pass (an embedding "
+                "with max_norm?), but fsdp drops such changes when it shards parameters again; use "
+                "another algorithm, e.g. 'dear'"
             )
 
     def _now(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Hierarchical all-reduce of merged gradients in three legs."""
+"""Hierarchical all-reduce of merged gradients, in three legs (collectives one after another)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Hierarchical(Algorithm["Hierarchical.Options"]):
     Cost per step and rank: per group of n bytes, in blocks of L ranks, a reduce-scatter and an
     all-gather of n inside the block, and an all-reduce of n / L between the B blocks. A block sends
     and receives 2 (B-1)/B of the model's bytes.
-    With `local_size` no bound is known, since such a block may have any network inside.
+    With `local_size` no bound is known, since the network inside such a block is not known.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HalfOptions):
-        """Ranks of a block, gradients that travel together, and their type."""
+        """Ranks of a block, gradients that travel together, and their dtype."""
 
         local_size: int | None = None
         """Number of consecutive ranks in a block; None: the ranks of a machine."""
@@ -71,7 +71,7 @@ class Hierarchical(Algorithm["Hierarchical.Options"]):
 
 
 class BlockEngine(GradientEngine[Hierarchical.Options]):
-    """Engine that averages each group of gradients when it is complete."""
+    """Engine that averages a group of gradients when all of them have arrived."""
 
     def __init__(self, replica: Replica[Hierarchical.Options]) -> None:
         options, communicator = replica.options, replica.communicator

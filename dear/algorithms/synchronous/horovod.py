@@ -1,4 +1,4 @@
-"""Horovod itself."""
+"""The real Horovod library, as an algorithm."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Horovod(Algorithm["Horovod.Options"]):
 
     This runs the library itself. Its hooks start an all-reduce per gradient. Its background thread
     agrees with other ranks on the gradients that are ready everywhere, and fuses them.
-    Invariant: after `backward()` returns, `p.grad` is the mean over ranks. (Horovod itself waits in
-    `step()`. With the wait at the end of the pass, accumulation and clipping work as in plain
-    torch.)
+    Invariant: after `backward()` returns, `p.grad` is the mean over ranks. Horovod itself waits in
+    `step()`. Here the end of the pass waits, so that accumulation and clipping work as in plain
+    torch.
     Bytes move: during the backward pass, once per cycle.
     Cost per step and rank: one all-reduce per fused buffer, and a negotiation per cycle.
     """
@@ -48,8 +48,8 @@ class Horovod(Algorithm["Horovod.Options"]):
     class Options(AlgorithmOptions):
         """Horovod's own settings; None leaves them to its environment variables and defaults.
 
-        Horovod reads the settings from `controller` to `autotune` once, at its start in this
-        process. A later wrap with other values is refused.
+        Horovod reads the settings from `controller` to `autotune` once, when it starts in this
+        process. A later optimizer with other values is refused.
         """
 
         controller: Literal["gloo", "mpi"] = "gloo"
@@ -97,7 +97,7 @@ class Horovod(Algorithm["Horovod.Options"]):
                 ):
                     raise UserError(
                         "option of horovod 'gradient_predivide_factor' does not go with "
-                        f"{other}, which divides by itself"
+                        f"{other}, which has its own division; leave one of them out"
                     )
             at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
             positive("option of horovod 'cycle_time_ms'", self.cycle_time_ms)
@@ -108,8 +108,8 @@ class Horovod(Algorithm["Horovod.Options"]):
                 only_with(self, name, "autotune", [True])
             if self.adasum and self.controller != "mpi":
                 raise UserError(
-                    "option of horovod 'adasum' needs controller='mpi', the only one of its "
-                    f"controllers that has it on CPUs, got controller={self.controller!r}"
+                    "option of horovod 'adasum' needs controller='mpi', since only MPI has it on "
+                    f"CPUs, got controller={self.controller!r}"
                 )
 
         def slowed(self, factor: float) -> Horovod.Options:
@@ -140,7 +140,7 @@ class Horovod(Algorithm["Horovod.Options"]):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Unstated:
-        """Returns the rule of Horovod's thread, which is known for cached single tensors."""
+        """Returns the known rule of Horovod's thread (for cached tensors without groups)."""
         ruled = not (options.autotune or options.adasum or options.groups)
         ruled = ruled and options.cache_capacity != 0 and options.controller == "gloo"
         cycle = options.cycle_time_ms
@@ -206,9 +206,9 @@ CYCLE_TIME_MS = 1.0
 FUSION_THRESHOLD_MB = 128.0
 """Horovod's own default (horovod/common/global_state.h)."""
 AGREEMENT_BYTES = 256
-"""Size of the bits per tensor by which ranks agree on cached tensors in each cycle."""
+"""Bytes of the bit vector by which ranks agree on cached tensors in each cycle."""
 POLL_PERIOD_S = 50e-6
-"""Seconds between two checks whether Horovod is done; a sleep is not much shorter on Linux."""
+"""Seconds between two checks whether Horovod is done; sleeping is hardly shorter on Linux."""
 
 
 class _HorovodEngine(GradientEngine[Horovod.Options]):
@@ -227,8 +227,8 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
             (f"{self._name}.{names.get(param, f'outside.{i}')}", param)
             for i, param in enumerate(held(self.optimizer))
         ]
-        # Horovod makes a new optimizer of the given class, with parameters alone. Only its hooks
-        # and its waiting are used, so any class will do; the user's may need arguments.
+        # Horovod makes a new optimizer of the given class, without other arguments. Only its hooks
+        # and its waiting are used, so any class will do; the user's class may need arguments.
         carrier = torch.optim.SGD(held(self.optimizer), lr=0.0)
         half = options.compression == "fp16"
         try:
@@ -295,7 +295,6 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """dtype in which gradients travel."""
         return self.options.wire or self.params[0].dtype
 
     def _send(self, tensor: torch.Tensor, name: str) -> int:
@@ -312,13 +311,13 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
         if self.communicator.size == 1:
             return  # Horovod registers no hooks then
         for param in self.params:
-            if param.grad is not None:  # of an earlier pass, if this one has no backward
+            if param.grad is not None:  # may be of an earlier pass, without a backward pass now
                 self.arrived(param)
         # Horovod gives every parameter a gradient, zero if there was none. A parameter that no rank
         # used must get none, or weight decay and momentum would move it.
         used = torch.tensor([param.grad is not None for param in self.params], dtype=self._dtype)
         name = f"{self._name}.used"
-        if self.options.adasum:  # an adaptive sum of marks may be zero
+        if self.options.adasum:  # an adaptive sum of flags may be zero
             exchange = self._hvd.allreduce_async_(used, op=self._hvd.Sum, name=name)
         else:  # like a gradient, so that they are fused with the last gradients
             exchange = self._send(used, name)
@@ -363,16 +362,16 @@ _AUTOTUNE = {
     "autotune_steps_per_sample": 1,
     "autotune_samples": 1,
 }
-"""Options of the tuner, with their smallest values."""
+"""Options of Horovod's tuner, with their smallest values."""
 _running: dict[str, object] = {}
-"""Values of options with which Horovod was started in this process."""
+"""Option values with which Horovod was started in this process."""
 
 
 def start(communicator: Communicator, options: Horovod.Options) -> None:
     """Starts Horovod's own job of the same ranks, with its settings from `options`.
 
     Raises:
-        UserError: Horovod runs already, with other settings.
+        UserError: Horovod runs already, with other settings; or controller=mpi is not possible.
     """
     import horovod.torch as hvd
 
@@ -435,7 +434,7 @@ def _settings(options: Horovod.Options) -> Iterator[None]:
 
 
 def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
-    """Acts as horovodrun: starts a key-value server on rank 0, and gives each rank its place."""
+    """Does what horovodrun does: starts a key-value server, and tells each rank its place."""
     from horovod.runner.http.http_server import RendezvousServer
 
     from dear.comm import runtime
@@ -462,7 +461,7 @@ def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
 
 
 def _restore(before: Mapping[str, str]) -> None:
-    """Restores the launcher's HOROVOD_ variables: this job's server ends with the job."""
+    """Restores the launcher's HOROVOD_ variables, because this job's server ends with the job."""
     for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
         del os.environ[name]
     os.environ.update(before)
@@ -481,7 +480,7 @@ def _whereabouts(facts: RankFacts) -> tuple[str, str, str]:
 
 
 def _slots(places: Sequence[tuple[str, int]]) -> list[SlotInfo]:
-    """Returns Horovod's description of the ranks, whose hosts and local ranks are `places`."""
+    """Returns Horovod's description of the ranks; `places` has host and local rank of each."""
     from horovod.runner.common.util.hosts import SlotInfo
 
     slots = []

@@ -16,12 +16,12 @@ from dear.training.engine import Replica
 
 
 class Mgs(Algorithm["Mgs.Options"]):
-    """MGS-SGD (Shi et al., INFOCOM 2020): merged groups, of which the largest elements travel.
+    """MGS-SGD (Shi et al., INFOCOM 2020): merged groups, whose largest elements travel.
 
-    It works like `mgwfbp`, but each rank all-gathers a share `density` of its elements, those of
-    largest magnitude, with their indices. The rest is added to its next gradient (error feedback),
-    except with `compression=topk`. The cost of a message is the measured time of selecting the
-    elements and of gathering them.
+    It works like `mgwfbp`, but each rank all-gathers only a share `density` of its elements, those
+    of largest magnitude, with their indices. The rest is added to its next gradient (error
+    feedback), except with `compression=topk`. The cost of a message is the measured time to select
+    and to gather the elements.
     Invariant: after `backward()` returns, `p.grad` is the same on all ranks: the sum of the
     elements sent, divided by the number of ranks. With density=1 it is the mean.
     Bytes move: during the backward pass, each group when its last gradient arrives.
@@ -33,9 +33,9 @@ class Mgs(Algorithm["Mgs.Options"]):
         """Density of the sent elements, and the rule that merges tensors."""
 
         compression: Literal["topk", "eftopk", "gaussian", "dgcsampling"] = "eftopk"
-        """Method that selects the elements. All but `topk` keep the rest for later steps."""
+        """Method that selects the elements. All but `topk` add the rest to the next gradient."""
         merge: Literal["greedy", "optimal"] = "greedy"
-        """Rule that merges, as for `mgwfbp`."""
+        """Rule that merges gradients, as for `mgwfbp`."""
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
@@ -46,7 +46,7 @@ class Mgs(Algorithm["Mgs.Options"]):
 
 
 class SparsifyingEngine(MergedEngine[Mgs.Options]):
-    """Engine whose plan includes the time of selecting the elements."""
+    """Engine whose groups depend also on the time that the selection of elements takes."""
 
     def plan(self, gradients: Gradients) -> Groups:
         select = measured_call(self.communicator, self._select, gradients.like.device)

@@ -30,11 +30,11 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledOptions(CompressedOptions):
-    """Length of the measurement before groups are made, and compression."""
+    """Options of algorithms that first measure steps and then make groups."""
 
     profile_steps: int = 2
-    """Steps that are measured before the groups are made. They send everything at the end of the
-    backward pass, and overlap nothing."""
+    """Number of steps that are measured before the groups are made. These steps send everything at
+    the end of the backward pass, so nothing overlaps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,9 +50,9 @@ ProfiledT_co = TypeVar("ProfiledT_co", bound=ProfiledOptions, covariant=True)
 class MgWfbp(Algorithm["MgWfbp.Options"]):
     """MG-WFBP (Shi, Chu and Li, INFOCOM 2019, arXiv 1811.11141): gradients merged by a cost model.
 
-    Neighbouring gradients share an all-reduce where that ends the communication earlier, given when
-    each gradient arrives and what an all-reduce costs by size. Both are measured, in the first
-    steps and after them; rank 0 decides, then the groups stay.
+    Neighbouring gradients share an all-reduce if that ends the communication earlier. This depends
+    on when each gradient arrives, and on the cost of an all-reduce by size. Both are measured: the
+    arrivals in the first steps, the cost after them. Rank 0 then decides; the groups stay.
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
     Bytes move: during the backward pass, each group when its last gradient arrives.
     Cost per step and rank: one all-reduce per group, or all-gather of elements or signs.
@@ -60,23 +60,23 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(ProfiledOptions):
-        """Rule that merges, source of its numbers, and compression of the groups."""
+        """Rule that merges, source of arrival times and costs, and compression of the groups."""
 
         merge: Literal["greedy", "asc", "optimal", "threshold"] = "greedy"
-        """`greedy`: the paper's rule; `asc`: only what could not start yet is merged (ASC-WFBP,
-        INFOCOM 2021); `optimal`: the best groups under the cost model, by dynamic programming;
-        `threshold`: a group is closed once it has `threshold_mb`."""
+        """`greedy`: the paper's rule. `asc`: merges a gradient only if the message before it could
+        not start yet (ASC-WFBP, INFOCOM 2021). `optimal`: the best groups under the cost model, by
+        dynamic programming. `threshold`: closes a group once it has `threshold_mb`."""
         costs: Literal["measured", "10gbe", "56gbib"] = "measured"
-        """Costs of an all-reduce: measured on these ranks, or from a published table, which is
-        interpolated between its numbers of workers (for comparison)."""
+        """Costs of an all-reduce: measured on these ranks, or (for comparison) from a published
+        table, interpolated by the number of workers."""
         small_elements: int = 0
-        """Greedy and asc: groups with fewer elements always include the next gradient (DeAR's
-        suite: 8192)."""
+        """Number of elements below which a group always takes the next gradient, with merge=greedy
+        or asc (DeAR's suite: 8192)."""
         threshold_mb: float | None = None
         """Size for merge=threshold, in MB of 2^20 bytes; 0: every gradient alone."""
         layer_times: dict[str, float] = field(default_factory=dict)
-        """Seconds that each parameter takes in the backward pass, by name, in place of measured
-        times; 0 for the others."""
+        """Seconds of each parameter in the backward pass, by name, in place of measured times; 0
+        for parameters that are not listed."""
         channels: int = 1
         """Number of channels that groups use in turn, each with its own process group; 2 is
         `mgwfbp2` and `asc2` of DeAR's suite. The plan assumes one channel."""
@@ -87,18 +87,18 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
             at_least("option of mgwfbp 'small_elements'", self.small_elements, 0)
             if (self.threshold_mb is None) == (self.merge == "threshold"):
                 raise UserError(
-                    "option of mgwfbp 'threshold_mb' goes with merge='threshold' and only with it, "
-                    f"got threshold_mb={self.threshold_mb} and merge={self.merge!r}"
+                    "option of mgwfbp 'threshold_mb' must be given with merge='threshold', "
+                    f"and only then, got threshold_mb={self.threshold_mb} and merge={self.merge!r}"
                 )
             at_least("option of mgwfbp 'threshold_mb'", self.threshold_mb, 0)
             if self.costs != "measured" and self.merge == "threshold":
                 raise UserError(
-                    f"option of mgwfbp 'costs'={self.costs!r} has no use with merge='threshold'"
+                    f"option of mgwfbp 'costs'={self.costs!r} has no effect with merge='threshold'"
                 )
             if self.costs != "measured" and self.gathers:
                 raise UserError(
-                    f"option of mgwfbp 'costs'={self.costs!r} is a table of all-reduces, which "
-                    f"compression={self.compression!r} does not use; use costs='measured'"
+                    f"option of mgwfbp 'costs'={self.costs!r} is a table of all-reduces, but "
+                    f"compression={self.compression!r} all-gathers; use costs='measured'"
                 )
             only_with(self, "small_elements", "merge", ["greedy", "asc"])
 
@@ -118,29 +118,29 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Gradients of a pass, in the order of their arrival."""
+    """Gradients of a pass, in order of arrival."""
 
     like: torch.Tensor
     """Parameter of the first gradient."""
     sizes: Sequence[int]
-    """Bytes."""
+    """Bytes of each gradient."""
     arrivals: Sequence[float]
     """Seconds from the start of the backward pass."""
     kinds: Sequence[Hashable]
-    """Type and device; a group has one kind."""
+    """Dtype and device of each gradient; all gradients of a group have the same."""
 
 
 class MergedEngine(GradientEngine[ProfiledT_co]):
-    """Base of the engines that average groups of gradients, planned in the first steps.
+    """Base of the engines that average groups of gradients and plan the groups in the first steps.
 
     In the first `profile_steps` steps everything is sent after the backward pass, so that transfers
-    do not change the arrival times of gradients. Then every rank calls `plan`, and rank 0's result
-    holds on all ranks from then on. The first steps are not compressed.
+    do not change the arrival times of gradients. Then every rank calls `plan`, and all ranks use
+    rank 0's result from then on. The first steps are not compressed.
 
     Args:
         channels: number of channels that groups use in turn.
-        layer_times: seconds of each parameter by its name; nothing is measured then, and one step
-            is enough.
+        layer_times: seconds of each parameter by its name. If given, nothing is measured, and one
+            step is enough.
 
     Raises:
         UserError: the model has no parameter of such a name.
@@ -170,10 +170,10 @@ class MergedEngine(GradientEngine[ProfiledT_co]):
 
     @abstractmethod
     def plan(self, gradients: Gradients) -> Groups:
-        """Returns the groups; only rank 0's count. A collective call."""
+        """Returns the groups; rank 0's are used. A collective call."""
 
     def predict(self, groups: Groups, gradients: Gradients, cost: Cost) -> None:
-        """Records the expected end of each group for `findings`."""
+        """Records when each group is expected to end, for `findings`."""
         sizes, arrivals = gradients.sizes, gradients.arrivals
         predicted = {"backward_s": arrivals[-1], "ends_s": ends(groups, sizes, arrivals, cost)}
         self._findings = {"predicted": predicted}
@@ -286,10 +286,10 @@ def merged(
 
 
 def given_profile(replica: Replica[Options], layer_times: Mapping[str, float]) -> BackwardProfile:
-    """Returns the profile of a backward pass with these times, the last parameter first.
+    """Returns the profile of a backward pass with these times; the last parameter comes first.
 
     Raises:
-        UserError: the model has no parameter of such a name.
+        UserError: the model has no parameter with one of the names.
     """
     names = {param: name for name, param in replica.model.named_parameters()}
     for name in layer_times:
@@ -302,10 +302,10 @@ def given_profile(replica: Replica[Options], layer_times: Mapping[str, float]) -
 
 
 class Exchange:
-    """Averages of the gradients of one group.
+    """Averages the gradients of one group.
 
-    It needs one all-reduce of the bucket with its marks, in its own type or in half precision; or
-    one all-gather of the compressed gradients and of a mark per parameter.
+    Sends one all-reduce of the bucket with its marks, in its own dtype or in half precision; or one
+    all-gather of the compressed gradients with one mark per parameter.
     """
 
     def __init__(
@@ -321,19 +321,19 @@ class Exchange:
         self._work: Work | None = None
 
     def start(self, channel: int = 0) -> None:
-        """Sends the present gradients."""
+        """Sends the current gradients."""
         self.bucket.pack()
         present = [param.grad is not None for param in self.bucket.params]
         self._work = self._carrier.send(self._sent, present, channel=channel)
 
     def drop(self) -> None:
-        """Waits for the transfer that is under way, and forgets it."""
+        """Waits for the pending transfer, if any, and forgets it."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def finish(self) -> None:
-        """Sets each `p.grad` to the mean, a view of the bucket, or to None if no rank has one."""
+        """Sets each `p.grad` to the mean (a view of the bucket), or to None if no rank has one."""
         self.drop()
         self._carrier.receive(self._sent)
         if isinstance(self._carrier, Payloads):

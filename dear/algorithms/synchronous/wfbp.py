@@ -59,13 +59,13 @@ class AveragingEngine(GradientEngine[HalfOptions]):
     A missing gradient counts as zero if another rank has one. If no rank has a gradient for a
     parameter, `grad` stays None, so that optimizers skip it as in serial training.
 
-    Cost per pass and rank: one all-reduce per parameter (an all-gather for payloads that sums
-    cannot join), and one all-reduce of a byte per parameter.
+    Cost per pass and rank: one all-reduce per parameter (for payloads that no reduction can sum,
+    one all-gather), and one all-reduce of a byte per parameter.
 
     Args:
         params: parameters to average; may be empty.
-        overlap: start the transfer of a tensor when its gradient arrives; otherwise all transfers
-            start at the end of the pass.
+        overlap: True starts the transfer of a tensor when its gradient arrives; False starts all
+            transfers at the end of the pass.
         channels: number of channels that tensors use in turn.
     """
 
@@ -86,14 +86,13 @@ class AveragingEngine(GradientEngine[HalfOptions]):
         self._usage = Usage(params, communicator) if params else None
         self._batches = [Batch(communicator, channel) for channel in range(channels)]
         self._running: list[tuple[torch.nn.Parameter, torch.Tensor, Work | None]] = []
-        """Gradients under way; without a work in one of the batches."""
-        # Without overlap the whole model is one unit, complete at the end of the pass only: even
-        # if every gradient arrives, the last one arrives last.
+        """Gradients that are being averaged; None as the work if one of `_batches` has it."""
+        # Without overlap the whole model is one unit. It is complete only at the end of the pass.
         self._units = [[param] for param in params] if overlap else [list(params)]
         super().__init__(replica, self._units, learn=bool(params))
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
-        """Returns each tensor as a group, also if all of them start together."""
+        """Returns each tensor as a group, even if all of them start together."""
         return grouped([param] for unit in self.schedule.launched() for param in unit)
 
     def ready(self, unit: int) -> None:

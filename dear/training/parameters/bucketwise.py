@@ -1,4 +1,4 @@
-"""Training in backward passes: each bucket has its own optimizer and schedule."""
+"""Updates during the backward pass: each bucket has its own optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ SchedulerFn = Callable[[Optimizer], LRScheduler]
 
 
 class BucketOptimizers(Updater):
-    """Updates by one optimizer per bucket.
+    """Updates each bucket by its own optimizer.
 
-    A step is one backward pass outside `no_sync()`. The pass leaves no gradients behind.
+    A step is one backward pass outside `no_sync()`; it leaves no gradients behind.
 
     Args:
         optim_fn: makes the optimizer of one bucket from its (name, parameter) pairs.
-        lr_scheduler_fn: makes its schedule, which advances once per step; None: no schedule.
-        scaler: its `unscale_`, `step` and `update` are called at the end of the pass.
-        clip_norm: largest norm of this rank's whole gradient; 0.0: no limit. With a limit, updates
+        lr_scheduler_fn: makes the schedule of an optimizer, which advances once per step; None: no
+            schedule.
+        scaler: GradScaler; `unscale_`, `step` and `update` are called at the end of the pass.
+        clip_norm: largest norm of all gradients of this rank; 0.0: no limit. With a limit, updates
             wait for the end of the pass.
     """
 
@@ -66,7 +67,7 @@ class BucketOptimizers(Updater):
             left_out = [self._names[param] for param in bucket.params if param not in held]
             if left_out:
                 raise UserError(
-                    f"optim_fn left {left_out[0]!r} out; it must take all parameters it gets"
+                    f"optim_fn left out {left_out[0]!r}; it must take all parameters that it gets"
                 )
             self.optimizers[bucket] = optimizer
             if self._lr_scheduler_fn is not None:
@@ -80,7 +81,7 @@ class BucketOptimizers(Updater):
         if self._clip_norm > 0:
             params = self._whole.param_groups[0]["params"]
             torch.nn.utils.clip_grad_norm_(params, self._clip_norm)
-        # A scaler judges all buckets together, and updates all or none.
+        # A scaler checks all buckets together, and updates all or none.
         return [[bucket] for bucket in buckets] if self._scaler is None else [buckets]
 
     def update(self, buckets: Sequence[Bucket]) -> None:
@@ -100,7 +101,7 @@ class BucketOptimizers(Updater):
         return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     def state_dict(self) -> StateDict:
-        """Returns the state of all optimizers and schedules, and of the scaler."""
+        """Returns the state of the optimizers, the schedules and the scaler."""
         return {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers.values()],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.values()],
@@ -111,7 +112,7 @@ class BucketOptimizers(Updater):
         """Loads a result of `state_dict` for the same buckets.
 
         Raises:
-            UserError: another number of optimizers or schedules, or a scaler on one side only.
+            UserError: the numbers of optimizers or schedules differ, or only one side has a scaler.
         """
         parts: dict[str, list[Optimizer | LRScheduler]] = {
             "optimizers": [*self.optimizers.values()],
@@ -120,12 +121,13 @@ class BucketOptimizers(Updater):
         for name, here in parts.items():
             if len(state[name]) != len(here):
                 raise UserError(
-                    f"the checkpoint has the state of {len(state[name])} {name}, here are "
-                    f"{len(here)}; make the model with the same arguments as then"
+                    f"the checkpoint has the state of {len(state[name])} {name}, but the model has "
+                    f"{len(here)}; make the model with the same arguments as for the checkpoint"
                 )
         if (state["scaler"] is None) != (self._scaler is None):
             raise UserError(
-                "the checkpoint was made with a scaler and this model without, or vice versa"
+                "either the checkpoint or this model has a scaler, but not both; make the model "
+                "with the same arguments as for the checkpoint"
             )
         for name, here in parts.items():
             for part, saved in zip(here, state[name], strict=True):
@@ -135,7 +137,7 @@ class BucketOptimizers(Updater):
 
 
 class _Whole(Optimizer):
-    """All buckets as one optimizer, so that a GradScaler judges and skips them together."""
+    """All buckets as one optimizer, so that a GradScaler checks and skips them together."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._parts = optimizers

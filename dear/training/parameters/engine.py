@@ -1,17 +1,17 @@
 """Base of the engines that update locally and average parameters.
 
-An engine decides when buckets of parameters are shared, mixed and adapted. A bucket is *shared*:
-an exchange starts to send it. It is *mixed*: the values that arrived from other ranks are averaged
-in. It is *adapted*: this rank's own gradients update it. The engines differ in the order:
+An engine decides when buckets of parameters are shared, mixed and adapted. To *share* a bucket
+means that an exchange starts to send it. To *mix* it means to average in the values that arrived
+from other ranks. To *adapt* it means to update it by this rank's own gradients. Orders:
 
     CombineThenAdapt   share before a training forward; mix, then adapt in `step()`
     AdaptThenCombine   adapt, then share in `step()`; mix before a module reads the parameters
     AdaptAndCombine    adapt, share and mix in `step()`
     Overlapped         mix, adapt and share each bucket as soon as its gradients are ready
 
-An exchange (`dear.training.parameters.exchange`) moves the bytes. So an algorithm is an engine and
-an exchange, e.g. `CombineThenAdapt(replica, GraphExchange(rounds))`. It changes the exchange's
-moments, not the engine's.
+An exchange (`dear.training.parameters.exchange`) moves the bytes. An algorithm combines an engine
+and an exchange, e.g. `CombineThenAdapt(replica, GraphExchange(rounds))`. An algorithm of its own
+kind overrides methods of the exchange, not of the engine.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
 STATE_KEY = "replica"
-"""Key in the first parameter group of a state dict: what a rank needs in addition to continue."""
+"""Key in a state dict's first parameter group, for what else a rank needs to continue."""
 
 
 def refuse_writers(model: torch.nn.Module) -> None:
-    """Raises `UserError` for modules that write parameters in a forward pass, where they travel."""
+    """Raises `UserError` if a module writes parameters in a forward pass, when they are sent."""
     if any(getattr(module, "max_norm", None) is not None for module in model.modules()):
         raise UserError(
-            "an embedding with max_norm changes its weights in the forward pass, while they are on "
-            "their way to the neighbours; use max_norm=None, or algorithm='allreduce'"
+            "an embedding with max_norm changes its weights in the forward pass, while the weights "
+            "are being sent to other ranks; use max_norm=None, or algorithm='allreduce'"
         )
 
 
 def _refuse_written(advice: str) -> NoReturn:
     raise UserError(
-        "parameters were changed while they were being sent to other ranks, which get the values "
-        f"from before; {advice}"
+        "parameters were changed while they were being sent, so other ranks get the values from "
+        f"before; {advice}"
     )
 
 
@@ -64,7 +64,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
     """Base of the engines that update locally and average parameters.
 
     Args:
-        replica: without an optimizer, the owner must update.
+        replica: model and optimizer; without an optimizer, the owner of the engine must update.
         every: period of the averaging in steps; the last step of each period averages.
 
     Raises:
@@ -83,9 +83,9 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         self.exchange = exchange
         self.every = every
         self.steps = 0
-        """Number of steps so far, by which schedules go."""
+        """Number of steps so far; schedules depend on it."""
         self._sent: dict[Bucket, list[tuple[int, int]]] = {}
-        """Versions of the parameters that neighbours read in place, by bucket."""
+        """Version counters of parameters that neighbours read in place, by bucket."""
         runtime.at_end(exchange.leave)
         exchange.open(self.communicator, self.params[0].device)
         self.prepare()
@@ -107,7 +107,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
 
     def begin(self) -> None:
         """Prepares the buckets for a step that shares or mixes."""
-        written = self._written(self._sent)  # `reclaim` takes over what has other memory
+        written = self._written(self._sent)  # before `reclaim`, which copies moved parameters
         if not all(bucket.reclaim() for bucket in self.buckets):
             raise UserError(
                 "the model was moved or converted after it was distributed; close() the optimizer "
@@ -123,11 +123,10 @@ class ParameterEngine(Engine[LocalOptions], ABC):
             self._sent.update({bucket: bucket.versions() for bucket in buckets})
 
     def _written(self, buckets: Iterable[Bucket]) -> bool:
-        """Returns True if parameters have changed while they were being sent."""
         return any(b in self._sent and self._sent[b] != b.versions() for b in buckets)
 
     def arrived(self, buckets: Sequence[Bucket]) -> None:
-        """Notes that the exchange of `buckets` has ended, before their averages are written.
+        """Notes that the exchange of `buckets` has ended; call it before the averages are written.
 
         Raises:
             UserError: parameters have changed meanwhile.
@@ -138,15 +137,16 @@ class ParameterEngine(Engine[LocalOptions], ABC):
             self._sent.pop(bucket, None)
 
     def drop(self) -> None:
-        """Forgets the values that were sent: the parameters are being replaced."""
+        """Forgets the values that were sent, because the parameters are being replaced."""
         self.exchange.drop()
         self._sent.clear()
 
     def step(self, update: Update) -> object:
         if not self.exchange.takes_scaler and scaled(self.optimizer):
             raise UserError(
-                "this algorithm keeps sums of gradients, which a GradScaler that skips steps of "
-                "single ranks would break; train in bfloat16 or float32 without a scaler"
+                "this algorithm keeps sums of gradients, but a GradScaler may skip a step on a "
+                "single rank, which would break the sums; train in bfloat16 or float32 without a "
+                "scaler"
             )
         return self.advance(update)
 
@@ -155,7 +155,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clips this rank's own gradients; returns their norm before."""
+        """Clips this rank's own gradients; returns their norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def synchronize(self) -> None:
@@ -173,16 +173,16 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         plain()
 
     def resume(self, state: StateDict) -> None:
-        # A plain optimizer also keeps unknown keys of a parameter group, so a state that was loaded
-        # before the optimizer was wrapped is here, too.
+        # A plain optimizer keeps unknown keys of a parameter group. So the key is here even if the
+        # state was loaded before the optimizer was wrapped.
         self.restore(self.optimizer.param_groups[0].pop(STATE_KEY, None))
 
     def saved(self) -> StateDict:
-        """Returns the state that a checkpoint of this rank needs in addition."""
+        """Returns this rank's state for a checkpoint, besides the optimizer's own state."""
         return {"steps": self.steps, **self.exchange.saved()}
 
     def restore(self, saved: StateDict | None) -> None:
-        """Continues from a result of `saved`; None: from the parameters alone."""
+        """Continues from a result of `saved`; None: there is none, so only parameters count."""
         self.steps = 0 if saved is None else saved["steps"]
         self.exchange.restore(saved)
 

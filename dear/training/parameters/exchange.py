@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
 STREAMS = 2
-"""Exchanges under way at the same time: while one is added up, the other uses the wire."""
+"""Exchanges that may run at the same time: the CPU adds up one while the wire carries the other."""
 
 Rounds = Callable[[int], Round]
-"""Number of steps -> this rank's part in the round that follows."""
+"""Function from the number of steps to this rank's part in the next round."""
 
 
 class BucketExchange(ABC):
     """Buckets of parameters, and their transfers between ranks.
 
-    An engine (`dear.training.parameters.engine`) calls these moments. `steps` is the engine's
-    number of steps at that moment.
+    An engine (`dear.training.parameters.engine`) calls these methods; `steps` is its number of
+    steps at the time of the call.
 
         open(communicator)        once, before all others; a collective call
         lay_out(members, steps)   makes one bucket per list of parameters; a collective call
@@ -48,9 +48,9 @@ class BucketExchange(ABC):
     """
 
     takes_scaler: ClassVar[bool] = True
-    """False if a GradScaler that skips steps of single ranks would break kept sums of gradients."""
+    """False if a GradScaler that skips a step on single ranks would break sums of gradients."""
     sends_in_place: ClassVar[bool] = True
-    """True if neighbours read the parameters themselves from `share` until `mix`."""
+    """True if neighbours read the parameters in place, from `share` until `mix`."""
 
     communicator: Communicator
 
@@ -91,7 +91,7 @@ class BucketExchange(ABC):
         return {}
 
     def restore(self, saved: StateDict | None) -> None:
-        """Continues from a result of `saved`; None: from the parameters alone."""
+        """Continues from a result of `saved`; None: there is none, so only parameters count."""
         return
 
     def statistics(self) -> dict[str, object]:
@@ -121,10 +121,10 @@ class Messages(Protocol):
 
 
 class GraphExchange(BucketExchange):
-    """Weighted averages with the neighbours in a graph; every rank takes part in every round.
+    """Weighted averages with the neighbours in a graph; all ranks take part in all rounds.
 
     Args:
-        rounds: this rank's part by number of steps.
+        rounds: gives this rank's part by the number of steps.
         messages: sends the rounds; None: an `Exchange` along the edges.
     """
 
@@ -134,7 +134,7 @@ class GraphExchange(BucketExchange):
         super().__init__()
         self.rounds = rounds
         self.pending: dict[Bucket, list[Pending]] = {}
-        """Messages under way."""
+        """Messages of `share` that `mix` has not taken yet."""
         self._sender = messages
 
     def open(self, communicator: Communicator, device: torch.device) -> None:
@@ -142,7 +142,7 @@ class GraphExchange(BucketExchange):
         self.messages = self._sender or Exchange(communicator, STREAMS)
 
     def carried(self, bucket: Bucket) -> Sequence[torch.Tensor]:
-        """Returns the flat tensors that travel for a bucket, and are averaged in place."""
+        """Returns the flat tensors of a bucket that travel and are averaged in place."""
         return [bucket.values]
 
     def share(self, bucket: Bucket, steps: int) -> None:
@@ -172,5 +172,5 @@ class GraphExchange(BucketExchange):
 
 
 def always(part: Round) -> Rounds:
-    """Returns rounds that are all the same."""
+    """Returns a function that gives the same `part` for every step."""
     return lambda steps: part

@@ -1,4 +1,4 @@
-"""Options, traffic and statements of order of the algorithms that average parameters."""
+"""Options, traffic and order of transfers of the algorithms that average parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LocalOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions(LocalOptions):
-    """Graph that ranks average over."""
+    """Graph along whose edges ranks average."""
 
     topology: Name = "exp2"
     """Static graph of the ranks, a name from `dear.topology`. `complete`: all pairs. `ring`: both
@@ -59,7 +59,7 @@ class GraphAlgorithm(Algorithm[GraphOptionsT]):
     """Base of the algorithms that average over the static graph of `GraphOptions`."""
 
     copies: ClassVar[int] = 1
-    """Number of times that the size of the parameters goes along each edge."""
+    """Number of times that all parameters go along each edge per step."""
 
     @classmethod
     def traffic(cls, options: GraphOptionsT, world_size: int, local_size: int) -> Traffic:
@@ -70,10 +70,10 @@ class GraphAlgorithm(Algorithm[GraphOptionsT]):
 
 
 def combine_then_adapt(*carries: Content) -> Transfer:
-    """Returns the statement of order of `CombineThenAdapt`."""
+    """Returns the order of transfers of a `CombineThenAdapt` engine."""
     return Transfer(kind="exchange", carries=carries, starts="model", awaited="step")
 
 
 def adapt_then_combine(*carries: Content) -> Transfer:
-    """Returns the statement of order of `AdaptThenCombine`."""
+    """Returns the order of transfers of an `AdaptThenCombine` engine."""
     return Transfer(kind="exchange", carries=carries, starts="step", awaited="layer", steps_later=1)

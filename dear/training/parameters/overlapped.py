@@ -1,4 +1,7 @@
-"""Averages that are under way for a whole step, while the rank computes its next gradients."""
+"""Engines whose averages take a whole step, while the rank computes its next gradients.
+
+`dear.training.parameters.engine` explains the words share, mix and adapt.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ from dear.training.parameters.exchange import BucketExchange
 from dear.training.parameters.options import LocalOptions
 
 UpdateIn = Literal["backward", "step"]
-"""Time of the updates of an overlapped engine.
+"""Time at which an overlapped engine updates.
 
 - `backward`: in the backward pass, each bucket as soon as its last gradient is ready. A step is
-  then one backward pass outside `no_sync()`. A change of the gradients between `backward()` and
-  `step()` is too late, so clipping and GradScaler are refused.
-- `step`: in `step()`. Each bucket is sent while the next one is updated.
+  then one backward pass outside `no_sync()`. Clipping and GradScaler are refused, since they would
+  change gradients after the update.
+- `step`: in `step()`. Each bucket is sent while the next bucket is updated.
 """
 
 
 class Updater(ABC):
-    """Updates of buckets by this rank's own gradients, for an overlapped engine."""
+    """Updates buckets by this rank's own gradients, for an overlapped engine."""
 
     joint: bool = False
     """True if no bucket is updated before the last gradient of the pass is ready."""
@@ -74,13 +77,13 @@ class OptimizerUpdater(Updater):
 class Overlapped(ParameterEngine):
     """Base of the engines with `x(t+1) = average(x(t)) - update(gradient at x(t))`.
 
-    A bucket is mixed, adapted and shared again in one go, and then travels for a whole step. The
-    first step mixes nothing, and lays the buckets out.
+    A bucket is mixed, adapted and shared again without a break, and then travels for a whole step.
+    The first step mixes nothing; it lays out the buckets.
     """
 
     when_to_write = (
-        "their averages take a whole step: use an algorithm that ends them before parameters are "
-        "read ('neighbor', 'exact-diffusion'), or load_state_dict(), which drops them"
+        "the averages take a whole step; use an algorithm whose averages end before parameters "
+        "are read ('neighbor', 'exact-diffusion'), or load_state_dict(), which drops the averages"
     )
 
     def __init__(
@@ -104,7 +107,7 @@ class Overlapped(ParameterEngine):
         self.updater.lay_out(self.buckets)
 
     def in_order(self, params: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-        """Returns the members of buckets in the order of rank 0's `params`; the rest come last."""
+        """Returns the members of buckets in rank 0's order of `params`; the others come last."""
         place = {param: i for i, param in enumerate(self.params)}
         complete = dict.fromkeys([*params, *reversed(self.params)])
         order = self.communicator.broadcast_object([place[param] for param in complete])
@@ -152,15 +155,14 @@ class OverlappedInStep(Overlapped):
 class OverlappedInBackward(Overlapped):
     """Engine that mixes, adapts and shares each bucket as soon as its last gradient is ready.
 
-    The first step ends with the layout of the buckets, in the order in which rank 0's gradients
-    arrived.
+    The first step also lays out the buckets, in the order in which rank 0's gradients arrived.
     """
 
     def prepare(self) -> None:
         self._arrived: dict[torch.nn.Parameter, None] = {}
         self._applied = self._left_out = False
-        """True if backward passes have updated parameters since the last `step()`; true if the
-        script has gone on without that step."""
+        """`_applied`: backward passes have updated parameters since the last `step()`.
+        `_left_out`: `zero_grad()` has followed such a pass without `step()`."""
         self._gradients = Bucket(self.params)
         self._schedule = BackwardSchedule(
             self.hooks,
@@ -185,13 +187,11 @@ class OverlappedInBackward(Overlapped):
         if scaled(self.optimizer):
             for name in ("found_inf", "grad_scale"):  # of the scaler's own call
                 delattr(self.optimizer, name)
-            self._refuse(
-                "a GradScaler cannot step an optimizer whose updates are made in the backward pass"
-            )
+            self._refuse("a GradScaler cannot be used if the backward pass updates the parameters")
         if self._gradients.changed() is not None:
             self._refuse(
-                "a gradient was changed between backward() and step(), but the backward pass has "
-                "applied it already"
+                "a gradient was changed between backward() and step(), after the backward pass had "
+                "applied it"
             )
         self._schedule.run_if_missing()
         self._schedule.restart()
@@ -202,7 +202,7 @@ class OverlappedInBackward(Overlapped):
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
     ) -> NoReturn:
-        self._refuse("gradients cannot be clipped where updates are made in the backward pass")
+        self._refuse("gradients cannot be clipped if the backward pass updates the parameters")
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._schedule.paused()
@@ -213,15 +213,15 @@ class OverlappedInBackward(Overlapped):
         self._left_out, self._applied = self._applied, False
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Raises `UserError`. The script may go on, so the last updates count as its step."""
+        """Raises `UserError`; if the script catches it, the last updates count as its step."""
         self._applied = False
         raise UserError(f"{reason}; use the option update='step'")
 
     def _gradient_arrived(self, param: torch.nn.Parameter) -> None:
         if torch._C._autograd._get_current_graph_task_keep_graph():
             raise UserError(
-                "backward(retain_graph=True) keeps a graph of the parameters that this very pass "
-                "updates; add the losses for one backward(), or use the option update='step'"
+                "backward(retain_graph=True) keeps the graph of parameters that this pass updates; "
+                "add the losses and call backward() once, or use the option update='step'"
             )
         if not self.buckets:
             self._arrived.setdefault(param)
@@ -233,8 +233,7 @@ class OverlappedInBackward(Overlapped):
             if self._left_out:
                 self._left_out = False
                 self._refuse(
-                    "no step() has followed the last backward pass, but parameters were updated in "
-                    "it already"
+                    "the last backward pass has updated parameters, but no step() has followed it"
                 )
             if self._schedule.passed:
                 raise UserError(
@@ -261,14 +260,13 @@ class OverlappedInBackward(Overlapped):
 def overlapped(
     replica: Replica[LocalOptions], exchange: BucketExchange, update: UpdateIn
 ) -> Overlapped:
-    """Returns the engine that updates by the replica's optimizer at the time of `update`."""
+    """Returns the engine that updates by the replica's optimizer at the time `update` names."""
     updater = OptimizerUpdater(replica.optimizer)
     if update == "step":
         return OverlappedInStep(replica, exchange, updater)
     if not updater.possible():
         raise UserError(
-            f"{type(replica.optimizer).__name__} is not known to be steppable for a few "
-            "parameters at a time (it is no optimizer of torch, or has step hooks); use the option "
-            "update='step'"
+            f"{type(replica.optimizer).__name__} may be unable to update a few parameters at a "
+            "time (it is no optimizer of torch, or has step hooks); use the option update='step'"
         )
     return OverlappedInBackward(replica, exchange, updater)

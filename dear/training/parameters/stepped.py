@@ -1,4 +1,7 @@
-"""Engines that share all buckets of parameters at one moment, and adapt them in `step()`."""
+"""Engines that share all buckets of parameters at the same time, and adapt them in `step()`.
+
+`dear.training.parameters.engine` explains the words share, mix and adapt.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from dear.training.parameters.engine import ParameterEngine, refuse_writers
 
 
 class SteppedEngine(ParameterEngine):
-    """Base of the engines that share all buckets at one moment, and adapt them in `step()`."""
+    """Base of the engines that share all buckets at the same time, and adapt them in `step()`."""
 
     def prepare(self) -> None:
         self.members = fuse(layers(self.model, self.params), self.options.bucket_mb * MIB)
         self.exchange.lay_out(self.members, self.steps)
         self.unmixed: set[int] = set()
-        """Buckets that are shared and not mixed yet."""
+        """Buckets that are shared but not yet mixed."""
         self.in_flight = InFlight(self.settle)
 
     def due(self) -> bool:
@@ -25,7 +28,7 @@ class SteppedEngine(ParameterEngine):
         return self.steps % self.every == self.every - 1
 
     def adapt(self, update: Update, *, averages: bool) -> object:
-        """Runs the optimizer's step, as the exchange changes it in a step that averages."""
+        """Runs the optimizer's step; in a step that averages, the exchange may change it."""
 
         if not averages:
             return self.scaling.step(update)
@@ -41,7 +44,7 @@ class SteppedEngine(ParameterEngine):
     def mix(self, index: int) -> None:
         self.unmixed.discard(index)
         self.in_flight.land(self.buckets[index].params)
-        # The state must outlive an evaluation in inference mode that settles.
+        # Settling may happen in inference mode, but its tensors must be usable outside.
         with torch.inference_mode(False), torch.no_grad():
             self.exchange.mix(self.buckets[index], self.steps)
 
@@ -58,8 +61,8 @@ class SteppedEngine(ParameterEngine):
 class CombineThenAdapt(SteppedEngine):
     """Engine with `x <- average(x) - update(gradient at x)`.
 
-    It shares the parameters when the model is about to run in training, and mixes and adapts them
-    in `step()`. Both passes hide the transfers.
+    Parameters are shared when the model is about to run in training, and mixed and adapted in
+    `step()`. So the forward and the backward pass hide the transfers.
     """
 
     when_to_write = "load or change them between step() and the next training forward"
@@ -104,15 +107,15 @@ class AdaptAndCombine(SteppedEngine):
         return result
 
     def combine(self) -> None:
-        """Mixes the buckets that must be current when `step()` returns."""
+        """Mixes the buckets whose values must be current when `step()` returns."""
         self.mix_all()
 
 
 class AdaptThenCombine(AdaptAndCombine):
-    """Engine with `x <- average(x - update(gradient at x))`, averaged when it is read.
+    """Engine with `x <- average(x - update(gradient at x))`, averaged before x is read.
 
-    It adapts and shares the parameters in `step()`. A module that is about to run mixes the buckets
-    that it reads. Everything else that reads parameters mixes all buckets.
+    Parameters are adapted and shared in `step()`. Before a module runs, the buckets that it reads
+    are mixed. Anything else that reads parameters mixes all buckets first.
     """
 
     def prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""One-sided exchanges: ranks write to windows of their neighbours, which take no part in it."""
+"""One-sided exchanges: a rank writes to windows of its neighbours, whose programs do nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """Weights of one rank's one-sided averages, and whether its exchanges wait."""
+    """Weights of one rank's one-sided averages, and whether the exchanges wait."""
 
     def __init__(self, part: Round, *, waits: bool) -> None:
         self.part = part
@@ -36,20 +36,20 @@ class Policy:
         return self._waits
 
     def put_weights(self) -> dict[int, float]:
-        """Returns target -> factor of the values that are put there."""
+        """Returns target -> factor of the values that this rank puts there."""
         return dict.fromkeys(self.part.destinations, 1.0)
 
     def mix_weights(self) -> tuple[float, dict[int, float]]:
-        """Returns the weight of this rank's own parameters, and those of its sources."""
+        """Returns the weight of this rank's own parameters, and the weights of its sources."""
         return self.part.self_weight, self.part.sources
 
 
 class WindowExchange(BucketExchange):
-    """Exchange through one window per bucket: `share` puts, `mix` averages the received values.
+    """Exchange through one window per bucket: `share` puts values, `mix` averages received values.
 
-    A slot starts with this rank's own values, which count as its neighbour's until the first values
-    from there arrive. It starts again after a state was loaded. A message is left out if the
-    previous message to the same neighbour is still under way: the next one carries newer values.
+    A slot starts with this rank's own values in place of the neighbour's, until the neighbour's
+    first values arrive; also after a state was loaded. A message is left out while the previous
+    message to the same neighbour has not ended; the next message carries newer values.
 
     Args:
         graph: edges from sender to receiver.
@@ -60,7 +60,7 @@ class WindowExchange(BucketExchange):
     weighted: ClassVar[bool] = False
     """True if windows carry push-sum weights; slots then start empty."""
     apart: ClassVar[bool] = False
-    """True if training continues when a neighbour has died."""
+    """True if training continues after a neighbour has died."""
     refills_at_first: ClassVar[bool] = True
     """True if the first step fills the slots again, since parameters may have been broadcast."""
 
@@ -115,7 +115,7 @@ class WindowExchange(BucketExchange):
         bucket.touched()
 
     def meet(self) -> None:
-        """Returns when all ranks are here and all messages have arrived, if exchanges wait."""
+        """Waits for all ranks and messages if exchanges wait; otherwise returns immediately."""
         if self.policy.waits():
             self.wait()
             timed(self.communicator, self.communicator.barrier)()
@@ -132,7 +132,7 @@ class WindowExchange(BucketExchange):
         self._refill = self.refills_at_first or self._begun
 
     def statistics(self) -> dict[str, object]:
-        """Returns the result of `Peers.statistics`; empty before there are windows."""
+        """Returns the result of `Peers.statistics`, or {} before windows exist."""
         return self.peers.statistics() if self.windows else {}
 
     def release(self) -> None:
@@ -168,9 +168,9 @@ class WindowAlgorithm(GraphAlgorithm[WindowOptionsT]):
     order: ClassVar[type[CombineThenAdapt | AdaptAndCombine]] = CombineThenAdapt
     exchange: ClassVar[type[WindowExchange]] = WindowExchange
     barrier_bound: ClassVar[Bound]
-    """Value of `bound` if all ranks wait for each other."""
+    """Formula in place of `bound` if all ranks wait for each other."""
     puts: ClassVar[Moment]
-    """Time at which buckets are put. An algorithm that reads instead overrides `overlap_of`."""
+    """Time at which buckets are put. Algorithms that read instead override `overlap_of`."""
 
     @classmethod
     def bound_of(cls, options: WindowOptionsT) -> Bound | None:

@@ -16,9 +16,9 @@ SENDING = "neighbor gradient-tracking"
 ALL = ""
 
 _TOO_LATE = {EARLY: "use the option update='step'"}
-_SENT = {"decentralized": "use an algorithm that ends them"}
+_SENT = {"decentralized": "use an algorithm whose averages end"}
 _ON_THE_WAY = {SENDING: "between step() and the next training forward", **_SENT}
-_OWN = {"ddp": "DDP averages in one backward pass after each call of the model"}
+_OWN = {"ddp": "DDP averages one backward pass after each forward pass of the whole model"}
 _TAKEN = {"fsdp": "close() the optimizer first"}
 _WHOLE = {"fsdp": "copy or save its state_dict()"}
 _SYNCHRONIZE = {LATER: "optimizer.synchronize()", **_TOO_LATE}
@@ -30,7 +30,7 @@ _FSDP_GRAD = {"fsdp": "has no gradients of parameters that are kept in parts"}
 _FSDP_ALONE = {"fsdp": "each rank holds a part"}
 
 REFUSED: dict[Loop, dict[str, str]] = {
-    states.unfrozen_later: {ALL: "close() and wrap again after unfreezing"},
+    states.unfrozen_later: {ALL: "close() the optimizer and wrap it again"},
     states.group_added: {ALL: "close() it, add the group, and wrap it again"},
     states.max_norm: {
         f"{SENDING} decentralized win-put pull-get asyncddp": "use max_norm=None",

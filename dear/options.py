@@ -82,7 +82,7 @@ LATER = {"later": True}
 
 
 def settings(options: DataclassInstance) -> dict[str, object]:
-    """Returns the values by name, without `LATER` fields at their default. So trials that do not use
+    """Returns the values by name, without `LATER` fields at their default. Trials that do not use
     these options keep their identity, and records their text."""
     values = dataclasses.asdict(options)
     for field in dataclasses.fields(options):

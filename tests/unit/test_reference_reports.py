@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,6 @@ from common.harness import cli
 from common.harness.trial import options_of
 from common.results import store
 from common.results.exports.reference_reports import (
-    command,
     link_logs,
     load_reports,
     log_name,
@@ -88,16 +88,15 @@ def test_the_lines_of_the_references_report():
     assert found[1:] == ["==== All Reports ======", "rdma:0,mgwfbp,7897.600"]
 
 
-def test_h5_the_name_of_a_log_and_the_command_that_makes_it():
+def test_h5_the_name_of_a_log_and_the_variables_that_make_it():
     merging = {"merge": "greedy"}
     one = record("mgwfbp", 0.5, 64, model="resnet50", batch_size=64, options=merging)
     assert log_name(one) == (
         "rdma-0-method-mgwfbp-dnn-resnet50-bs-64-nworker-64-compressor-none-thres-0.log"
     )
-    said = command(one)
-    assert said.startswith("cd dear;rdma=0 dnn=resnet50 bs=64 nworkers=64 ")
-    assert said.endswith(
-        "compressor=none threshold=0 mgwfbp=1 asc=0 nstreams=1 ./horovod_mpi_cj.sh"
+    assert " ".join(f"{key}={value}" for key, value in variables(one.trial).items()) == (
+        "rdma=0 dnn=resnet50 bs=64 nworkers=64 method=mgwfbp "
+        "compressor=none threshold=0 mgwfbp=1 asc=0 nstreams=1"
     )
 
 
@@ -117,7 +116,7 @@ def test_h5_the_name_of_a_log_and_the_command_that_makes_it():
     ],
 )
 def test_a_trial_is_made_again_by_its_variables(algorithm, options):
-    said = variables(record(algorithm, options=options))
+    said = variables(record(algorithm, options=options).trial)
     given = {key: text for key, text in said.items() if key in aliases.VARIABLES}
     name, again = aliases.method(said["method"], given)
     assert (name, algorithm_options(name, again)) == (algorithm, options_of(algorithm, options))
@@ -130,8 +129,9 @@ def test_logs_have_the_suites_names_beside_the_trials(tmp_path):
     for one in made[:5]:
         (tmp_path / one.id).mkdir()
         (tmp_path / one.id / "log-0-rank0.txt").write_text(f"of {one.label}")
-    links = link_logs(tmp_path, made)
-    assert links == link_logs(tmp_path, made), "again is no mistake"
+    link = partial(link_logs, tmp_path, made, lambda one: f"makes {one.id}")
+    links = link()
+    assert links == link(), "again is no mistake"
     assert [link.read_text() for link in links] == [
         "of dear",
         "of wfbp",
@@ -139,7 +139,7 @@ def test_logs_have_the_suites_names_beside_the_trials(tmp_path):
         "of dear-too",
     ]
     lines = (tmp_path / "reference_logs" / "commands.txt").read_text().splitlines()
-    assert len(lines) == 4 and lines[0] == f"{links[0].name}: {command(made[0])}"
+    assert len(lines) == 4 and lines[0] == f"{links[0].name}: makes {made[0].id}"
 
 
 def test_reports_of_several_runs_stand_side_by_side(tmp_path):

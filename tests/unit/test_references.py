@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from common.harness import variables
+from common.harness import cli, variables
 from common.harness.experiment import AlgorithmChoice
-from common.harness.experiment_file import load
+from common.harness.experiment_file import find_experiment, load
+from common.harness.running import fabric
+from common.harness.trial import Trial
 from dear.algorithms import aliases
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names, algorithm_options
@@ -383,3 +386,33 @@ def test_every_variable_and_name_stands_in_the_documents():
     for name in (*aliases.VARIABLES, *variables.DEFAULTS, *aliases.ALIASES):
         assert f"`{name}`" in text or f"`{name}=" in text, name
     assert all(f"`{name}`" in text for name in aliases.SERVERS)
+
+
+def _again(command: str, capsys) -> list[str]:
+    """Identities of the trials that the command would run, without running it."""
+    words = shlex.split(command.removeprefix("cd dear;"))
+    place = words.index("./horovod_mpi_cj.sh")
+    environ = dict(word.split("=", 1) for word in words[:place])
+    assert cli.run_variables([*words[place + 1 :], "--dry-run", "--json"], environ) == 0
+    plan = json.loads(capsys.readouterr().out)
+    return [Trial.from_json(entry["trial"]).hash for entry in plan]
+
+
+@pytest.mark.parametrize("name", ["suite", "emulated-quick", "quick", "slow_host", "sites"])
+def test_the_command_of_a_trial_makes_this_trial(name, monkeypatch, capsys):
+    monkeypatch.setattr(fabric, "misfit", lambda trial: None)
+    monkeypatch.setattr(variables, "usable_cores", lambda: 8)
+    experiment = load(find_experiment(name))
+    trials = [trial for trial in experiment.trials() if trial.algorithm != "none"]
+    assert len(trials) > 3
+    for trial in trials:
+        assert _again(variables.command(experiment, trial), capsys) == [trial.hash], trial.title
+
+
+def test_a_trial_that_no_variables_make_has_no_command():
+    twice = [{"name": "dear"}, {"name": "dear", "label": "again"}]
+    experiment = load(
+        find_experiment("quick"), ["compare_to=dear", f"algorithms={json.dumps(twice)}"]
+    )
+    with pytest.raises(UserError, match="repeats another one under another label"):
+        variables.command(experiment, experiment.trials()[-1])

@@ -111,8 +111,8 @@ class Host:
 
     def asked(self) -> list[float]:
         """How long it was asked to sleep since the last time."""
-        found, self.slept[:] = list(self.slept), []
-        return [pytest.approx(seconds, abs=1e-9) for seconds in found]
+        result, self.slept[:] = list(self.slept), []
+        return [pytest.approx(seconds, abs=1e-9) for seconds in result]
 
 
 def test_a_time_scale_slows_compute_whoever_else_needs_the_core(tmp_path, monkeypatch):

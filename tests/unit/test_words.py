@@ -18,9 +18,9 @@ MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"
 
 
 def varied(algorithm, factors, step_s=0.1, **more):
-    made = record(algorithm, step_s, **more)
+    built = record(algorithm, step_s, **more)
     iters = [[[step_s * factor] * 2] for factor in factors]
-    return dataclasses.replace(with_iters(made, iters), machine=MACHINE)
+    return dataclasses.replace(with_iters(built, iters), machine=MACHINE)
 
 
 @pytest.fixture

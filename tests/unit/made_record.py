@@ -23,7 +23,7 @@ def record(
     facts=None,
     **trial,
 ) -> Record:
-    """As a sweep makes it: three repeats of four steps; `facts` are those of the first repeat."""
+    """Makes the record as a sweep does: three repeats of four steps. `facts` are the first's."""
     steps = [step_s * factor for factor in (0.999, 1.001, 1.0, 1.0)]
     result = {
         "iters": [steps[:2], steps[2:]],

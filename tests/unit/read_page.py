@@ -17,7 +17,7 @@ class Element:
     tag: str
     attributes: dict[str, str | None]
     text: str = ""
-    """Of it and what is in it."""
+    """Text of the element and of those in it."""
     above: tuple[str, ...] = ()
 
 
@@ -84,7 +84,7 @@ class Page(HTMLParser):
         return result
 
     def file(self, name: str) -> bytes:
-        """What a click on a download would save."""
+        """Returns what a click on a download saves."""
         (link,) = {
             item.attributes["href"]
             for item in self.all("a", "file")

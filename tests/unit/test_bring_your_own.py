@@ -52,7 +52,7 @@ EXPERIMENT = {
 
 @pytest.fixture(autouse=True)
 def nothing_brought(tmp_path, monkeypatch):
-    """As in a new process, with a cache of its own."""
+    """Gives the test the state of a new process, with a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
 

@@ -154,7 +154,7 @@ def example(elements, backward):
 
 
 def finish_time(plan, sizes, arrivals, cost):
-    """When the last message of `plan` has ended, on the clock of `arrivals`."""
+    """Returns the end of the last message of `plan`, on the clock of `arrivals`."""
     end = 0.0
     for members in plan:
         end = max(end, max(arrivals[i] for i in members)) + cost(sum(sizes[i] for i in members))

@@ -83,7 +83,7 @@ class Rounds:
         self.recorded: dict[str, tuple[Turn, Outcome]] = {}
         self.etas: list[float | None] = []
         self.whys: list[str] = []
-        """What the progress line said beside launches, once each time."""
+        """Returns what the progress line showed beside launches, once each."""
         self._why = ""
         self.outcome: Callable[[Trial, int], Outcome | Result] = lambda trial, repeat: result()
         self.progress = Progress(total=0)
@@ -187,7 +187,7 @@ def test_processes_do_not_start_more_slowly_at_a_larger_scale(monkeypatch):
 
 
 def test_a_first_round_that_is_done_again_begins_with_the_trial_for_which_it_is():
-    """Its scale may still be too small; then no other trial has been launched in vain."""
+    """Runs first: if its scale is too small, no other trial has been launched in vain."""
     rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 16.0})
     needed = rounds.fabric.needed
 
@@ -332,7 +332,7 @@ def test_load_that_stays_takes_a_larger_scale_and_no_repeats(before):
 
 @pytest.mark.parametrize("strain", [BUSY, SHORT])
 def test_a_cell_whose_base_cannot_be_valid_ends_after_its_first_round_and_says_why(strain):
-    """As where the time scale is given: nothing larger may be chosen."""
+    """A given time scale is used: nothing larger may be chosen."""
     rounds = Rounds(MeasureConfig(repeats=(5, 12), precision=0.02))
     rounds.outcome = lambda trial, repeat: held_up(strain) if trial.algorithm == "ddp" else result()
     assert rounds.run()
@@ -420,7 +420,7 @@ def test_what_was_disturbed_is_better_than_a_launch_that_fails():
 
 
 def test_a_base_that_is_disturbed_later_begins_again_once_at_a_scale_that_can():
-    """As when somebody opens a browser in the middle."""
+    """Somebody opens a browser in the middle, so to speak."""
     rounds = Rounds(MeasureConfig(repeats=3))
     needed = rounds.fabric.needed
 
@@ -513,7 +513,7 @@ baseline: false
 
 
 def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
-    """But not where nothing may be chosen, or a fault makes it slow."""
+    """Nothing is stopped where nothing may be chosen, or a fault makes it slow."""
     (tmp_path / "x.yaml").write_text(BERT_SWEEP)
     experiment = load(tmp_path / "x.yaml")
     (trial,) = experiment.trials()

@@ -1,4 +1,4 @@
-"""What each compressor sends, keeps and refuses; no ranks are needed for that."""
+"""Tests of what each compressor sends, keeps and refuses; no ranks are needed for that."""
 
 from __future__ import annotations
 

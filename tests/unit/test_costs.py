@@ -1,4 +1,4 @@
-"""What communication costs: fits, tables, measurements, bounds, and what passes between ranks."""
+"""Tests of the costs of communication: fits, tables, measurements, bounds, bytes between ranks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_measurements_are_the_same_on_all_ranks(world, operation):
 
 BURST, RATE = 131072, 10e9 / 8
 FRAMED = 1514 / 1448
-"""What a link counts for each byte of payload."""
+"""Bytes that a link counts for each byte of payload."""
 
 
 def over_buckets(operation, nbytes, world, alpha_s=60e-6, noise=0.0, seed=0):
@@ -246,7 +246,7 @@ def test_a_measurement_knows_what_links_pass_at_once(world):
 
 
 def test_the_size_whose_bytes_take_as_long_as_a_start_up():
-    """Of an all-reduce, as measured: 2 hosts with 2.5 GbE, 4 hosts with 10 GbE; and at the ends."""
+    """Times of an all-reduce on 2 hosts with 2.5 GbE and on 4 with 10 GbE; and at the ends."""
     costs = [(1.36e-4, 3.49e-9), (2.45e-4, 1.31e-9), (0.0, 1e-9), (0.0, 0.0), (1e-4, 0.0)]
     result = [start_up_bytes(AlphaBeta(alpha_s=a, beta_s_per_byte=b)) for a, b in costs]
     assert result == [32 << 10, 128 << 10, 1, 1, 2.0**64]

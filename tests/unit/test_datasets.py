@@ -1,4 +1,4 @@
-"""What can be learned: CIFAR's files, folders of images, texts; and what is none of that."""
+"""Tests of data sets: CIFAR's files, folders of images, texts; and what is none of that."""
 
 from __future__ import annotations
 

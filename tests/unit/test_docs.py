@@ -121,7 +121,7 @@ COMMANDS = _commands()
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each command printed if it failed, or None."""
+    """Returns what each command printed if it failed, or None."""
     folder = tmp_path_factory.mktemp("dry")
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.dry_runs", str(folder)],

@@ -1,4 +1,4 @@
-"""What the doctor finds, on machines that lack one thing each."""
+"""Tests of what the doctor finds, on machines that lack one thing each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_finding_says_what_and_what_is_amiss_says_how_to_mend_it(tmp_path)
 
 
 def test_what_mends_it_is_a_target_or_a_script_that_there_is(tmp_path):
-    """Of all that the file says: `make X`, and scripts."""
+    """Commands in the file: `make X`, and scripts."""
     text = (ROOT / "common/harness/verbs/doctor.py").read_text()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"make (core|horovod|\w+)\b", text)) - {"room"} <= set(targets)

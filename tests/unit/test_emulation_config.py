@@ -259,7 +259,7 @@ def test_the_largest_scale_is_enough_where_a_record_may_have_it():
 
 
 def test_a_model_that_hardly_computes_makes_up_for_nothing():
-    """Its hosts would fall behind by all that an update takes on this machine's CPU."""
+    """Hosts would fall behind by the time of an update on this machine's CPU."""
     sends = dataclasses.replace(RESNET, step_s=0.0006)
     wire_s = 2 * (sends.hosts - 1) / sends.hosts * sends.parameter_bytes * 8 / 10e9
     update_s = sends.world_size * sends.parameter_bytes * sends.update_passes

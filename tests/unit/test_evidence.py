@@ -1,4 +1,4 @@
-"""What stands in the file beside a record: the steps traced, the groups, the counters."""
+"""Tests of what stands in the file beside a record: the steps traced, the groups, the counters."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monk
 
 
 def test_trials_of_earlier_records_keep_their_hash(trial):
-    """They have none of the keys that came later."""
+    """Older records have none of the keys that came later."""
     values = trial.to_json()
     for key in ("learn", "data_digest", "profile_digest", "network_digest"):
         assert values.pop(key) is None

@@ -242,7 +242,7 @@ def test_slurm_takes_as_many_nodes_as_the_ranks_fill(world, nodes, tasks):
 
 @pytest.mark.parametrize("sweep", ["slurm", "torchrun"])
 def test_the_example_of_4_nodes_with_8_gpus_plans_without_any_of_them(tmp_path, sweep):
-    """On a machine without srun: `--dry-run` prints the script for one allocation."""
+    """A dry run on a machine without srun prints the script for one allocation."""
     example = f"examples/clusters/{sweep}_4x8.yaml"
     done = subprocess.run(
         [sys.executable, "benchmarks.py", "run", example, "--dry-run", "--logs", str(tmp_path)],

@@ -268,7 +268,7 @@ def test_ranks_share_a_round_or_have_one_of_their_own():
 
 
 def test_what_is_drawn_for_a_batch_is_the_same_however_it_is_read():
-    """With processes that read ahead as without, and another on each rank and in each batch."""
+    """Samples do not depend on processes that read ahead; they differ by rank and batch."""
 
     def noisy(inputs, generator):
         return inputs + torch.rand(len(inputs), generator=generator)

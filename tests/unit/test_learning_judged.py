@@ -1,4 +1,4 @@
-"""What has been learned: copies of parameters, their judgement, tables and figures."""
+"""Tests of what has been learned: copies of parameters, their judgement, tables and figures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RECORDS = Path(__file__).parents[2] / "docs" / "records"
 
 
 def _saved(rows, *, steps, elapsed_s=2.0, behind=None, **more):
-    """As `Snapshots.save` would leave it: `rows` are copies at the marks."""
+    """Writes the file as `Snapshots.save` does: `rows` are copies at the marks."""
     taken = [
         {
             **{"row": i, "seconds": float(i), "steps": steps * i},
@@ -409,7 +409,7 @@ def test_a_row_names_the_batch_size_of_every_rank():
     ],
 )
 def test_figures_are_drawn_from_records(tmp_path, name, evaluations):
-    """Of what has been learned, or of the pace where nothing was to be learned."""
+    """Figures of what was learned, or of the pace where nothing was to be learned."""
     paths = draw(RECORDS / name, tmp_path)
     assert [path.name for path in paths] == ["learning.png", "learning.pdf", "learning.csv"]
     assert all(path.stat().st_size > 100 for path in paths)

@@ -14,7 +14,7 @@ from tests.unit.made_record import record
 
 
 def calls(count: int, folder) -> int:
-    """Of functions, to read this many records, make their table and print it."""
+    """Limit of function calls to read this many records, make their table and print it."""
     folder.mkdir()
     base = record("ddp", 0.1, 2, batch_size=8)
     built = [

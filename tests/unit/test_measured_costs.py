@@ -35,7 +35,7 @@ def seconds(nbytes: float) -> float:
 
 
 def sampled(noise=0.0, repeats=16, sizes=SIZES, **more) -> Measurement:
-    """What disturbs only adds."""
+    """Disturbances only add time."""
     luck = random.Random(1)
     times = [
         [seconds(size) * (1 + abs(luck.gauss(0, noise))) for _ in range(repeats)] for size in sizes

@@ -1,4 +1,4 @@
-"""What `make mutants` draws, and that a copy's tests catch a mutant and leave nothing behind."""
+"""Tests of `make mutants`: what it draws; tests of a copy catch a mutant and leave nothing."""
 
 from __future__ import annotations
 

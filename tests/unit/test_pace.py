@@ -241,7 +241,7 @@ class Wire:
 
 
 def decoupled_step_s(clock, update_s, gather_s=0.05, cycle_s=0.0, layer_s=0.05) -> float:
-    """What the device needs for a step of which all second halves follow the update."""
+    """Returns the device's time for a step in which all second halves follow the update."""
     return decoupled_step(clock, update_s, gather_s, cycle_s, layer_s)[0]
 
 
@@ -416,8 +416,9 @@ def test_the_clock_of_a_process_that_replays_nothing_is_time_itself(clock):
 
 
 def passes(clock, time_scale, units, hooks_of_passes):
-    """When each stretch of the last of some passes was left, and its hooks had ended, in seconds of
-    this machine from its begin; the device's memory moves 100 GB a second.
+    """Returns the time at which each stretch of the last pass was left and its hooks had ended.
+
+    Times are seconds of this machine since the pass began. The device's memory moves 100 GB/s.
 
     Args:
         units: emulated seconds and bytes of gradients by stretch.

@@ -1,4 +1,4 @@
-"""What an algorithm has decided by itself: in records, in `show --plan`, and in a trial's log."""
+"""Tests of an algorithm's own decisions: in records, in `show --plan`, and in a trial's log."""
 
 from __future__ import annotations
 

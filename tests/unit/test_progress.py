@@ -1,4 +1,4 @@
-"""What a person sees while a sweep runs: a bar on a terminal, a line per launch in a kept log."""
+"""Tests of the output of a running sweep: a bar on a terminal, a line per launch in a kept log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self) -> list[str]:
-        """As they were drawn one after the other in the same place."""
+        """Returns the lines that were drawn one after the other in the same place."""
         return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue()))
 
 

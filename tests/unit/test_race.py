@@ -1,4 +1,4 @@
-"""Who is at the target first: crossings of noisy curves, their intervals, and runs that fall short.
+"""Tests of races to a target: crossings of noisy curves, their intervals, and runs that fall short.
 
 The simulations have 5 seeds, as the shipped experiments. Every run has a pace of its own, a part of
 which it shares with all runs of its seed, and evaluations that are as noisy as MNIST's.
@@ -23,7 +23,7 @@ SHARED, OWN, NOISE = 0.05, 0.08, 0.005
 
 
 def accuracy(seconds):
-    """Where there is no noise: 90 % after 4 s, the target after 10."""
+    """Curve without noise: 90 % after 4 s, the target after 10."""
     error = 0.1 * (np.maximum(seconds, 0.02) / 4) ** -(math.log(2) / math.log(2.5))
     return 1 - np.minimum(0.9, error)
 
@@ -80,7 +80,7 @@ def test_the_crossing_hardly_depends_on_how_often_is_judged(every_s):
 
 
 def test_the_first_evaluation_at_the_target_would():
-    """Why there is a smoothing at all: of four times as many evaluations one is lucky earlier."""
+    """Smoothing is needed: of four times as many evaluations one is lucky earlier."""
     rng, first = np.random.default_rng(7), {}
     for every_s in (0.25, 1.0):
         seconds = np.arange(0, 24, every_s)
@@ -91,8 +91,8 @@ def test_the_first_evaluation_at_the_target_would():
 
 @functools.cache
 def simulated(**how) -> tuple[float, float, float, float]:
-    """Of tables of 4 equal algorithms and the one that they are compared with: the shares of
-    intervals that hold the truth, of times and of ratios; of tables and of rows with a false word.
+    """Simulates tables of 4 equal algorithms and their baseline. Returns the shares of intervals that
+    hold the truth, of times and of ratios, and of tables and rows with a false verdict.
     """
     rng = np.random.default_rng(11)
     times, ratios, words = [], [], []

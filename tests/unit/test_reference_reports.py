@@ -58,7 +58,7 @@ def test_what_has_no_valid_number_keeps_its_place_in_the_list_of_worlds(lost):
 
 
 def test_reference_reports_have_a_place_for_every_axis():
-    """What an experiment varies besides model, method and world must overwrite nothing."""
+    """An axis besides model, method and world must overwrite nothing."""
     fault = {"kind": "link_down", "host": 1, "at_s": 2.0}
     same = {"model": "bert_base", "batch_size": 8}
     result = reports(

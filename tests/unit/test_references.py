@@ -1,4 +1,4 @@
-"""What the references call methods and settings, and the trial that their variables ask for."""
+"""Tests of the references' names of methods and settings, and of the trials of their variables."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_one_line(method, given, words):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Without MPI, with two cores, and hosts n1 and n2 that can be found."""
+    """Machine without MPI, with two cores, and hosts n1 and n2 that can be found."""
     monkeypatch.setattr(variables.shutil, "which", lambda name: None)
     monkeypatch.setattr(variables, "usable_cores", lambda: 2)
     monkeypatch.setattr(variables, "_gpus", lambda: 0)
@@ -327,7 +327,7 @@ DEFAULTS = {
     "multi_job_scheduling": False,
     "exclude_parts": "",
 }
-"""Of DeAR's first `DistributedOptimizer`, but `norm_clip`, which is ours as well."""
+"""Arguments of DeAR's first `DistributedOptimizer`, without `norm_clip`, which is ours as well."""
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_lists_and_sequences_of_layers_are_those_of_the_real_model(name):
     kinds = torch.nn.ModuleList, torch.nn.Sequential
 
     def lists(model):
-        """But for those without a parameter."""
+        """Layers without a parameter are left out."""
         named = model.named_modules()
         return {key for key, module in named if isinstance(module, kinds) and _owns(module)}
 

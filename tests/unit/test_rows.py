@@ -23,7 +23,7 @@ from dear.training.algorithm import algorithm_class
 from tests.unit.made_record import record, with_first, with_iters, with_notes
 
 HEADERS = 1514 / 1448
-"""What a link carries for each byte of payload."""
+"""Bytes that a link carries for each byte of payload."""
 NBYTES = 1_000_000
 PARTS = {"forward_s": 0.15, "backward_s": 0.2, "update_s": 0.02, "exposed_comm_s": 0.03}
 FACTS = {

@@ -24,7 +24,7 @@ from tests.system.made import make_trial
 
 
 def rates(world_size=4, epochs=4, steps_per_epoch=10, **config):
-    """Of every step."""
+    """Counts of every step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     schedule = make_schedule(
         optimizer,

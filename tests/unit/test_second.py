@@ -168,7 +168,7 @@ COMPUTE_S = sum(PASSES.forward_s) + PASSES.backward_s + 1e-3
 
 
 def by_an_engine(**given):
-    """Of Horovod, whose plan is each gradient by itself."""
+    """Plan of Horovod: each gradient by itself."""
     plan = {"groups": [{"bytes": gradient.nbytes} for gradient in PASSES.gradients]}
     return made("horovod", facts=FACTS | {"plan": plan, "engine_costs": ENGINE | given})
 

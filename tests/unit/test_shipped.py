@@ -1,4 +1,4 @@
-"""What README.md and docs say is what the records give, and the records are of today's code."""
+"""Tests that README.md and docs print what the records give, and that these are of today's code."""
 
 from __future__ import annotations
 

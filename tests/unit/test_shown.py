@@ -1,4 +1,4 @@
-"""What is shown of committed records is the same, byte by byte: every status, fabric and age.
+"""Tests that committed records are shown the same, byte by byte: every status, fabric and age.
 
 `tests/unit/shown/records.jsonl` is never made again: its last lines are of older versions. After a
 change that is meant, `python -m tests.unit.test_shown` writes the rest, and the diff shows it.
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "shown"
 
 
 def shown() -> dict[str, str]:
-    """By file."""
+    """Digests by file."""
     lines = overview(store.load(FOLDER / "records.jsonl"), "ddp")
     return {
         "table.md": lines.table.markdown(),
@@ -47,7 +47,7 @@ def test_texts_are_the_same_byte_by_byte(name):
 
 
 def test_numbers_in_the_csv_are_the_same():
-    """To nine digits: the last ones are those of a library's version."""
+    """Rounds to nine digits: the last ones depend on a library's version."""
     pair = [
         list(csv.reader(io.StringIO(text)))
         for text in (shown()["table.csv"], (FOLDER / "table.csv").read_text())

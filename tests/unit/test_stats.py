@@ -242,7 +242,7 @@ def test_the_interval_of_a_throughput_covers_its_run(machine):
     [("2 % of steps 30 % longer", 0.8), ("drifts by 3 %, slowly", 0.8), ("0.3 % slower", 0.2)],
 )
 def test_what_no_repeat_has_shown_is_in_no_interval(name, most):
-    """As the documents say: else the column's title would be too modest."""
+    """Coverage is what the documents say: else the column's title would be too modest."""
     (machine,) = (machine for machine in MACHINES if machine.name.startswith(name))
     assert cover(machine, (5, 5), None, runs=1000).any_hour < most
     steady = cover(MACHINES[0], (5, 5), None, runs=1000)

@@ -1,4 +1,4 @@
-"""What is asked of the machine while steps are timed, and what makes a number doubtful."""
+"""Tests of what is asked of the machine while steps are timed, and what makes a number doubtful."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_a_replay_has_not_made_up_for_is_late(monkeypatch):
 
 @pytest.mark.parametrize(("worst", "how"), [(0.08, "fell behind"), (-0.08, "caught up with")])
 def test_each_launch_is_judged_by_what_its_hosts_lost_or_won(worst, how):
-    """In the mean of all they would cancel each other."""
+    """The two would cancel each other in the mean of all."""
     launches = [Strain(core_wait=0.1, fell_behind=share) for share in (worst, -worst / 2, 0.01)]
     assert notes.unfaithful(launches)
     text = notes.unfaithful_note(launches).text

@@ -210,7 +210,7 @@ def pairs(text):
 
 
 def mixed(topology, step, values):
-    """What the groups of a step make of one number per rank."""
+    """Returns what the groups of a step make of one number per rank."""
     result = list(values)
     for edge in topology.edges_at(step):
         for rank in edge.ranks:

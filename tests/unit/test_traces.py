@@ -118,7 +118,7 @@ def test_what_the_training_waited_for_is_no_computation():
 
 
 def slices(events: Iterable[dict[str, Any]]) -> dict[Any, list[tuple[float, float]]]:
-    """By track."""
+    """Events by track."""
     result: dict[Any, list[tuple[float, float]]] = {}
     for item in events:
         if item["ph"] == "X":

@@ -1,4 +1,4 @@
-"""Why a row stands out: right where the plan says so, and silent where it does not."""
+"""Tests of the reasons why a row stands out: right where the plan says so, and silent otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker times and measures: which steps, until when, what each part took, and replicas."""
+"""Tests of what a worker times and measures: which steps, until when, each part, and replicas."""
 
 from __future__ import annotations
 

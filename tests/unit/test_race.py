@@ -91,7 +91,7 @@ def test_the_first_evaluation_at_the_target_would():
 
 @functools.cache
 def simulated(**how) -> tuple[float, float, float, float]:
-    """Simulates tables of 4 equal algorithms and their baseline. Returns the shares of intervals that
+    """Simulates tables of 4 equal algorithms and a baseline. Returns the shares of intervals that
     hold the truth, of times and of ratios, and of tables and rows with a false verdict.
     """
     rng = np.random.default_rng(11)

@@ -28,6 +28,8 @@ log = logging.getLogger("dear")
 
 DEFAULT_TIMEOUT_S = 120.0
 THREADS_END_S = 0.1
+END_S = 10.0
+"""Longest time that a rank waits at its end for the others, in seconds."""
 
 _facts: RankFacts | None = None
 _communicator: Communicator | None = None
@@ -102,8 +104,8 @@ def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> RankFacts:
             backend = default_backend(facts, own_gpus=clash is None)
         elif clash is not None:
             raise UserError(f"backend nccl needs one GPU per rank, but {clash}; use comm_core")
-        # Events and streams are made on the current device. Without a call this is the first GPU.
-        # A call would take some GPU memory even if the script uses no GPU.
+    # Events and streams are made on the current device. Without a call this is the first GPU.
+    # A call would take some GPU memory even if the script uses no GPU.
     if "nccl" in backend or torch.cuda.device_count() > 1:
         torch.cuda.set_device(gpu(facts))
     rank, size = facts.rank, facts.world_size
@@ -173,14 +175,34 @@ def forget(owner: object) -> None:
 
 
 def _end() -> None:
+    """Calls the methods of `at_end`, and waits for the other ranks."""
     methods = [ref() for ref in _at_end]
     _at_end.clear()
+    if _communicator is None or not dist.is_initialized():
+        return
     for method in methods:
         try:
-            if method is not None and _communicator is not None and dist.is_initialized():
+            if method is not None:
                 method()
         except RuntimeError as error:
             log.warning("the last transfers did not end: %s", error)
+    _wait_for_others()
+
+
+def _wait_for_others() -> None:
+    """Returns when all ranks have come here, one is lost, or `END_S` are over.
+
+    A message of a rank that has ended is lost if its receiver has not taken it yet.
+    """
+    if dist.get_backend() == "nccl":
+        return  # its works are complete when they are queued
+    until_s = time.monotonic() + END_S
+    try:
+        barrier = dist.barrier(async_op=True)
+        while not barrier.is_completed() and time.monotonic() < until_s:
+            time.sleep(0.002)
+    except RuntimeError as error:
+        log.debug("left without the others: %s", error)
 
 
 def at_shutdown(callback: Callable[[], None]) -> None:

@@ -167,7 +167,6 @@ class GraphExchange(BucketExchange):
         self.pending.clear()
 
     def release(self) -> None:
-        self.communicator.barrier()  # a neighbour may not have taken this rank's last message yet
         self.messages.close()
 
 

@@ -10,5 +10,5 @@ source "$root/scripts/shared.sh"
 python=$(project_python "$root")
 exec "$python" -c 'import sys
 sys.path.insert(0, sys.argv.pop(1))
-from common.harness.variables import main
-sys.exit(main(sys.argv[1:]))' "$root" "$@"
+from common.harness.cli import run_variables
+sys.exit(run_variables(sys.argv[1:]))' "$root" "$@"

@@ -6,17 +6,18 @@ import argparse
 import contextlib
 import errno
 import io
+import os
 import re
 import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import dear
-from common.harness import verbs
+from common.harness import variables, verbs
 from common.harness.verbs import MEANINGS, Status
 from common.paths import COMMAND, LOGS
 from common.results import store
@@ -69,6 +70,23 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; finished trials are recorded, run again to go on", file=sys.stderr)
         return Status.INTERRUPTED
+
+
+def run_variables(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Runs the trial of `common.harness.variables`; returns the exit status.
+
+    Args:
+        arguments: further ones of `benchmarks.py run`.
+    """
+    planned = any(word in ("-n", "--dry-run") for word in arguments)
+    try:
+        flags, words = variables.trial_flags(environ, planned)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return Status.USER_ERROR
+    print(words, file=sys.stderr)
+    how = ("--rerun", "all", "--stream", "--no-plot")
+    return main(["run", variables.EXPERIMENT, *flags, *how, *arguments])
 
 
 def _full(*folders: Path) -> Path | str:

@@ -1,18 +1,23 @@
 """One trial by environment variables, as the launch scripts of the references take them.
 
-`dear/horovod_mpi_cj.sh` runs this file. `dear.algorithms.aliases` says what a method's variables
-mean; here is where its ranks run: on the hosts of `configs/cluster$nworkers`, on this machine, or
-with `cluster=emulated` on virtual hosts of it, or with `nnodes`, `node_rank` and `master` on nodes
-of which each is started by hand. What cannot be is said before anything starts.
+`dear/horovod_mpi_cj.sh` runs such a trial of `reference.yaml`. `dear.algorithms.aliases` translates
+the variables of a method. This file translates the others, and finds a place for the ranks:
+
+- the hosts of `configs/cluster$nworkers`, or this machine;
+- with `cluster=emulated` virtual hosts on this machine;
+- with `nnodes`, `node_rank` and `master` nodes of which each is started by hand.
+
+Wrong values raise an error before anything starts. `command` goes the other way: it returns the
+variables and flags that make a trial of any experiment.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
+import shlex
 import shutil
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -20,14 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from common import machine
-from common.harness import cli
-from common.harness.verbs import Status
+from common.harness.experiment import Experiment, ModelChoice
+from common.harness.experiment_file import find_experiment, load
+from common.harness.trial import Trial
 from common.launch.hosts import Host, read_envs, read_hostfile
 from common.machine.cgroups import usable_cores
 from common.models.registry import MODELS, profile_of
 from common.paths import CONFIGS
+from common.results.exports.reference_reports import variables
 from dear.algorithms import aliases
 from dear.errors import UserError, one_of, unknown
+from dear.training.algorithm import algorithm_options
 
 NETWORKS = {"0": "10gbe", "1": "100gbib", "2": "100gbe"}
 """Network of each value of `rdma` on virtual hosts: Ethernet, InfiniBand, TCP over its cards."""
@@ -41,19 +49,6 @@ _WAYS = (
     "write your hosts into configs/cluster{n}, say cluster=emulated (virtual hosts here), or start "
     "each node by hand with nnodes=, node_rank= and master="
 )
-
-
-def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Runs the trial; `arguments` are further ones of `benchmarks.py run`. The exit status."""
-    planned = any(word in ("-n", "--dry-run") for word in arguments)
-    try:
-        flags, words = trial_flags(environ, planned)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return Status.USER_ERROR
-    print(words, file=sys.stderr)
-    how = ("--rerun", "all", "--stream", "--no-plot")
-    return cli.main(["run", "reference", *flags, *how, *arguments])
 
 
 def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list[str], str]:
@@ -214,5 +209,99 @@ def _gpus() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+EXPERIMENT = "reference"
+_OF_THE_SWEEP = ("name", "description", "baseline", "compare_to", "report_lines", "timeout_s")
+"""Keys of an experiment that do not change its trials."""
+
+
+def command(experiment: Experiment, trial: Trial) -> str:
+    """Returns the command of `dear/horovod_mpi_cj.sh` that makes a trial of `experiment` again.
+
+    Variables give what they can, and `--set` gives every other key with another value.
+
+    Raises:
+        UserError: no variables make the trial, or not on this machine.
+    """
+    if trial.sources.brought is not None:
+        raise UserError(f"dnn={trial.model}: the script takes no custom model")
+    if trial.twin:
+        raise UserError("the trial repeats another one under another label; use that one's command")
+    environ = _environ(experiment, trial)
+    flags, _ = trial_flags(environ, planned=True)
+    made = load(find_experiment(EXPERIMENT), [flag.removeprefix("--set=") for flag in flags])
+    words = [f"{name}={shlex.quote(text)}" for name, text in environ.items()]
+    words.append("./horovod_mpi_cj.sh")
+    values = _narrowed(experiment, trial)
+    if _makes(trial, environ):
+        del values["algorithms"]
+    for key, value in values.items():
+        if value != _plain(getattr(made, key)):
+            words.append(shlex.quote(f"--set={key}={json.dumps(value)}"))
+    if trial.fault is not None:  # a sweep with faults has the same trial without a fault, too
+        words.append(shlex.quote(f"--filter={trial.fault.title}"))
+    return f"cd dear;{' '.join(words)}"
+
+
+def _environ(experiment: Experiment, trial: Trial) -> dict[str, str]:
+    """Returns the variables of a trial, without those of its method if they make another one."""
+    given = variables(trial.to_json())
+    numbers = {name: number for number, name in NETWORKS.items()}
+    given["rdma"] = numbers.get(given["rdma"], "0")
+    if not _makes(trial, given):
+        given = {key: text for key, text in given.items() if key not in aliases.VARIABLES}
+    if trial.sentence_len is not None:
+        given["senlen"] = str(trial.sentence_len)
+    if experiment.cluster is not None:
+        given["cluster"] = "emulated"
+        if trial.world_size % experiment.cluster.ranks_per_host == 0:
+            given["ngpu_per_node"] = str(experiment.cluster.ranks_per_host)
+    return given
+
+
+def _makes(trial: Trial, environ: Mapping[str, str]) -> bool:
+    """Returns True if the variables give the trial's algorithm and options."""
+    given = {key: text for key, text in environ.items() if key in aliases.VARIABLES}
+    try:
+        name, options = aliases.method(environ["method"], given)
+        return name == trial.algorithm and algorithm_options(name, options) == trial.options
+    except UserError:
+        return False
+
+
+def _narrowed(experiment: Experiment, trial: Trial) -> dict[str, Any]:
+    """Returns the keys of the experiment, with the values that make this trial alone."""
+    values = {
+        field.name: getattr(experiment, field.name) for field in dataclasses.fields(Experiment)
+    }
+    chosen = {choice.title: choice for choice in experiment.algorithms}[trial.label]
+    model = ModelChoice(
+        name=trial.model, batch_size=trial.batch_size, sentence_len=trial.sentence_len
+    )
+    values |= {"algorithms": (chosen,), "models": (model,), "world_sizes": (trial.world_size,)}
+    values |= {"backend": trial.backend, "threads_per_rank": trial.threads_per_rank}
+    values |= {"networks": (), "faults": () if trial.fault is None else (trial.fault,)}
+    if experiment.cluster is not None:
+        hosts = -(-trial.world_size // experiment.cluster.ranks_per_host)
+        values["cluster"] = dataclasses.replace(
+            experiment.cluster, network=trial.network, hosts=hosts
+        )
+    return {key: _plain(value) for key, value in values.items() if key not in _OF_THE_SWEEP}
+
+
+def _plain(value: Any) -> Any:
+    """Returns the value as an experiment file has it, without keys that have their default.
+
+    The label of an algorithm does not change its trial.
+    """
+    if dataclasses.is_dataclass(value):
+        fields = {
+            field.name: _plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
+        }
+        return {k: v for k, v in fields.items() if k != "label" and v != {}}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value

@@ -23,7 +23,7 @@ def record(
     facts=None,
     **trial,
 ) -> Record:
-    """As a sweep makes it: three repeats of four steps; `facts` are those of the first repeat."""
+    """Makes the record as a sweep does: three repeats of four steps. `facts` are the first's."""
     steps = [step_s * factor for factor in (0.999, 1.001, 1.0, 1.0)]
     result = {
         "iters": [steps[:2], steps[2:]],
@@ -35,9 +35,9 @@ def record(
     repeats = [typed(Result, result | more) for more in (facts or {}, later, later)]
     error = None if status == "ok" else {"message": f"it was a {status} | and\nmore, much more"}
     outcome = Outcome(status=status, error=error)
-    made = make_trial(algorithm, world, **trial)
+    built = make_trial(algorithm, world, **trial)
     given = repeats if status == "ok" else []
-    return make_record(made, given, outcome, {"cores": 64}, "now", 1.0, fabric, run=run)
+    return make_record(built, given, outcome, {"cores": 64}, "now", 1.0, fabric, run=run)
 
 
 def with_first(made: Record, **facts) -> Record:

@@ -17,7 +17,7 @@ class Element:
     tag: str
     attributes: dict[str, str | None]
     text: str = ""
-    """Of it and what is in it."""
+    """Text of the element and of those in it."""
     above: tuple[str, ...] = ()
 
 
@@ -38,7 +38,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         names = [name for name, _ in attrs]
         assert len(names) == len(set(names)), f"{tag} has an attribute twice"
-        above = tuple(one.tag for one in self._open)
+        above = tuple(item.tag for item in self._open)
         self.elements.append(Element(tag, dict(attrs), above=above))
         if tag not in _VOID:
             self._open.append(self.elements[-1])
@@ -53,42 +53,42 @@ class Page(HTMLParser):
         assert last.tag == tag, f"</{tag}> closes {last.tag}"
 
     def handle_data(self, data):
-        for one in self._open:
-            one.text += data
+        for item in self._open:
+            item.text += data
 
     def all(self, tag: str, kind: str | None = None) -> list[Element]:
         """Elements of a tag, those of a class."""
         return [
-            one
-            for one in self.elements
-            if one.tag == tag
-            and (kind is None or kind in (one.attributes.get("class") or "").split())
+            item
+            for item in self.elements
+            if item.tag == tag
+            and (kind is None or kind in (item.attributes.get("class") or "").split())
         ]
 
     def section(self, name: str) -> str:
         """The words of a section."""
-        (found,) = [one for one in self.all("section") if one.attributes["id"] == name]
-        return " ".join(found.text.split())
+        (result,) = [item for item in self.all("section") if item.attributes["id"] == name]
+        return " ".join(result.text.split())
 
     @property
     def references(self) -> list[str]:
         """All that a browser would load or go to."""
         kinds = ("src", "href", "xlink:href", "srcset", "action", "formaction", "poster", "data")
-        found = [one.attributes[k] or "" for one in self.elements for k in kinds
-                 if k in one.attributes]  # fmt: skip
-        styles = [one.text for one in self.all("style")]
-        styles += [value or "" for one in self.elements for value in one.attributes.values()]
+        result = [item.attributes[k] or "" for item in self.elements for k in kinds
+                 if k in item.attributes]  # fmt: skip
+        styles = [item.text for item in self.all("style")]
+        styles += [value or "" for item in self.elements for value in item.attributes.values()]
         for text in styles:
-            found += re.findall(r"url\(\s*['\"]?([^'\")]*)", text)
-            found += re.findall(r"@import\s+(\S+)", text)
-        return found
+            result += re.findall(r"url\(\s*['\"]?([^'\")]*)", text)
+            result += re.findall(r"@import\s+(\S+)", text)
+        return result
 
     def file(self, name: str) -> bytes:
-        """What a click on a download would save."""
+        """Returns what a click on a download saves."""
         (link,) = {
-            one.attributes["href"]
-            for one in self.all("a", "file")
-            if one.attributes["download"] in (name, f"{name}.gz")
+            item.attributes["href"]
+            for item in self.all("a", "file")
+            if item.attributes["download"] in (name, f"{name}.gz")
         }
         head, _, data = link.partition(",")
         held = base64.b64decode(data) if head.endswith(";base64") else unquote_to_bytes(data)

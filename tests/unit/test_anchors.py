@@ -24,8 +24,8 @@ PLACE = {
 
 
 def emulated(algorithm, step_s, **more):
-    made = made_record.record(algorithm, step_s, **{**PLACE, **more})
-    return dataclasses.replace(made, fabric=FabricFacts(kind="emulated"))
+    built = made_record.record(algorithm, step_s, **{**PLACE, **more})
+    return dataclasses.replace(built, fabric=FabricFacts(kind="emulated"))
 
 
 def resnet(records, gpus=8):
@@ -93,12 +93,12 @@ def test_a_ratio_has_a_star_only_where_both_of_its_rates_were_emulated():
     bsp = emulated("mgwfbp", 0.4, options={"merge": "threshold", "threshold_mb": 512.0})
 
     def line(records):
-        (found,) = [
+        (result,) = [
             line
             for line in published.table(published.rates(records)).splitlines()
             if line.startswith("| ResNet-50, 64 | 10GbE | 8 |")
         ]
-        return found
+        return result
 
     assert "*" not in line([wfbp])
     # 64 samples of 8 workers in 0.3 and in 0.4 s.

@@ -22,16 +22,16 @@ def sweep(tmp_path):
 
     def write(measured):
         folder = tmp_path / "tiny"
-        made = with_first(record("dear", 0.1, 4), evidence="evidence.json.gz")
-        (folder / made.id).mkdir(parents=True)
-        store.append(folder / "records.jsonl", made)
-        Comparison(compare_to="dear", trials=(made.hash,)).save(folder)
+        built = with_first(record("dear", 0.1, 4), evidence="evidence.json.gz")
+        (folder / built.id).mkdir(parents=True)
+        store.append(folder / "records.jsonl", built)
+        Comparison(compare_to="dear", trials=(built.hash,)).save(folder)
         values = {**dataclasses.asdict(measured), "time_scale": 2.0}
         evidence = {
             "traces": [{}],
             "collectives": [{**values, "when": when} for when in ("begin", "end")],
         }
-        with gzip.open(folder / made.evidence, "wt") as file:
+        with gzip.open(folder / built.evidence, "wt") as file:
             json.dump(evidence, file)
         return folder
 

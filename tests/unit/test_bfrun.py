@@ -63,8 +63,8 @@ def test_on_several_hosts_mpirun_does(monkeypatch, tmp_path):
 def test_what_cannot_be_is_a_line(monkeypatch, capsys, given, text):
     monkeypatch.setattr(shutil, "which", lambda name: name if "mpi" in given else None)
     assert run.main(given) == 2
-    said = capsys.readouterr().err
-    assert text in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert text in output and output.count("\n") == 1
 
 
 def test_engines_for_a_notebook(monkeypatch):

@@ -30,7 +30,7 @@ def slowed(tmp_path, factor: float, crowd: float = 1.0) -> Brake:
 
 
 def waited(monkeypatch) -> list[float]:
-    """What `time.sleep` was asked for in the brake."""
+    """Seconds that the brake asks `time.sleep` for."""
     asked: list[float] = []
     monkeypatch.setattr(brake_module.time, "sleep", asked.append)
     return asked
@@ -110,9 +110,9 @@ class Host:
             self.work(ran_s, waited_s)
 
     def asked(self) -> list[float]:
-        """How long it was asked to sleep since the last time."""
-        found, self.slept[:] = list(self.slept), []
-        return [pytest.approx(seconds, abs=1e-9) for seconds in found]
+        """Returns the seconds that it was asked to sleep since the last call."""
+        result, self.slept[:] = list(self.slept), []
+        return [pytest.approx(seconds, abs=1e-9) for seconds in result]
 
 
 def test_a_time_scale_slows_compute_whoever_else_needs_the_core(tmp_path, monkeypatch):

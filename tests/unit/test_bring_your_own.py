@@ -52,7 +52,7 @@ EXPERIMENT = {
 
 @pytest.fixture(autouse=True)
 def nothing_brought(tmp_path, monkeypatch):
-    """As in a new process, with a cache of its own."""
+    """Gives the test the state of a new process, with a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -110,9 +110,9 @@ def bring(path: Path, batch_size: int = 4, gpu: str = "rtx2080ti") -> profiles.P
 
 
 def test_the_table_has_many_gpus_with_a_source_and_numbers_that_can_be():
-    found = gpus.table()
-    assert len(found) >= 12 and gpus.DEFAULT in found
-    for gpu in found.values():
+    result = gpus.table()
+    assert len(result) >= 12 and gpus.DEFAULT in result
+    for gpu in result.values():
         assert re.match(r"(NVIDIA|AMD) .*(data sheet|architecture)", gpu.source), gpu
         assert gpu.name.split()[0] in gpu.source
         assert 5 < gpu.fp32_tflops < 200 and 300 <= gpu.memory_gb_per_s < 10_000
@@ -121,9 +121,9 @@ def test_the_table_has_many_gpus_with_a_source_and_numbers_that_can_be():
 
 
 def test_a_gpu_is_found_with_its_precision():
-    found = gpus.find("a100-40g-tf32")
-    assert (found.device.flops, found.device.bandwidth) == (156e12, 1555e9)
-    assert found.folder_name == "a100-40g-tf32-modelled"
+    result = gpus.find("a100-40g-tf32")
+    assert (result.device.flops, result.device.bandwidth) == (156e12, 1555e9)
+    assert result.folder_name == "a100-40g-tf32-modelled"
     assert gpus.find("rtx2080ti").device == modelled.RTX_2080_TI
     assert gpus.find("rtx2080ti").folder_name == modelled.FOLDER_NAME == "rtx2080ti-modelled"
     assert "did you mean 'rtx3090'" in one_line(lambda: gpus.find("rtx3080"))
@@ -160,17 +160,17 @@ import torch, torchvision
 def model(): return torchvision.models.resnet50(weights=None)
 def batch(n): return torch.randn(n, 3, 224, 224), torch.randint(1000, (n,))
 """
-    made = bring(mine(text), batch_size=64)
+    built = bring(mine(text), batch_size=64)
     wanted = registry.profile_of("resnet50@rtx2080ti-modelled", 64)
-    assert (made.model, made.device, made.kind) == ("mine.py", "rtx2080ti-modelled", "modelled")
-    assert made.step_s == pytest.approx(wanted.step_s, rel=1e-3)
-    assert made.parameters == tuple(
-        dataclasses.replace(own, ready_s=pytest.approx(own.ready_s, rel=1e-3))
-        for own in wanted.parameters
+    assert (built.model, built.device, built.kind) == ("mine.py", "rtx2080ti-modelled", "modelled")
+    assert built.step_s == pytest.approx(wanted.step_s, rel=1e-3)
+    assert built.parameters == tuple(
+        dataclasses.replace(ours, ready_s=pytest.approx(ours.ready_s, rel=1e-3))
+        for ours in wanted.parameters
     )
-    assert [call.module for call in made.calls] == [call.module for call in wanted.calls]
-    assert "resnet50-bs64" in made.rule and "data sheet" not in made.rule
-    assert "Turing" in made.rule, "where the peaks are from"
+    assert [call.module for call in built.calls] == [call.module for call in wanted.calls]
+    assert "resnet50-bs64" in built.rule and "data sheet" not in built.rule
+    assert "Turing" in built.rule, "where the peaks are from"
 
 
 def test_half_the_bytes_and_faster_matrices_take_less_time(mine):
@@ -180,8 +180,8 @@ def test_half_the_bytes_and_faster_matrices_take_less_time(mine):
 
 
 def test_the_example_is_a_model():
-    made = bring(MODEL, batch_size=2)
-    assert (made.parameter_bytes, made.sample_unit) == (4 * 25_442_916, "sample")
+    built = bring(MODEL, batch_size=2)
+    assert (built.parameter_bytes, built.sample_unit) == (4 * 25_442_916, "sample")
 
 
 def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():
@@ -190,10 +190,10 @@ def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():
     entry = registry.model_entry(name)
     assert (entry.sample_unit, entry.batch_size, entry.sentence_len) == ("sen", 8, 64)
     with torch.device("meta"):
-        made = registry.build(name, 2, 16, torch.Generator())
-        loss = made.loss()
-    assert sum(param.numel() for param in made.model.parameters()) == 124_439_808
-    assert made.inputs["input_ids"].shape == (2, 16) and loss.shape == ()
+        built = registry.build(name, 2, 16, torch.Generator())
+        loss = built.loss()
+    assert sum(param.numel() for param in built.model.parameters()) == 124_439_808
+    assert built.inputs["input_ids"].shape == (2, 16) and loss.shape == ()
 
 
 def test_a_classifier_of_transformers_has_images_of_its_configurations_size():
@@ -206,11 +206,11 @@ def test_a_classifier_of_transformers_has_images_of_its_configurations_size():
 def test_a_classifier_of_timm_is_a_model_with_images_of_its_size():
     custom.bring_model("timm:convnextv2_atto", None, None, None)
     with torch.device("meta"):
-        made = registry.build("timm:convnextv2_atto", 2, None, torch.Generator())
-    assert made.inputs[0].shape == (2, 3, 224, 224) and made.loss().shape == ()
-    assert sum(param.numel() for param in made.model.parameters()) == 3_708_400
-    said = one_line(lambda: custom.bring_model("timm:resnet50dd", None, None, None))
-    assert "did you mean 'resnet50d'" in said and "timm.list_models()" in said
+        built = registry.build("timm:convnextv2_atto", 2, None, torch.Generator())
+    assert built.inputs[0].shape == (2, 3, 224, 224) and built.loss().shape == ()
+    assert sum(param.numel() for param in built.model.parameters()) == 3_708_400
+    text = one_line(lambda: custom.bring_model("timm:resnet50dd", None, None, None))
+    assert "did you mean 'resnet50d'" in text and "timm.list_models()" in text
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_type_that_is_none_is_one_line(kind, words):
 
 
 def test_a_class_without_arguments_is_a_model_too(mine):
-    made = bring(
+    built = bring(
         mine(
             "import torch\n"
             "class Net(torch.nn.Linear):\n"
@@ -234,7 +234,7 @@ def test_a_class_without_arguments_is_a_model_too(mine):
             "def loss(output, wanted): return (output - wanted).square().mean()\n"
         )
     )
-    assert [param.name for param in made.parameters] == ["weight", "bias"]
+    assert [param.name for param in built.parameters] == ["weight", "bias"]
 
 
 def test_a_model_that_looks_at_values_is_counted_with_values(mine):
@@ -288,8 +288,8 @@ WRONG_MODELS = {
 def test_a_wrong_model_is_one_line_and_leaves_nothing(tmp_path, mine, case):
     text, words = WRONG_MODELS[case]
     path = mine(text)
-    said = one_line(lambda: bring(path))
-    assert [word for word in ["mine.py", *words] if word not in said] == []
+    output = one_line(lambda: bring(path))
+    assert [word for word in ["mine.py", *words] if word not in output] == []
     assert not (tmp_path / "cache").exists()
 
 
@@ -297,8 +297,8 @@ def test_a_wrong_model_is_one_line_and_leaves_nothing(tmp_path, mine, case):
 def test_a_wrong_model_is_found_before_it_computes_in_ranks(mine, case):
     text, words = WRONG_MODELS[case]
     path = mine(text)
-    said = one_line(lambda: custom.bring_model(f"file:{path}", 4, None, None))
-    assert [word for word in ["mine.py", *words] if word not in said] == []
+    output = one_line(lambda: custom.bring_model(f"file:{path}", 4, None, None))
+    assert [word for word in ["mine.py", *words] if word not in output] == []
 
 
 def test_bad_names_are_one_line(tmp_path, mine):
@@ -323,13 +323,13 @@ def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, min
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
 
     before, path = state(), mine()
-    made = bring(path)
+    built = bring(path)
     (kept,) = (tmp_path / "cache" / "dear-bench" / "profiles").glob("*/*")
-    assert profiles.load(kept) == made and kept.parent.name == "rtx2080ti-modelled"
+    assert profiles.load(kept) == built and kept.parent.name == "rtx2080ti-modelled"
     assert state() == before
-    assert {one.name for one in tmp_path.iterdir()} == {"cache", "mine.py"}
+    assert {item.name for item in tmp_path.iterdir()} == {"cache", "mine.py"}
     monkeypatch.setattr(custom, "_modelled", None)
-    assert bring(path) == made
+    assert bring(path) == built
     with pytest.raises(TypeError):
         bring(path, batch_size=5)  # another one
 
@@ -359,9 +359,9 @@ def test_on_a_machine_with_a_gpu_profiles_are_measured_there(mine, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 9")
     monkeypatch.setattr(layers, "record_profile", on_cpu)
     plan = planned(capsys, "--model-file", mine(), "--batch", 4)
-    assert {one["model"] for one in plan} == {"mine.py@test-9"}
-    made = registry.profile_of("mine.py@test-9", 4)
-    assert made.kind == "measured" and made.parameter_bytes == 4 * (257 * 999 + 1000 * 4)
+    assert {item["model"] for item in plan} == {"mine.py@test-9"}
+    built = registry.profile_of("mine.py@test-9", 4)
+    assert built.kind == "measured" and built.parameter_bytes == 4 * (257 * 999 + 1000 * 4)
 
 
 def test_a_model_that_fails_where_it_is_measured_is_one_line(mine, monkeypatch):
@@ -371,16 +371,16 @@ def test_a_model_that_fails_where_it_is_measured_is_one_line(mine, monkeypatch):
     monkeypatch.setattr(custom, "gpu_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 9")
     monkeypatch.setattr(layers, "record_profile", fail)
-    said = one_line(lambda: bring(mine(), gpu="here"))
-    assert said.endswith(
+    text = one_line(lambda: bring(mine(), gpu="here"))
+    assert text.endswith(
         "mine.py: fails in its forward or backward pass: RuntimeError: CUDA error: no kernel"
     )
 
 
 def test_a_shipped_profile_is_taken_where_there_is_one(monkeypatch):
     monkeypatch.setattr(custom, "_modelled", None)
-    found = custom.bring_model("resnet50", None, None, "rtx2080ti")
-    assert found == ("resnet50@rtx2080ti-modelled", None, None)
+    result = custom.bring_model("resnet50", None, None, "rtx2080ti")
+    assert result == ("resnet50@rtx2080ti-modelled", None, None)
     assert registry.brought_of("resnet50@rtx2080ti-modelled", 64) is None
 
 
@@ -398,14 +398,14 @@ def test_a_digest_is_of_the_file_and_of_what_it_imports_beside_it(tmp_path, mine
     near, far = tmp_path / "near_by.py", tmp_path / "far.py"
     near.write_text("import json, far_away\nwidth = 8\n")
     far.write_text("")
-    found = {digest_of(path)}
+    result = {digest_of(path)}
     far.write_text("x = 1\n")
-    assert digest_of(path) in found
+    assert digest_of(path) in result
     near.write_text("width = 9\n")
-    found.add(digest_of(path))
+    result.add(digest_of(path))
     path.write_text(path.read_text() + "\n")
-    found.add(digest_of(path))
-    assert len(found) == 3
+    result.add(digest_of(path))
+    assert len(result) == 3
     assert bring(path).step_s > 0, "what lies beside the file can be imported"
 
 
@@ -456,10 +456,10 @@ def test_a_rank_finds_in_the_trial_what_it_needs(trial, mine, nothing_brought):
     loaded = Trial.from_json(json.loads(json.dumps(replayed)))
     assert loaded.to_json() == replayed and registry.is_replay(loaded.model)
     Trial.from_json(computed)
-    made = registry.build("mine.py", 4, None, torch.Generator())
+    built = registry.build("mine.py", 4, None, torch.Generator())
     again = registry.build("mine.py", 4, None, torch.Generator().manual_seed(7))
-    assert made.inputs[0].shape == (4, 256) and made.loss().shape == ()
-    assert not torch.equal(made.inputs[0], again.inputs[0]), "ranks have samples of their own"
+    assert built.inputs[0].shape == (4, 256) and built.loss().shape == ()
+    assert not torch.equal(built.inputs[0], again.inputs[0]), "ranks have samples of their own"
     nothing_brought()
     mine(TINY + "# another\n")
     assert "not what it was" in one_line(lambda: Trial.from_json(computed))
@@ -467,25 +467,25 @@ def test_a_rank_finds_in_the_trial_what_it_needs(trial, mine, nothing_brought):
 
 def test_one_value_is_as_good_as_a_list_of_one(tmp_path, trial):
     shutil.copy(ALGORITHM, tmp_path / "small_ones.py")
-    (made,) = [trial(models="file:mine.py", plugins="small_ones.py", algorithms="small-ones")]
-    assert (made.model, made.algorithm) == ("mine.py", "small-ones")
-    assert made.sources.brought.source == f"file:{tmp_path}/mine.py"
+    (built,) = [trial(models="file:mine.py", plugins="small_ones.py", algorithms="small-ones")]
+    assert (built.model, built.algorithm) == ("mine.py", "small-ones")
+    assert built.sources.brought.source == f"file:{tmp_path}/mine.py"
 
 
 def test_an_algorithm_of_ones_own_is_compared_with_the_others_wherever_files_lie():
     elsewhere = [Brought(source=f"file:/{folder}/mine.py", digest="0") for folder in "ab"]
     plugin = Plugin(path="/a/small_ones.py", digest="0")
     ddp = record("ddp", step_s=0.2, brought=elsewhere[0])
-    own = record("dear", step_s=0.1, brought=elsewhere[1], plugin=plugin)
-    assert rows.make_rows([ddp, own], "ddp")[1].speedup == pytest.approx(2.0)
+    ours = record("dear", step_s=0.1, brought=elsewhere[1], plugin=plugin)
+    assert rows.make_rows([ddp, ours], "ddp")[1].speedup == pytest.approx(2.0)
     changed = dataclasses.replace(elsewhere[1], digest="1")
     other = record("dear", step_s=0.1, brought=changed)
     assert rows.make_rows([ddp, other], "ddp")[1].speedup is None
 
 
 def test_ids_of_trials_are_names_of_folders(trial):
-    made = trial(models=[{"name": "hf:gpt2", "batch_size": 1}])
-    assert made.id.startswith("hf-gpt2-bs1-n2-ddp-") and made.title.startswith("hf:gpt2 bs=1")
+    built = trial(models=[{"name": "hf:gpt2", "batch_size": 1}])
+    assert built.id.startswith("hf-gpt2-bs1-n2-ddp-") and built.title.startswith("hf:gpt2 bs=1")
 
 
 # Algorithms
@@ -495,15 +495,15 @@ def test_an_algorithm_from_a_file_is_one_of_those_there_are(tmp_path, trial):
     text = ALGORITHM.read_text()
     path = tmp_path / "small_ones.py"
     path.write_text(text)
-    made = trial(plugins=["small_ones.py"], algorithms=["small-ones", "ddp"])
-    assert (made.algorithm, made.label) == ("small-ones", "small-ones")
-    assert made.sources.plugin.path == str(path) and made.options.small_kb == 64
+    built = trial(plugins=["small_ones.py"], algorithms=["small-ones", "ddp"])
+    assert (built.algorithm, built.label) == ("small-ones", "small-ones")
+    assert built.sources.plugin.path == str(path) and built.options.small_kb == 64
     assert "small-ones" in listing()["algorithms"]
-    assert made.cell == trial().cell, "they are compared with each other"
+    assert built.cell == trial().cell, "they are compared with each other"
     path.write_text(text + "# another\n")
-    assert trial(plugins=["small_ones.py"], algorithms=["small-ones"]).hash != made.hash
-    said = one_line(lambda: trial(plugins=["small_ones.py"], algorithms=["small-onse"]))
-    assert "did you mean 'small-ones'" in said
+    assert trial(plugins=["small_ones.py"], algorithms=["small-ones"]).hash != built.hash
+    output = one_line(lambda: trial(plugins=["small_ones.py"], algorithms=["small-onse"]))
+    assert "did you mean 'small-ones'" in output
 
 
 def test_a_rank_loads_the_algorithm_of_its_trial(tmp_path, trial, nothing_brought):
@@ -542,9 +542,9 @@ def test_a_wrong_algorithm_is_one_line_and_status_2(tmp_path, capsys, case):
     path.write_text(text)
     for verb in (["list"], ["run", "quick", "-n"]):
         assert cli.main([*verb, "--plugin", str(path)]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.count("\n") == 1
-        assert words in said.err and str(path) in said.err
+        output = capsys.readouterr()
+        assert output.out == "" and output.err.count("\n") == 1
+        assert words in output.err and str(path) in output.err
     assert path.stem not in algorithms.algorithm_names() or name == "wfbp.py"
 
 
@@ -560,12 +560,12 @@ def test_one_command_from_a_file_to_the_trials_of_a_sweep(capsys, mine, tmp_path
     path, logs = mine(), tmp_path / "logs"
     flags = ["--model-file", path, "--batch", 4, "--gpu", "rtx3090", "--logs", logs]
     plan = planned(capsys, *flags, "--hosts", 3, "--network", "25gbe", "--plugin", ALGORITHM)
-    assert [one["algorithm"] for one in plan] == [
+    assert [item["algorithm"] for item in plan] == [
         *("ddp", "wfbp", "dear", "bring-your-own-algorithm")
     ]
-    for one in plan:
-        assert (one["model"], one["batch_size"]) == ("mine.py@rtx3090-modelled", 4)
-        assert (one["world_size"], one["network"]) == (3, "25gbe")
+    for item in plan:
+        assert (item["model"], item["batch_size"]) == ("mine.py@rtx3090-modelled", 4)
+        assert (item["world_size"], item["network"]) == (3, "25gbe")
     assert cli.main(["run", *map(str, flags), "-n"]) == 0
     assert f"results in {logs / 'mine'}" in capsys.readouterr().out.replace("\n", "")
     assert not logs.exists()
@@ -588,17 +588,17 @@ def test_without_a_gpu_it_is_replayed_on_virtual_hosts_and_computes_elsewhere(ca
     assert cli.main(["run", "--model-file", str(path), "--gpu", "rtx2080ti", "-n"]) == 0
     assert "no GPU here" not in capsys.readouterr().err
     here = planned(capsys, "--model-file", path)
-    assert {one["model"] for one in here} == {"mine.py@rtx2080ti-modelled"}
+    assert {item["model"] for item in here} == {"mine.py@rtx2080ti-modelled"}
     computed = planned(capsys, "quick", "--model-file", path, "--batch", 4)
-    assert {(one["model"], one["batch_size"]) for one in computed} == {("mine.py", 4)}
+    assert {(item["model"], item["batch_size"]) for item in computed} == {("mine.py", 4)}
     shipped = planned(capsys, "--model", "resnet50")
-    assert {(one["model"], one["batch_size"]) for one in shipped} == {
+    assert {(item["model"], item["batch_size"]) for item in shipped} == {
         ("resnet50@rtx2080ti-modelled", 64)
     }
     both = planned(
         capsys, "quick", "--model", f"file:{path}", "--model", "mnist_cnn@rtx2080ti-modelled"
     )
-    assert {one["model"] for one in both} == {"mine.py", "mnist_cnn@rtx2080ti-modelled"}
+    assert {item["model"] for item in both} == {"mine.py", "mnist_cnn@rtx2080ti-modelled"}
 
 
 @pytest.mark.parametrize(
@@ -617,9 +617,9 @@ def test_without_a_gpu_it_is_replayed_on_virtual_hosts_and_computes_elsewhere(ca
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, flags, words):
     assert cli.main(["run", "emulated-quick", *flags, "-n"]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    assert words in said.err
+    text = capsys.readouterr()
+    assert text.out == "" and text.err.count("\n") == 1
+    assert words in text.err
 
 
 def test_a_profile_is_kept_by_the_content_of_the_model_file():

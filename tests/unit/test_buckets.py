@@ -154,7 +154,7 @@ def example(elements, backward):
 
 
 def finish_time(plan, sizes, arrivals, cost):
-    """When the last message of `plan` has ended, on the clock of `arrivals`."""
+    """Returns the end of the last message of `plan`, on the clock of `arrivals`."""
     end = 0.0
     for members in plan:
         end = max(end, max(arrivals[i] for i in members)) + cost(sum(sizes[i] for i in members))
@@ -251,8 +251,8 @@ def no_line(size):
 def test_optimal_equals_brute_force(gradients, cost):
     sizes, arrivals = unzip(gradients)
     best = min(finish_time(plan, sizes, arrivals, cost) for plan in every_plan(len(sizes)))
-    found = finish_time(optimal(sizes, arrivals, cost), sizes, arrivals, cost)
-    assert found == pytest.approx(best, rel=1e-9)
+    result = finish_time(optimal(sizes, arrivals, cost), sizes, arrivals, cost)
+    assert result == pytest.approx(best, rel=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -270,41 +270,41 @@ def test_plans_cover_every_gradient_once_in_order(gradients, cost, least, kinds)
 
 
 def adopting(*numels):
-    own = params(*numels)
+    ours = params(*numels)
     total = sum(numels)
-    return own, Bucket(own, values=torch.zeros(total), gradients=torch.zeros(total))
+    return ours, Bucket(ours, values=torch.zeros(total), gradients=torch.zeros(total))
 
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_it_notices_gradients_that_were_written_to_replaced_or_dropped(flat):
-    own, bucket = adopting(2, 3)
+    ours, bucket = adopting(2, 3)
     if not flat:
-        bucket = Bucket(own)
+        bucket = Bucket(ours)
     changes = (
         lambda param: param.grad.mul_(2),
         lambda param: setattr(param, "grad", param.grad.clone()),
         lambda param: setattr(param, "grad", None),
     )
     for change in changes:
-        for param in own:
+        for param in ours:
             param.grad = torch.ones_like(param)
         if flat:
             bucket.adopt()
         bucket.note()
         assert bucket.changed() is None
-        change(own[1])
+        change(ours[1])
         assert bucket.changed() is not None
         bucket.forget()
         assert bucket.changed() is None
 
 
 def test_it_notices_a_gradient_that_came_later():
-    own, bucket = adopting(2, 3)
-    own[0].grad = torch.ones(2)
+    ours, bucket = adopting(2, 3)
+    ours[0].grad = torch.ones(2)
     bucket.adopt()
     bucket.note()
-    own[1].grad = torch.ones(3)
-    assert bucket.changed() is own[1]
+    ours[1].grad = torch.ones(3)
+    assert bucket.changed() is ours[1]
 
 
 def test_it_notices_a_scale_that_version_counters_do_not():

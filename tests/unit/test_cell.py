@@ -83,7 +83,7 @@ class Rounds:
         self.recorded: dict[str, tuple[Turn, Outcome]] = {}
         self.etas: list[float | None] = []
         self.whys: list[str] = []
-        """What the progress line said beside launches, once each time."""
+        """Returns what the progress line showed beside launches, once each."""
         self._why = ""
         self.outcome: Callable[[Trial, int], Outcome | Result] = lambda trial, repeat: result()
         self.progress = Progress(total=0)
@@ -94,10 +94,10 @@ class Rounds:
 
     def launch(self, trial: Trial, repeat: int, slower: float) -> tuple[Outcome, Result | None]:
         self.launched.append((trial.algorithm, repeat, self.fabric.time_scale))
-        found = self.outcome(trial, repeat)
-        if isinstance(found, Result):
-            return Outcome(status="ok"), found
-        return found, None
+        matches = self.outcome(trial, repeat)
+        if isinstance(matches, Result):
+            return Outcome(status="ok"), matches
+        return matches, None
 
     def run(self, fail_fast: bool = False) -> bool:
         left = planned(self.trials, self.kept)
@@ -172,7 +172,7 @@ def test_a_heavy_trial_slows_the_whole_cell_and_what_was_measured_before_is_set_
         turn, outcome = rounds.recorded[name]
         assert outcome.status == "ok" and len(turn.results) == len(turn.order.positions) == 2
         assert turn.facts.time_scale == 16.0
-        aside = [(one.repeat, one.time_scale, one.iters) for one in turn.set_aside]
+        aside = [(item.repeat, item.time_scale, item.iters) for item in turn.set_aside]
         assert aside == ([(0, 4.0, [[1.0, 1.0]])] if name in early else [])
     assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
 
@@ -187,13 +187,13 @@ def test_processes_do_not_start_more_slowly_at_a_larger_scale(monkeypatch):
 
 
 def test_a_first_round_that_is_done_again_begins_with_the_trial_for_which_it_is():
-    """Its scale may still be too small; then no other trial has been launched in vain."""
+    """Runs first: if its scale is too small, no other trial has been launched in vain."""
     rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 16.0})
     needed = rounds.fabric.needed
 
     def step_by_step(trial: Trial, one: Result) -> Choice | None:
-        found = needed(trial, one)
-        return found and dataclasses.replace(found, time_scale=2 * rounds.fabric.time_scale)
+        matches = needed(trial, one)
+        return matches and dataclasses.replace(matches, time_scale=2 * rounds.fabric.time_scale)
 
     rounds.fabric.needed = step_by_step
     assert rounds.run()
@@ -297,8 +297,8 @@ def test_what_passes_is_done_again_once_kept_as_evidence_and_told():
     busy = "disturbed: other processes used 1.0 cores meanwhile"
     for name, repeat in (("dear", 1), ("wfbp", 0)):
         turn = rounds.recorded[name][0]
-        assert [one.steps[0] for one in turn.results] == [1.0, 1.0]
-        assert [(one.repeat, one.reason, one.iters) for one in turn.set_aside] == [
+        assert [item.steps[0] for item in turn.results] == [1.0, 1.0]
+        assert [(item.repeat, item.reason, item.iters) for item in turn.set_aside] == [
             (repeat, busy, [[7.0, 7.0]])
         ]
     assert rounds.whys == [f"again: {busy}"] * 2
@@ -332,7 +332,7 @@ def test_load_that_stays_takes_a_larger_scale_and_no_repeats(before):
 
 @pytest.mark.parametrize("strain", [BUSY, SHORT])
 def test_a_cell_whose_base_cannot_be_valid_ends_after_its_first_round_and_says_why(strain):
-    """As where the time scale is given: nothing larger may be chosen."""
+    """A given time scale is used: nothing larger may be chosen."""
     rounds = Rounds(MeasureConfig(repeats=(5, 12), precision=0.02))
     rounds.outcome = lambda trial, repeat: held_up(strain) if trial.algorithm == "ddp" else result()
     assert rounds.run()
@@ -343,8 +343,8 @@ def test_a_cell_whose_base_cannot_be_valid_ends_after_its_first_round_and_says_w
         turn, _ = rounds.recorded[name]
         assert len(turn.results) == 1
         if name != "ddp":
-            said = f"stopped: no verdict is possible, for ddp is not valid: {word}"
-            assert turn.notes[-1].text.startswith(said)
+            text = f"stopped: no verdict is possible, for ddp is not valid: {word}"
+            assert turn.notes[-1].text.startswith(text)
     assert rounds.whys[-1].startswith("stopped: no verdict is possible")
     assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
 
@@ -415,19 +415,19 @@ def test_what_was_disturbed_is_better_than_a_launch_that_fails():
     )
     assert rounds.run()
     turn, outcome = rounds.recorded["dear"]
-    assert outcome.status == "ok" and [one.steps[0] for one in turn.results] == [1.0, 7.0]
+    assert outcome.status == "ok" and [item.steps[0] for item in turn.results] == [1.0, 7.0]
     assert turn.set_aside == [] and "done again has failed" in turn.notes[0].text
 
 
 def test_a_base_that_is_disturbed_later_begins_again_once_at_a_scale_that_can():
-    """As when somebody opens a browser in the middle."""
+    """Somebody opens a browser in the middle, so to speak."""
     rounds = Rounds(MeasureConfig(repeats=3))
     needed = rounds.fabric.needed
 
-    def needs(trial: Trial, one: Result) -> Choice | None:
-        if one.strain == BUSY:
+    def needs(trial: Trial, item: Result) -> Choice | None:
+        if item.strain == BUSY:
             return Choice(time_scale=2 * rounds.fabric.time_scale, reason="others came")
-        return needed(trial, one)
+        return needed(trial, item)
 
     rounds.fabric.needed = needs
     rounds.outcome = lambda trial, repeat: (
@@ -440,7 +440,7 @@ def test_a_base_that_is_disturbed_later_begins_again_once_at_a_scale_that_can():
     assert "found in round 2" in rounds.fabric.reason
     for turn, outcome in rounds.recorded.values():
         assert outcome.status == "ok" and len(turn.results) == 3
-        assert {one.time_scale for one in turn.set_aside} == {4.0}
+        assert {item.time_scale for item in turn.set_aside} == {4.0}
     rounds = Rounds(MeasureConfig(repeats=3))
     rounds.fabric.needed = needs
     rounds.outcome = lambda trial, repeat: held_up(BUSY) if repeat == 1 else result()
@@ -513,7 +513,7 @@ baseline: false
 
 
 def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
-    """But not where nothing may be chosen, or a fault makes it slow."""
+    """Nothing is stopped where nothing may be chosen, or a fault makes it slow."""
     (tmp_path / "x.yaml").write_text(BERT_SWEEP)
     experiment = load(tmp_path / "x.yaml")
     (trial,) = experiment.trials()
@@ -726,8 +726,8 @@ def test_a_cell_that_was_stopped_goes_on_at_the_repeat_where_it_stood(launches, 
         kept = before.recorded[name][0] if name in before.recorded else None
         if kept is not None and kept.results:
             assert turn.results[: len(kept.results)] == kept.results
-            said = f"the run was stopped after repeat {len(kept.results)} and went on later"
-            assert [note.text for note in turn.notes] == [said]
+            text = f"the run was stopped after repeat {len(kept.results)} and went on later"
+            assert [note.text for note in turn.notes] == [text]
         assert turn.systematic is not None
 
 
@@ -746,8 +746,8 @@ def test_a_round_that_was_torn_is_ended_before_anything_is_decided(tmp_path):
     """Else trials of one cell would have unequal numbers of repeats."""
     before = stopped(MeasureConfig(repeats=(2, 4), precision=0.5), launches=6)
     before.standing = {
-        trial: dataclasses.replace(one, results=[result() for _ in one.results])
-        for trial, one in before.standing.items()
+        trial: dataclasses.replace(item, results=[result() for _ in item.results])
+        for trial, item in before.standing.items()
     }
     after = gone_on(before, tmp_path)
     assert [len(turn.results) for turn, _ in after.recorded.values()] == [2] * 4

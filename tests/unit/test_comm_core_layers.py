@@ -28,9 +28,9 @@ NAMES_A_TRANSPORT = {"engine/engine.cc": {"tcp"}}
 
 
 def _sources() -> list[Path]:
-    found = sorted(path for path in SRC.rglob("*") if path.suffix in (".cc", ".h"))
-    assert len(found) > 50
-    return found
+    result = sorted(path for path in SRC.rglob("*") if path.suffix in (".cc", ".h"))
+    assert len(result) > 50
+    return result
 
 
 def _included(path: Path) -> set[str]:

@@ -21,20 +21,20 @@ from tests.unit.made_record import record, with_iters
 
 def trial(algorithm="ddp", step_s=0.1, noise=0.01, seed=0, repeats=5, **more):
     """Repeats that differ by chance, as launches do, and steps within them; each of its own run."""
-    made = record(algorithm, step_s, run=f"run {seed}", **more)
+    built = record(algorithm, step_s, run=f"run {seed}", **more)
     random = np.random.default_rng(seed)
     iters = [
         [[step_s * math.exp(noise * (luck + random.standard_normal() / 4)) for _ in range(6)]]
         for luck in random.standard_normal(repeats)
     ]
-    return with_iters(made, iters)
+    return with_iters(built, iters)
 
 
 def sweep(folder, records):
     folder.mkdir()
-    for one in records:
-        store.append(folder / "records.jsonl", one)
-    Comparison(compare_to="ddp", trials=tuple(one.hash for one in records)).save(folder)
+    for item in records:
+        store.append(folder / "records.jsonl", item)
+    Comparison(compare_to="ddp", trials=tuple(item.hash for item in records)).save(folder)
     return folder
 
 
@@ -47,8 +47,8 @@ def test_trials_are_matched_by_identity_then_by_label_then_by_place():
     ]
     changed = trial("dear", options={"threshold_mb": 5.0})  # another identity, the same label
     assert [b.hash for _, b in compare.pairs([trial("dear")], [changed])] == [changed.hash]
-    ((one, other),) = compare.pairs([trial("ddp")], [trial("dear"), trial("dear", world=8)])
-    assert (one.label, other.label) == ("ddp", "dear"), "the only ones of their place"
+    ((item, other),) = compare.pairs([trial("ddp")], [trial("dear"), trial("dear", world=8)])
+    assert (item.label, other.label) == ("ddp", "dear"), "the only ones of their place"
     # What has its own is not matched once more, and of two that would do none is.
     assert compare.pairs([trial("dear")], [trial("dear"), changed])[0][1].hash == same[1].hash
     two = [trial("dear"), changed]
@@ -92,7 +92,7 @@ def test_the_ratio_is_the_one_of_a_table_whatever_single_steps_were():
     steady = with_iters(trial("dear"), [[[0.1] * 8]] * 3)
     (row,) = compare.rows([(waits, steady)])
     assert row.ratio == pytest.approx(1.5) == row.after / row.before
-    (beside,) = [one for one in make_rows([waits, steady], "ddp") if one.speedup]
+    (beside,) = [item for item in make_rows([waits, steady], "ddp") if item.speedup]
     assert (row.ratio, row.ratio_low, row.ratio_high) == pytest.approx(
         (beside.speedup, beside.speedup_low, beside.speedup_high)
     )
@@ -152,16 +152,16 @@ def test_what_is_not_believed_is_not_compared():
 
 
 def test_what_differs_between_the_machines_is_said_and_other_machines_are_refused():
-    one, other = record("ddp"), record("ddp")
-    object.__setattr__(one, "machine", {"cpu": "A", "cores": 2, "packages": {"torch": "1"}})
+    item, other = record("ddp"), record("ddp")
+    object.__setattr__(item, "machine", {"cpu": "A", "cores": 2, "packages": {"torch": "1"}})
     object.__setattr__(
         other, "machine", {"cpu": "A", "cores": 2, "packages": {"torch": "2"}, "load": [9]}
     )
-    compare.refuse_mixed([one], [other])
-    assert compare.environment([one], [other]) == ["packages.torch: 1 -> 2"]
+    compare.refuse_mixed([item], [other])
+    assert compare.environment([item], [other]) == ["packages.torch: 1 -> 2"]
     object.__setattr__(other, "machine", {"cpu": "B", "cores": 2})
     with pytest.raises(UserError, match=r"different machines: \('A', 2\) and \('B', 2\); --force"):
-        compare.refuse_mixed([one], [other])
+        compare.refuse_mixed([item], [other])
 
 
 @pytest.fixture
@@ -173,9 +173,9 @@ def two(tmp_path):
 
 def test_the_command_compares_and_fails_on_a_regression(two, capsys):
     assert main(["compare", *two]) == 0
-    said = capsys.readouterr().out
-    assert "SLOWER" in said and "geometric mean of 2 trials" in said
-    assert "trials of the second sweep without a counterpart: 1" in said
+    text = capsys.readouterr().out
+    assert "SLOWER" in text and "geometric mean of 2 trials" in text
+    assert "trials of the second sweep without a counterpart: 1" in text
     assert main(["compare", *two, "--markdown", "--fail-on", "regression:5%"]) == 3
     out, err = capsys.readouterr()
     assert out.startswith("| model") and err == ""
@@ -198,5 +198,5 @@ def test_the_command_compares_and_fails_on_a_regression(two, capsys):
 def test_mistakes_are_a_line(two, capsys, given, text):
     a, b = two
     assert main(["compare", *(word.format(a=a, b=b) for word in given)]) == 2
-    said = capsys.readouterr().err
-    assert text in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert text in output and output.count("\n") == 1

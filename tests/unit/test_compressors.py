@@ -1,4 +1,4 @@
-"""What each compressor sends, keeps and refuses; no ranks are needed for that."""
+"""Tests of what each compressor sends, keeps and refuses; no ranks are needed for that."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ def test_a_sample_tells_about_which_elements_are_the_largest():
     # Each step looks at others: what stands where a sample is taken says nothing of the rest.
     periodic = torch.ones(100_000)
     periodic[::100] = 50.0
-    found = set()
+    result = set()
     for _ in range(3):
-        found.add(int(mean_of(compressor, compressor.compress(periodic)).count_nonzero()))
+        result.add(int(mean_of(compressor, compressor.compress(periodic)).count_nonzero()))
         compressor.commit()
-    assert len(found) > 1
+    assert len(result) > 1
 
 
 def test_where_a_sample_would_be_too_small_all_elements_are_looked_at():
@@ -191,9 +191,9 @@ def test_signum_is_a_majority_vote_and_efsignum_the_mean_of_scaled_signs():
     assert mean_of(compressor, *payloads).tolist() == [1, -1, -1, -1, 1]
     assert mean_of(compressor, *payloads[:2]).tolist() == [1, -1, 0, 0, 1]
     compressor = make("efsignum", 4)
-    one = compressor.compress(torch.tensor([1.0, -2.0, 3.0, -2.0])).clone()
+    item = compressor.compress(torch.tensor([1.0, -2.0, 3.0, -2.0])).clone()
     other = make("efsignum", 4).compress(torch.tensor([4.0, 4.0, -4.0, -4.0]))
-    assert mean_of(compressor, one, other).tolist() == [3.0, 1.0, -1.0, -3.0]
+    assert mean_of(compressor, item, other).tolist() == [3.0, 1.0, -1.0, -3.0]
 
 
 TOPK, SIGNUM = {"compression": "topk"}, {"compression": "signum"}

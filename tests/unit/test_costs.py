@@ -1,4 +1,4 @@
-"""What communication costs: fits, tables, measurements, bounds, and what passes between ranks."""
+"""Tests of the costs of communication: fits, tables, measurements, bounds, bytes between ranks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_measurements_are_the_same_on_all_ranks(world, operation):
 
 BURST, RATE = 131072, 10e9 / 8
 FRAMED = 1514 / 1448
-"""What a link counts for each byte of payload."""
+"""Bytes that a link counts for each byte of payload."""
 
 
 def over_buckets(operation, nbytes, world, alpha_s=60e-6, noise=0.0, seed=0):
@@ -168,13 +168,13 @@ def test_no_fit_is_below_what_a_byte_costs_its_link(operation, world, noise):
         for size in sizes
     ]
     free = BURST / FRAMED / carried(operation, world)
-    made = Measurement(operation=operation, nbytes=sizes, seconds=seconds, free_bytes=free)
+    built = Measurement(operation=operation, nbytes=sizes, seconds=seconds, free_bytes=free)
     least = over_buckets(operation, 1e12, world, alpha_s=0.0) / 1e12
-    fit = made.fit()
+    fit = built.fit()
     assert least * 0.997 <= fit.beta_s_per_byte <= least * (1.003 + 2 * noise)
     assert fit.alpha_s == pytest.approx(60e-6, rel=0.01 + 2 * noise)
-    assert max(map(abs, made.residuals())) < 0.05 + 3 * noise
-    naive = fit_alpha_beta(sizes, made.typical_s)
+    assert max(map(abs, built.residuals())) < 0.05 + 3 * noise
+    naive = fit_alpha_beta(sizes, built.typical_s)
     assert naive.beta_s_per_byte < 0.97 * least, "without the burst it would be too low"
 
 
@@ -183,9 +183,9 @@ def test_sizes_whose_repeats_agree_say_what_a_byte_costs():
     seconds = [[1e-4 + 1e-9 * size] * 3 for size in sizes]
     for small in seconds[:3]:  # of which only the fastest repeat is undisturbed
         small[1:] = [3 * small[0], 3 * small[0]]
-    made = Measurement(operation="all_reduce", nbytes=sizes, seconds=seconds)
-    assert made.fit().beta_s_per_byte == pytest.approx(1e-9, rel=0.01)
-    assert made.fit().alpha_s == pytest.approx(1e-4, rel=0.2)
+    built = Measurement(operation="all_reduce", nbytes=sizes, seconds=seconds)
+    assert built.fit().beta_s_per_byte == pytest.approx(1e-9, rel=0.01)
+    assert built.fit().alpha_s == pytest.approx(1e-4, rel=0.2)
 
 
 def test_a_disturbed_time_of_a_size_whose_repeats_agree_counts_little():
@@ -235,10 +235,10 @@ def test_a_call_that_takes_long_is_not_timed_with_more_bytes():
 def _bursting() -> tuple[float, list[int]]:
     communicator = runtime.communicator()
     with mock.patch.object(communicator, "burst_bytes", 1 << 14):  # other tests use it, too
-        made = measure_collective(
+        built = measure_collective(
             communicator, "all_reduce", torch.device("cpu"), sizes=[4096, 1 << 20], repeats=1
         )
-    return made.free_bytes, made.nbytes
+    return built.free_bytes, built.nbytes
 
 
 def test_a_measurement_knows_what_links_pass_at_once(world):
@@ -246,10 +246,10 @@ def test_a_measurement_knows_what_links_pass_at_once(world):
 
 
 def test_the_size_whose_bytes_take_as_long_as_a_start_up():
-    """Of an all-reduce, as measured: 2 hosts with 2.5 GbE, 4 hosts with 10 GbE; and at the ends."""
+    """Times of an all-reduce on 2 hosts with 2.5 GbE and on 4 with 10 GbE; and at the ends."""
     costs = [(1.36e-4, 3.49e-9), (2.45e-4, 1.31e-9), (0.0, 1e-9), (0.0, 0.0), (1e-4, 0.0)]
-    found = [start_up_bytes(AlphaBeta(alpha_s=a, beta_s_per_byte=b)) for a, b in costs]
-    assert found == [32 << 10, 128 << 10, 1, 1, 2.0**64]
+    result = [start_up_bytes(AlphaBeta(alpha_s=a, beta_s_per_byte=b)) for a, b in costs]
+    assert result == [32 << 10, 128 << 10, 1, 1, 2.0**64]
 
 
 def _sizes(burst_bytes: int) -> list[int]:
@@ -378,18 +378,18 @@ def swapped(*pairs: tuple[int, int]) -> set[Message]:
 
 
 def test_one_peer_exp_is_one_message_each_way_per_step():
-    found = traffic("decentralized", 4, topology="one-peer-exp").steps
-    assert [set(step) for step in found] == [swapped((0, 1), (2, 3)), swapped((0, 2), (1, 3))]
+    result = traffic("decentralized", 4, topology="one-peer-exp").steps
+    assert [set(step) for step in result] == [swapped((0, 1), (2, 3)), swapped((0, 2), (1, 3))]
     loads = traffic("decentralized", 8, topology="one-peer-exp").loads()
     assert loads == [[Load(sent=1, received=1)] * 3] * 8
 
 
 def test_of_two_nodes_of_two_each_other_step_is_within_the_node():
-    found = traffic("decentralized", 4, 2, topology="alternating-exp-ring")
-    inside, between = found.steps
+    result = traffic("decentralized", 4, 2, topology="alternating-exp-ring")
+    inside, between = result.steps
     assert set(inside) == swapped((0, 1), (2, 3))
     assert between == (GroupMean(ranks=(0, 1, 2, 3)),)
-    assert found.loads(2) == [[Load(), Load(reduced=1)]] * 2
+    assert result.loads(2) == [[Load(), Load(reduced=1)]] * 2
     # With four nodes the pairs take turns: 2 (2-1)/2 of the buffer each way, every other step.
     four = traffic("decentralized", 8, topology="alternating-exp-ring", ranks_per_node=2).loads(2)
     assert [[load.sent for load in host] for host in four] == [
@@ -402,36 +402,36 @@ def test_of_two_nodes_of_two_each_other_step_is_within_the_node():
 
 def test_b9_b12_dynamic_schedules_repeat_after_their_period():
     for world, local, name in ((8, 1, "one-peer-exp"), (6, 3, "inner-outer-ring")):
-        found = traffic("neighbor", world, local, dynamic=name)
-        assert len(found.steps) == 3
-        assert all(len(step) == world for step in found.steps)
+        result = traffic("neighbor", world, local, dynamic=name)
+        assert len(result.steps) == 3
+        assert all(len(step) == world for step in result.steps)
     # Rank 0 sends to 3, 2, 1 and hears 3, 2, 1 (B-12): between hosts in the first step only.
-    assert [load.sent for load in found.loads(3)[0]] == [1, 1, 1]
-    assert {(m.source, m.target) for m in found.steps[0]} >= {(0, 3), (3, 0)}
+    assert [load.sent for load in result.loads(3)[0]] == [1, 1, 1]
+    assert {(m.source, m.target) for m in result.steps[0]} >= {(0, 3), (3, 0)}
     exp2 = traffic("neighbor", 16, 4, dynamic="inner-outer-exp2")
     assert len(exp2.steps) == 4 and all(len(step) == 16 for step in exp2.steps)
 
 
 def test_hierarchical_averaging_sends_each_place_its_share():
-    found = traffic("neighbor", 4, 2, hierarchical=True, topology="ring")
+    result = traffic("neighbor", 4, 2, hierarchical=True, topology="ring")
     inside = {GroupMean(ranks=(0, 1)), GroupMean(ranks=(2, 3))}
     half = {Message(source=m.source, target=m.target, share=0.5) for m in swapped((0, 2), (1, 3))}
-    assert set(found.steps[0]) == inside | half
-    assert found.loads(2) == [[Load(sent=1, received=1)]] * 2
+    assert set(result.steps[0]) == inside | half
+    assert result.loads(2) == [[Load(sent=1, received=1)]] * 2
     # One machine: a mean of all, and no link carries any of it.
     alone = traffic("neighbor", 2, 2, hierarchical=True).loads(2)
     assert alone == [[Load(reduced=1)]] and exchange_wire_limit_s(1, alone, 1) == 0
 
 
 def test_hierarchical_all_reduce_loads_the_links_of_a_machine_as_few_ranks_do():
-    found = traffic("hierarchical", 4, 2)
-    (step,) = found.steps
+    result = traffic("hierarchical", 4, 2)
+    (step,) = result.steps
     assert set(step) == {
         *(GroupMean(ranks=ranks) for ranks in ((0, 1), (2, 3))),
         *(GroupMean(ranks=ranks, share=0.5) for ranks in ((0, 2), (1, 3))),
     }
     # Two machines of two ranks: 2 (2-1)/2 of the buffer, as two ranks would, not 2 (4-1)/4.
-    assert found.loads(2) == [[Load(sent=1, received=1)]] * 2
+    assert result.loads(2) == [[Load(sent=1, received=1)]] * 2
     # Four hosts of a rank each: the legs inside the blocks are on the links, too.
     hierarchical = algorithm_class("hierarchical")
     apart = hierarchical.traffic(hierarchical.Options(local_size=2), 4, 1).loads(1)
@@ -486,12 +486,12 @@ def scheduled_s(found: Traffic, compute: StepTimes, exchange_s: float) -> float:
 @pytest.mark.parametrize("topology", ["ring", "one-peer-exp", "alternating-exp-ring"])
 @pytest.mark.parametrize("exchange_s", [0.1, 0.9, 1.4, 3.0])
 def test_the_bound_is_what_the_written_out_schedule_takes(topology, exchange_s):
-    found = traffic("decentralized", 8, topology=topology)
+    result = traffic("decentralized", 8, topology=topology)
     compute = StepTimes(forward_s=0.3, backward_s=0.6, update_s=0.1)
     fit = AlphaBeta(alpha_s=0.0, beta_s_per_byte=exchange_s)
-    each = exchange_times(1, found.loads(), {"exchange": fit})
+    each = exchange_times(1, result.loads(), {"exchange": fit})
     bound = max(step_bound_s("decentralized", compute, comm) for comm in each)
-    taken = scheduled_s(found, compute, exchange_s)
+    taken = scheduled_s(result, compute, exchange_s)
     assert bound <= taken * (1 + 1e-9)
     # What is longer than a step and its backward pass cannot all be worked off in quiet steps.
     late = topology == "alternating-exp-ring" and exchange_s > 1.6
@@ -546,10 +546,10 @@ def test_programs_send_what_their_algorithms_say(world, name, options):
     stated = traffic(name, 4, **options)
     period = len(stated.steps)
     counted = world(4).run(_sent, name, options, 2 * period)
-    for rank, (host, found) in enumerate(zip(stated.loads(), counted, strict=True)):
+    for rank, (host, result) in enumerate(zip(stated.loads(), counted, strict=True)):
         wanted = sum(load.sent + load.reduced for load in host) / period
         # Push-sum's weight, and the number of steps that a put carries, come on top.
-        assert found == pytest.approx(wanted, rel=0.01), rank
+        assert result == pytest.approx(wanted, rel=0.01), rank
 
 
 def test_hierarchical_averaging_hands_over_all_and_a_share_for_each_message(world):

@@ -1,4 +1,4 @@
-"""What can be learned: CIFAR's files, folders of images, texts; and what is none of that."""
+"""Tests of data sets: CIFAR's files, folders of images, texts; and what is none of that."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_cifar_is_read_from_its_own_files(tmp_path, monkeypatch, name, train, cl
     images, labels = parts.test.batch([0, 39], None)
     assert images.shape == (2, 3, 32, 32) and images.dtype == torch.float32
     assert labels.tolist() == [0, 39 % classes]
-    own = next(folder.iterdir())
-    held = pickle.loads(next(own.glob("test*")).read_bytes())["data"][39].reshape(3, 32, 32)
-    mean, std = (torch.tensor(found[name]).view(3, 1, 1) for found in (MEAN, STD))
+    ours = next(folder.iterdir())
+    held = pickle.loads(next(ours.glob("test*")).read_bytes())["data"][39].reshape(3, 32, 32)
+    mean, std = (torch.tensor(result[name]).view(3, 1, 1) for result in (MEAN, STD))
     assert torch.allclose(255 * (images[1] * std + mean), torch.from_numpy(held).float(), atol=1e-3)
 
 
@@ -56,7 +56,7 @@ def test_training_images_are_moved_and_mirrored_and_those_to_judge_by_are_not(tm
     parts = datasets.load("cifar10", write_cifar(tmp_path), 32)
     places = list(range(40))
     drawn = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
-    first, again, other = (parts.train.batch(places, one)[0] for one in drawn)
+    first, again, other = (parts.train.batch(places, item)[0] for item in drawn)
     assert torch.equal(first, again) and not torch.equal(first, other)
     plain = parts.train.batch(places, None)[0]
     assert not torch.equal(first, plain)
@@ -70,9 +70,9 @@ def test_training_images_are_moved_and_mirrored_and_those_to_judge_by_are_not(tm
             piece = framed[:, top : top + 8, left : left + 8]
             pieces[_key(piece)] = (top, left, False)
             pieces[_key(piece.flip(-1))] = (top, left, True)
-    found = Counter(pieces[_key(one)] for one in crop_and_flip(pixels, drawn[0]))
-    assert len({key[0] for key in found}) == len({key[1] for key in found}) == 9
-    mirrored = sum(count for key, count in found.items() if key[2])
+    result = Counter(pieces[_key(item)] for item in crop_and_flip(pixels, drawn[0]))
+    assert len({key[0] for key in result}) == len({key[1] for key in result}) == 9
+    mirrored = sum(count for key, count in result.items() if key[2])
     assert 200 < mirrored < 300
 
 

@@ -105,14 +105,14 @@ def test_the_environment_and_the_package_require_the_same_versions():
 
 def _commands() -> list[str]:
     """Commands of all pages and comments of experiment files, each once."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for page in PAGES:
         text = page.read_text()
         fenced = "\n".join(_FENCED.findall(text)).replace("\\\n", " ")
-        found |= dict.fromkeys([*_COMMAND.findall(fenced), *_INLINE.findall(text)])
+        result |= dict.fromkeys([*_COMMAND.findall(fenced), *_INLINE.findall(text)])
     for path in ROOT.glob("examples/**/*.yaml"):
-        found |= dict.fromkeys(re.findall(r"# +(python benchmarks\.py .*)", path.read_text()))
-    commands = {" ".join(command.split()) for command in found}
+        result |= dict.fromkeys(re.findall(r"# +(python benchmarks\.py .*)", path.read_text()))
+    commands = {" ".join(command.split()) for command in result}
     return sorted(command for command in commands if "..." not in command)
 
 
@@ -121,7 +121,7 @@ COMMANDS = _commands()
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each command printed if it failed, or None."""
+    """Returns what each command printed if it failed, or None."""
     folder = tmp_path_factory.mktemp("dry")
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.dry_runs", str(folder)],

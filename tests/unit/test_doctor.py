@@ -1,4 +1,4 @@
-"""What the doctor finds, on machines that lack one thing each."""
+"""Tests of what the doctor finds, on machines that lack one thing each."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from common.paths import ROOT
 
 
 def findings(tmp_path):
-    return {one.what: one for one in doctor.examine(tmp_path)}
+    return {item.what: item for item in doctor.examine(tmp_path)}
 
 
 def test_every_finding_says_what_and_what_is_amiss_says_how_to_mend_it(tmp_path):
-    found = findings(tmp_path)
+    result = findings(tmp_path)
     assert {"Python", "torch", "comm core", "virtual hosts", "memory", "results", "ports"} <= set(
-        found
+        result
     )
-    for one in found.values():
-        assert one.state and (one.level == "ok") == (one.fix is None), one
+    for item in result.values():
+        assert item.state and (item.level == "ok") == (item.fix is None), item
 
 
 def test_what_mends_it_is_a_target_or_a_script_that_there_is(tmp_path):
-    """Of all that the file says: `make X`, and scripts."""
-    said = (ROOT / "common/harness/verbs/doctor.py").read_text()
+    """Commands in the file: `make X`, and scripts."""
+    text = (ROOT / "common/harness/verbs/doctor.py").read_text()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"make (core|horovod|\w+)\b", said)) - {"room"} <= set(targets)
-    assert all((ROOT / script).exists() for script in re.findall(r"scripts/\w+\.sh", said))
+    assert set(re.findall(r"make (core|horovod|\w+)\b", text)) - {"room"} <= set(targets)
+    assert all((ROOT / script).exists() for script in re.findall(r"scripts/\w+\.sh", text))
 
 
 def _no_core(patch):
@@ -90,8 +90,8 @@ def test_what_is_missing_is_found_with_what_mends_it(
     monkeypatch, tmp_path, lack, what, level, words
 ):
     lack(monkeypatch)
-    one = findings(tmp_path)[what]
-    assert one.level == level and words in one.fix
+    item = findings(tmp_path)[what]
+    assert item.level == level and words in item.fix
 
 
 def test_the_command_says_whether_the_default_sweep_can_run(monkeypatch, tmp_path, capsys):
@@ -101,5 +101,5 @@ def test_the_command_says_whether_the_default_sweep_can_run(monkeypatch, tmp_pat
     assert main(["doctor", "--logs", str(tmp_path)]) == 1
     assert "cannot run: results" in capsys.readouterr().out.splitlines()[-1]
     assert main(["doctor", "--json", "--logs", str(tmp_path)]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [one["what"] for one in found if one["level"] == "FAIL"] == ["results"]
+    result = json.loads(capsys.readouterr().out)
+    assert [item["what"] for item in result if item["level"] == "FAIL"] == ["results"]

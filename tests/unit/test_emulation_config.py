@@ -164,7 +164,7 @@ def test_scales_of_known_cases():
     assert scale(BERT, gbps=0.1, cores=16) == 1, "slow links and many cores"
     far = network_profile("wan")
     near = dataclasses.replace(far, sites=(), between=())
-    apart, together = (choose_time_scale(BERT, one, MACHINE, 2).time_scale for one in (far, near))
+    apart, together = (choose_time_scale(BERT, item, MACHINE, 2).time_scale for item in (far, near))
     assert together / 2 < apart <= together, "within a site bursts are as fast as without others"
     alone = dataclasses.replace(BERT, world_size=1, hosts=1)
     assert 1 <= scale(alone) <= scale(BERT), "no links to wait for"
@@ -259,7 +259,7 @@ def test_the_largest_scale_is_enough_where_a_record_may_have_it():
 
 
 def test_a_model_that_hardly_computes_makes_up_for_nothing():
-    """Its hosts would fall behind by all that an update takes on this machine's CPU."""
+    """Hosts would fall behind by the time of an update on this machine's CPU."""
     sends = dataclasses.replace(RESNET, step_s=0.0006)
     wire_s = 2 * (sends.hosts - 1) / sends.hosts * sends.parameter_bytes * 8 / 10e9
     update_s = sends.world_size * sends.parameter_bytes * sends.update_passes
@@ -325,10 +325,10 @@ def test_links_are_recorded_and_the_worst_is_named_where_it_is_far_off():
     assert block["together"] == [busy]
     (note,) = block["notes"]
     assert "h0 down with all links busy 0.9 Gb/s instead of 1 (-10.0 %)" in note
-    found = {"source": "h0", "target": "h1", "requested_us": 100.0, "delay_us": 108.0}
-    assert not network_record(linked(1), [], [], [found], slack_us=10)["flagged"]
-    block = network_record(linked(1), [], [], [found], slack_us=7)
-    assert (block["flagged"], block["delays"]) == (True, [found])
+    result = {"source": "h0", "target": "h1", "requested_us": 100.0, "delay_us": 108.0}
+    assert not network_record(linked(1), [], [], [result], slack_us=10)["flagged"]
+    block = network_record(linked(1), [], [], [result], slack_us=7)
+    assert (block["flagged"], block["delays"]) == (True, [result])
     words = "links are not as asked: from h0 to h1 packets take 108 us instead of 100"
     assert block["notes"] == [words]
     block = network_record(linked(1), [])

@@ -154,8 +154,8 @@ def test_a_value_that_cannot_be_is_named(env):
     for name, value, words in cases:
         with pytest.raises(UserError) as caught:
             rank_facts({k: v for k, v in (env | {name: value}).items() if v})
-        said = str(caught.value)
-        assert all(word in said for word in words) and "\n" not in said
+        text = str(caught.value)
+        assert all(word in text for word in words) and "\n" not in text
 
 
 @pytest.mark.parametrize(

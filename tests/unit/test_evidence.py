@@ -1,4 +1,4 @@
-"""What stands in the file beside a record: the steps traced, the groups, the counters."""
+"""Tests of what stands in the file beside a record: the steps traced, the groups, the counters."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _traced(algorithm, options):
     training.run(3)
     trace = evidence.Trace(training, workload.model, communicator)
     training.synchronize()
-    found = trace.to_json(), evidence.plan(training, workload.model), communicator.record_times
+    result = trace.to_json(), evidence.plan(training, workload.model), communicator.record_times
     started = communicator._log
     training.close()
-    return *found, started
+    return *result, started
 
 
 NAMES = {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -59,25 +59,25 @@ GRADIENT_BYTES = 4 * (8 * 8 + 8 + 8 * 4 + 4)
 def test_a_trace_has_all_gradients_and_all_that_is_sent(
     world, backend, algorithm, options, per_step
 ):
-    for told, _, recording, started in world(2, backend).run(_traced, algorithm, options):
+    for lines, _, recording, started in world(2, backend).run(_traced, algorithm, options):
         assert not recording and started is None, "nothing is recorded afterwards"
-        began, *ends = told["marks_s"]
-        assert len(ends) == evidence.TRACED_STEPS == len(told["gradients"])
-        for step, begin, end in zip(told["gradients"], [began, *ends], ends, strict=False):
-            assert {one["name"] for one in step} == NAMES
-            assert sum(one["bytes"] for one in step) == GRADIENT_BYTES
-            assert all(begin <= one["at_s"] <= end for one in step)
-        names = [one["name"] for one in told["collectives"]]
+        began, *ends = lines["marks_s"]
+        assert len(ends) == evidence.TRACED_STEPS == len(lines["gradients"])
+        for step, begin, end in zip(lines["gradients"], [began, *ends], ends, strict=False):
+            assert {item["name"] for item in step} == NAMES
+            assert sum(item["bytes"] for item in step) == GRADIENT_BYTES
+            assert all(begin <= item["at_s"] <= end for item in step)
+        names = [item["name"] for item in lines["collectives"]]
         for name, count in per_step.items():
             # One that says which gradients there are may be sent besides.
-            assert sum(one.startswith(name) for one in names) >= count * evidence.TRACED_STEPS
+            assert sum(item.startswith(name) for item in names) >= count * evidence.TRACED_STEPS
         assert bool(names) == bool(per_step)
-        known = sum("enqueued_s" in one for one in told["collectives"])
+        known = sum("enqueued_s" in item for item in lines["collectives"])
         assert known == len(names) or backend == "gloo"
-        for one in told["collectives"]:
-            if "enqueued_s" in one:  # Gloo tells nothing of a reduce-scatter
-                assert began <= one["enqueued_s"] <= one["started_s"] <= one["finished_s"]
-        json.dumps(told)
+        for item in lines["collectives"]:
+            if "enqueued_s" in item:  # Gloo tells nothing of a reduce-scatter
+                assert began <= item["enqueued_s"] <= item["started_s"] <= item["finished_s"]
+        json.dumps(lines)
 
 
 @pytest.mark.parametrize(
@@ -94,16 +94,16 @@ def test_a_trace_has_all_gradients_and_all_that_is_sent(
 def test_the_plan_says_what_travels_together(world, algorithm, options, groups):
     for _, plan, *_ in world(2).run(_traced, algorithm, options):
         assert len(plan["groups"]) == groups
-        assert {name for one in plan["groups"] for name in one["parameters"]} == NAMES
-        assert sum(one["bytes"] for one in plan["groups"]) == GRADIENT_BYTES
-        some = {one["some"] for one in plan["groups"]}
+        assert {name for item in plan["groups"] for name in item["parameters"]} == NAMES
+        assert sum(item["bytes"] for item in plan["groups"]) == GRADIENT_BYTES
+        some = {item["some"] for item in plan["groups"]}
         assert some == ({bool(options)} if algorithm == "fsdp" else {None})
 
 
 def test_the_plan_of_ddp_has_its_buckets_in_bytes(world):
     for _, plan, *_ in world(2).run(_traced, "ddp", {}):
-        assert sum(one["bytes"] for one in plan["groups"]) == GRADIENT_BYTES
-        assert all(one["parameters"] == [] for one in plan["groups"])
+        assert sum(item["bytes"] for item in plan["groups"]) == GRADIENT_BYTES
+        assert all(item["parameters"] == [] for item in plan["groups"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -112,11 +112,11 @@ def test_copies_and_updates_are_timed_by_size_where_the_trial_trains(dtype, monk
     right = evidence.make_optimizer
     noted = lambda config, module: updated.append(module.param) or right(config, module)  # noqa: E731
     monkeypatch.setattr(evidence, "make_optimizer", noted)
-    found = evidence.host_costs(OptimizerConfig(momentum=0.9), torch.device("cpu"), dtype)
+    result = evidence.host_costs(OptimizerConfig(momentum=0.9), torch.device("cpu"), dtype)
     assert {param.dtype for param in updated} == {dtype}
-    assert [param.nbytes for param in updated] == [one["bytes"] for one in found]
-    assert [one["bytes"] for one in found] == sorted({one["bytes"] for one in found})
-    assert all(one["copy_s"] > 0 and one["update_s"] > 0 for one in found) and len(found) > 2
+    assert [param.nbytes for param in updated] == [item["bytes"] for item in result]
+    assert [item["bytes"] for item in result] == sorted({item["bytes"] for item in result})
+    assert all(item["copy_s"] > 0 and item["update_s"] > 0 for item in result) and len(result) > 2
 
 
 @pytest.fixture
@@ -140,17 +140,17 @@ def counters(tmp_path, monkeypatch):
 
 def test_counters_of_the_network_are_told_as_what_they_have_gained(counters):
     before, after = counters(1000, 500, 3), counters(1700, 900, 5)
-    found = evidence.gained(before, after)
-    assert (found["eth0"]["rx_bytes"], found["eth0"]["tx_bytes"]) == (700, 400)
+    result = evidence.gained(before, after)
+    assert (result["eth0"]["rx_bytes"], result["eth0"]["tx_bytes"]) == (700, 400)
     assert after["eth0"]["rx_drop"] == 1 and after["eth0"]["tx_drop"] == 2
-    assert found["tcp"] == {"RetransSegs": 2, "TCPTimeouts": 0} and found["queues"] == {}
+    assert result["tcp"] == {"RetransSegs": 2, "TCPTimeouts": 0} and result["queues"] == {}
     del before["eth0"]  # a device that has come since
     assert "eth0" not in evidence.gained(before, after)
 
 
 def test_this_kernel_tells_of_its_network():
-    found = evidence.network_counters()
-    assert "lo" in found and "RetransSegs" in found["tcp"]
+    result = evidence.network_counters()
+    assert "lo" in result and "RetransSegs" in result["tcp"]
 
 
 def test_the_file_has_every_moment_of_every_rank(tmp_path):
@@ -168,13 +168,13 @@ def test_the_file_has_every_moment_of_every_rank(tmp_path):
     facts = evidence.timing(measured, [[step] * 5] * 2, counted)  # two of them were traced
     path = tmp_path / evidence.file_name(0)
     evidence.write(path, {"trial": "one", **facts})
-    found = json.loads(gzip.decompress(path.read_bytes()))
-    assert found["schema"] == evidence.SCHEMA and found["marks_s"] == marks
-    assert found["parts"]["columns"] == [
+    result = json.loads(gzip.decompress(path.read_bytes()))
+    assert result["schema"] == evidence.SCHEMA and result["marks_s"] == marks
+    assert result["parts"]["columns"] == [
         *("forward_s", "backward_s", "update_s", "exposed_comm_s", "step_s")
     ]
-    assert found["parts"]["ranks"] == [[[0.1, 0.2, 0.3, 0.4, 1.0]] * 3] * 2
-    assert found["network"] == {"steps": 3, "ranks": counted} and len(found["pressure"]) == 2
+    assert result["parts"]["ranks"] == [[[0.1, 0.2, 0.3, 0.4, 1.0]] * 3] * 2
+    assert result["network"] == {"steps": 3, "ranks": counted} and len(result["pressure"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["evidence.json.gz"]
     assert evidence.file_name(2) == "evidence-2.json.gz"
 
@@ -182,10 +182,10 @@ def test_the_file_has_every_moment_of_every_rank(tmp_path):
 def _sent_in(blocks, steps):
     workload, communicator = _workload(), runtime.communicator()
     training = Training(make_trial("wfbp", world=2), workload)
-    found = measure_steps(training.step, communicator, blocks=blocks, steps=steps, untimed=2)
+    result = measure_steps(training.step, communicator, blocks=blocks, steps=steps, untimed=2)
     log = communicator._log
     training.close()
-    return found.bytes_sent, log, len(found.pressure), found.iters
+    return result.bytes_sent, log, len(result.pressure), result.iters
 
 
 def test_nothing_is_traced_while_steps_are_timed(world):
@@ -202,7 +202,7 @@ def test_a_timeline_makes_its_folder_and_is_written_anew(tmp_path):
         timeline.write(path)
         written = json.loads((path or tmp_path / "new" / "trace-rank2.json").read_text())
         *names, process, first, second = written["traceEvents"]
-        assert [one["args"]["name"] for one in names] == ["step", "transfer"]
+        assert [item["args"]["name"] for item in names] == ["step", "transfer"]
         assert process["args"]["name"] == "rank 2"
         assert (first["name"], first["ts"], first["dur"]) == ("first", 1e6, 0.0)
         assert (second["dur"], second["args"], second["tid"]) == (5e5, {"number": 2}, 0)

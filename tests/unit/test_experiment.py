@@ -170,8 +170,8 @@ def test_shipped_experiments_make_the_trials_that_they_made(path, tmp_path, monk
     texts = [json.dumps(trial.to_json(), sort_keys=True) for trial in trials]
     kept = re.compile(r'"profile": "[^"]*"')  # in the user's cache, by the versions of libraries
     digests = [hashlib.sha256(kept.sub("", text).encode()).hexdigest()[:12] for text in texts]
-    found = {t.id: f"{t.hash} {digest}" for t, digest in zip(trials, digests, strict=True)}
-    assert found == TRIALS.get(path.stem, {})
+    result = {t.id: f"{t.hash} {digest}" for t, digest in zip(trials, digests, strict=True)}
+    assert result == TRIALS.get(path.stem, {})
     assert [Trial.from_json(json.loads(text)) for text in texts] == trials
 
 
@@ -313,9 +313,9 @@ def test_hash_changes_with_every_field_but_the_label(trial):
 
 def test_switches_of_gpus_are_of_gpus(read):
     asked = GOOD | {"device": "cuda", "tf32": True, "cudnn_benchmark": True}
-    made = read(asked).trials()[0]
-    assert made.cuda == Cuda(tf32=True, cudnn_benchmark=True)
-    assert Trial.from_json(made.to_json()) == made
+    built = read(asked).trials()[0]
+    assert built.cuda == Cuda(tf32=True, cudnn_benchmark=True)
+    assert Trial.from_json(built.to_json()) == built
     assert not read(GOOD).trials()[0].cuda.tf32
     for key in ("tf32", "cudnn_benchmark"):
         assert one_line(read, GOOD | {key: True}) == f"{key}: goes with device: cuda"
@@ -333,9 +333,9 @@ def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monk
     assert read(content).trials()[0].hash == first.hash
 
     loaded = experiments.profile_of("resnet50@rtx2080ti-modelled", 64)
-    said = dataclasses.replace(loaded, rule="in other words")
+    text = dataclasses.replace(loaded, rule="in other words")
     faster = dataclasses.replace(loaded, calls=loaded.calls[:-1])
-    monkeypatch.setattr(experiments, "profile_of", lambda *of: said)
+    monkeypatch.setattr(experiments, "profile_of", lambda *of: text)
     assert read(content).trials()[0].sources.profile_digest == profile
     monkeypatch.setattr(experiments, "profile_of", lambda *of: faster)
     changed = read(content).trials()[0]
@@ -343,9 +343,9 @@ def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monk
     monkeypatch.undo()
 
     links = network_profile("10gbe")
-    said = dataclasses.replace(links, source="elsewhere")
+    text = dataclasses.replace(links, source="elsewhere")
     slower = dataclasses.replace(links, latency_us=11)
-    monkeypatch.setattr(emulation, "network_profile", lambda name: said)
+    monkeypatch.setattr(emulation, "network_profile", lambda name: text)
     assert read(content).trials()[0].sources.network_digest == network
     monkeypatch.setattr(emulation, "network_profile", lambda name: slower)
     changed = read(content).trials()[0]
@@ -358,7 +358,7 @@ def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monk
 
 
 def test_trials_of_earlier_records_keep_their_hash(trial):
-    """They have none of the keys that came later."""
+    """Older records have none of the keys that came later."""
     values = trial.to_json()
     for key in ("learn", "data_digest", "profile_digest", "network_digest"):
         assert values.pop(key) is None
@@ -378,8 +378,8 @@ def test_a_range_of_repeats_stays_one_through_json(read):
 
 
 def test_cell_joins_trials_that_differ_in_algorithm_or_world_size_only(trial):
-    own = {"algorithm": "ddp", "options": options_of("ddp", {}), "label": "ddp", "world_size": 8}
-    assert dataclasses.replace(trial, **own).cell == trial.cell
+    ours = {"algorithm": "ddp", "options": options_of("ddp", {}), "label": "ddp", "world_size": 8}
+    assert dataclasses.replace(trial, **ours).cell == trial.cell
     for other in ({"seed": 2}, {"batch_size": 5}, {"model": "alexnet"}, {"dtype": "float64"}):
         assert dataclasses.replace(trial, **other).cell != trial.cell
 

@@ -23,28 +23,28 @@ RECORDS = ROOT / "docs/records"
 
 
 def test_a_sweep_is_a_table_with_a_row_per_trial_and_typed_columns():
-    found = common.results.frame(RECORDS / "merging")
+    result = common.results.frame(RECORDS / "merging")
     comparison = Comparison.load(RECORDS / "merging")
     records = comparison.results(RECORDS / "merging")
     wanted = rows.make_rows(records, comparison.compare_to)
-    assert found["algorithm"].tolist() == [row.algorithm for row in wanted]
-    assert found["throughput"].tolist() == [row.throughput for row in wanted]
-    assert found["hash"].tolist() == [record.hash for record in records]
-    kinds = found.dtypes
+    assert result["algorithm"].tolist() == [row.algorithm for row in wanted]
+    assert result["throughput"].tolist() == [row.throughput for row in wanted]
+    assert result["hash"].tolist() == [record.hash for record in records]
+    kinds = result.dtypes
     assert pd.api.types.is_float_dtype(kinds["step_s"])
     assert pd.api.types.is_integer_dtype(kinds["world_size"])
     assert pd.api.types.is_string_dtype(kinds["verdict"])
     assert pd.api.types.is_bool_dtype(kinds["leads"])
-    assert pd.isna(found.loc[0, "speedup"]) and found["option_merge"].iloc[1] == "greedy"
-    assert str(found["started"].dt.tz) == "UTC"
+    assert pd.isna(result.loc[0, "speedup"]) and result["option_merge"].iloc[1] == "greedy"
+    assert str(result["started"].dt.tz) == "UTC"
 
 
 def test_every_timed_step_is_a_row():
-    found = common.results.steps(str(RECORDS / "merging"))
+    result = common.results.steps(str(RECORDS / "merging"))
     comparison = Comparison.load(RECORDS / "merging")
     records = comparison.results(RECORDS / "merging")
-    assert len(found) == sum(len(repeat) for record in records for repeat in record.repeats)
-    mean = found.groupby(["id", "repeat"])["step_s"].mean().groupby("id").mean()
+    assert len(result) == sum(len(repeat) for record in records for repeat in record.repeats)
+    mean = result.groupby(["id", "repeat"])["step_s"].mean().groupby("id").mean()
     assert {i: pytest.approx(s) for i, s in mean.items()} == {r.id: r.step_s for r in records}
 
 
@@ -87,6 +87,6 @@ def test_the_notebook_shows_what_it_says(monkeypatch):
             shown.append(eval(compile(ast.Expression(last.value), "cell", "eval"), names))
         else:
             exec(compile(ast.Module([last], []), "cell", "exec"), names)
-    assert len(shown) == 5 and all(len(one) for one in shown[:4])
+    assert len(shown) == 5 and all(len(item) for item in shown[:4])
     assert len(names["trials"]) == 7 and names["axis"].get_xlabel() == "throughput (img/s)"
     assert (names["between"] > 0).all()

@@ -1,4 +1,4 @@
-"""What hooks see of a model: which modules read which parameters, and when gradients arrive."""
+"""Tests of hooks: which modules read which parameters, and when gradients arrive."""
 
 from __future__ import annotations
 

@@ -234,15 +234,15 @@ def test_slurm_takes_as_many_nodes_as_the_ranks_fill(world, nodes, tasks):
     options = {"tasks_per_node": 8, "gpus_per_node": 8}
     launcher = make_launcher("slurm", hosts=None, world_size=world, options=options)
     words = shlex.split(launcher.command(a_job(world)))
-    for found in (words, shlex.split(words[-1])):  # sbatch, and srun in its script
-        assert found[found.index("--nodes") + 1] == nodes
-        assert found[found.index("--ntasks-per-node") + 1] == tasks
-        assert found[found.index("--gpus-per-node") + 1] == "8"
+    for result in (words, shlex.split(words[-1])):  # sbatch, and srun in its script
+        assert result[result.index("--nodes") + 1] == nodes
+        assert result[result.index("--ntasks-per-node") + 1] == tasks
+        assert result[result.index("--gpus-per-node") + 1] == "8"
 
 
 @pytest.mark.parametrize("sweep", ["slurm", "torchrun"])
 def test_the_example_of_4_nodes_with_8_gpus_plans_without_any_of_them(tmp_path, sweep):
-    """On a machine without srun: `--dry-run` prints the script for one allocation."""
+    """A dry run on a machine without srun prints the script for one allocation."""
     example = f"examples/clusters/{sweep}_4x8.yaml"
     done = subprocess.run(
         [sys.executable, "benchmarks.py", "run", example, "--dry-run", "--logs", str(tmp_path)],
@@ -291,11 +291,11 @@ def test_the_references_own_file_is_understood(conf, capsys):
         "LAUNCHBIN=/opt/byteps/launcher\nCODEHOME=/home/me/code\nETH_SCHEDULER_IP=192.168.0.1\n"
         "NVIDIA_VISIBLE_DEVICES=0,1,2,3\nWORKER_HOST_PREFIX=gpu\n"
     )
-    found = read_envs()
-    assert (found.PY, found.ETH_INTERFACE) == ("/opt/py/bin/python", "enp136s0f0")
+    result = read_envs()
+    assert (result.PY, result.ETH_INTERFACE) == ("/opt/py/bin/python", "enp136s0f0")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("LAUNCHBIN, CODEHOME, ETH_SCHEDULER_IP, WORKER_HOST_PREFIX")
-    assert read_envs() == found and capsys.readouterr().err == "", "said once"
+    assert read_envs() == result and capsys.readouterr().err == "", "said once"
     command = make_launcher("ssh", hosts=AB, world_size=4, options={"interface": "lo"})
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in command.command(a_job())
 

@@ -87,8 +87,8 @@ def test_a_folder_without_mnist_is_named(read, tmp_path):
 def test_workers_are_told_where_the_data_is(read, tmp_path):
     folder = write_mnist(tmp_path / "a")
     assert read({"learn": {"data": "digits"}}).worker_env == {}
-    found = read({"learn": {"data": "mnist"}, "data_dir": str(folder)}).worker_env
-    assert found == {"MNIST_DIR": str(folder)}
+    result = read({"learn": {"data": "mnist"}, "data_dir": str(folder)}).worker_env
+    assert result == {"MNIST_DIR": str(folder)}
 
 
 def test_data_is_part_of_a_trial_by_its_digest_not_by_its_path(read, tmp_path):
@@ -247,28 +247,28 @@ def test_ranks_share_a_round_or_have_one_of_their_own():
     samples = Tensors(10 * torch.arange(24), torch.arange(24))
 
     def seen(rank, sampler, batches):
-        made = Batches(samples, batch_size=4, sampler=sampler, seed=3, rank=rank, size=3)
-        assert made.per_round == (2 if sampler == "shared" else 6)
-        found = []
+        built = Batches(samples, batch_size=4, sampler=sampler, seed=3, rank=rank, size=3)
+        assert built.per_round == (2 if sampler == "shared" else 6)
+        result = []
         for _ in range(batches):
-            inputs, targets = next(made)
+            inputs, targets = next(built)
             assert len(targets) == 4 and torch.equal(inputs, 10 * targets)
-            found += targets.tolist()
-        return found
+            result += targets.tolist()
+        return result
 
     shared = [seen(rank, "shared", 2) for rank in range(3)]
     assert sorted(label for order in shared for label in order) == list(range(24))
     assert seen(0, "shared", 4)[8:] != shared[0]  # another order in the next round
-    own = [seen(rank, "own", 6) for rank in range(3)]
-    assert all(sorted(order) == list(range(24)) for order in own)
-    assert own[0] != own[1]
+    ours = [seen(rank, "own", 6) for rank in range(3)]
+    assert all(sorted(order) == list(range(24)) for order in ours)
+    assert ours[0] != ours[1]
     few = Tensors(torch.arange(9), torch.arange(9))
     with pytest.raises(UserError, match="batch_size: 4 is more than the 3 samples"):
         Batches(few, batch_size=4, sampler="shared", seed=3, rank=0, size=3)
 
 
 def test_what_is_drawn_for_a_batch_is_the_same_however_it_is_read():
-    """With processes that read ahead as without, and another on each rank and in each batch."""
+    """Samples do not depend on processes that read ahead; they differ by rank and batch."""
 
     def noisy(inputs, generator):
         return inputs + torch.rand(len(inputs), generator=generator)
@@ -278,9 +278,9 @@ def test_what_is_drawn_for_a_batch_is_the_same_however_it_is_read():
     def drawn(rank, workers):
         given = {"batch_size": 3, "sampler": "own", "seed": 3, "size": 2}
         batches = Batches(samples, rank=rank, workers=workers, **given)
-        found = [next(batches)[0].tolist() for _ in range(10)]
+        result = [next(batches)[0].tolist() for _ in range(10)]
         batches.close()
-        return found
+        return result
 
     alone = drawn(0, 0)
     assert alone == drawn(0, 2) == drawn(0, 0)
@@ -292,9 +292,9 @@ def test_what_is_drawn_for_a_batch_is_the_same_however_it_is_read():
 def test_each_repeat_has_a_seed_of_its_own_and_no_round_of_another(read):
     trial = read({"measure": {"repeats": 5}}).trials()[0]
     repeats = [trial.of_repeat(number) for number in range(5)]
-    assert [one.seed for one in repeats] == [1, 101, 201, 301, 401]
+    assert [item.seed for item in repeats] == [1, 101, 201, 301, 401]
     # An order is drawn with the seed plus the number of the round (and 10,000 per rank).
-    rounds = [{one.seed + number for number in range(50)} for one in repeats]
+    rounds = [{item.seed + number for number in range(50)} for item in repeats]
     assert len(set.union(*rounds)) == 5 * 50
     timed = dataclasses.replace(trial, learn=None)
     assert timed.of_repeat(4) == timed
@@ -337,15 +337,15 @@ def test_what_is_trained_on_is_said_and_true_training_images_are_used(tmp_path, 
     parts = datasets.load("mnist", folder)
     assert (len(parts.train), len(parts.test), parts.classes) == (18, 2, 10)
     assert parts.split == "MNIST's 20 test images"
-    found = Data(name="mnist", train=9000, test=1000, split="MNIST's 10,000 test images")
-    assert found.title == "9,000 of MNIST's 10,000 test images, judged by the other 1,000"
+    result = Data(name="mnist", train=9000, test=1000, split="MNIST's 10,000 test images")
+    assert result.title == "9,000 of MNIST's 10,000 test images, judged by the other 1,000"
 
     for path in write_mnist(tmp_path / "more", images=30, shift=1).iterdir():
         path.rename(folder / path.name.replace("t10k", "train"))
     parts = datasets.load("mnist", folder)
     assert (len(parts.train), len(parts.test), parts.split) == (30, 20, None)
-    found = Data(name="mnist", train=60000, test=10000, split=None)
-    assert found.title == "60,000 training images of mnist, judged by 10,000 others"
+    result = Data(name="mnist", train=60000, test=10000, split=None)
+    assert result.title == "60,000 training images of mnist, judged by 10,000 others"
     assert datasets.load("digits", None).split == "scikit-learn's 1,797 digits"
 
 

@@ -1,4 +1,4 @@
-"""What has been learned: copies of parameters, their judgement, tables and figures."""
+"""Tests of what has been learned: copies of parameters, their judgement, tables and figures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RECORDS = Path(__file__).parents[2] / "docs" / "records"
 
 
 def _saved(rows, *, steps, elapsed_s=2.0, behind=None, **more):
-    """As `Snapshots.save` would leave it: `rows` are copies at the marks."""
+    """Writes the file as `Snapshots.save` does: `rows` are copies at the marks."""
     taken = [
         {
             **{"row": i, "seconds": float(i), "steps": steps * i},
@@ -129,9 +129,9 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
     ends = LearnConfig(budget_s=1, eval_every_s=1, data="digits")
     short = make_trial("asyncddp", 2, learn=ends)
     end = evaluation.result(short, apart, test_split).learning.evaluations[-1]
-    own = sorted(plain(start + sign * off) for sign in (1, -1))
-    assert [end.accuracy_min, end.accuracy_max] == pytest.approx([own[0][0], own[1][0]], abs=1e-6)
-    losses = sorted(loss for _, loss, _ in own)
+    ours = sorted(plain(start + sign * off) for sign in (1, -1))
+    assert [end.accuracy_min, end.accuracy_max] == pytest.approx([ours[0][0], ours[1][0]], abs=1e-6)
+    losses = sorted(loss for _, loss, _ in ours)
     assert [end.loss_min, end.loss_max] == pytest.approx(losses, rel=1e-4)
     assert middle.consensus_distance == pytest.approx((off.norm() / start.norm()).item(), 1e-4)
     assert first.consensus_distance == last.consensus_distance == 0.0
@@ -162,11 +162,11 @@ def test_the_canary_of_a_dead_rank_is_not_known(model, test_split):
 
 
 def test_the_evidence_of_a_run_that_learns_has_its_copies_by_rank(model):
-    found = evidence.learning([_saved([_flat(model)] * 3, steps=4), None])
-    assert found["copies"] == [[[0.0, 0], [1.0, 4], [2.0, 8]], None]
-    assert found["network"] == {"steps": [8, None], "ranks": [{"eth0": {"rx_bytes": 9}}, None]}
-    assert found["pressure"][0]["waited_s"]["main"] == 0.5
-    json.dumps(found)
+    result = evidence.learning([_saved([_flat(model)] * 3, steps=4), None])
+    assert result["copies"] == [[[0.0, 0], [1.0, 4], [2.0, 8]], None]
+    assert result["network"] == {"steps": [8, None], "ranks": [{"eth0": {"rx_bytes": 9}}, None]}
+    assert result["pressure"][0]["waited_s"]["main"] == 0.5
+    json.dumps(result)
 
 
 def test_staleness_is_that_since_the_evaluation_before_and_of_the_stalest_neighbour(
@@ -177,12 +177,12 @@ def test_staleness_is_that_since_the_evaluation_before_and_of_the_stalest_neighb
     first = [{"1": [1, 1.0]}, {"1": [3, 5.0]}, {"1": [6, 26.0]}]
     second = [{}, {"0": [4, 20.0]}, {"0": [8, 24.0]}]
     saved = [_saved(rows, steps=4, behind=first), _saved(rows, steps=2, behind=second)]
-    found = evaluation.result(_learning_trial(), saved, test_split).learning.evaluations
-    assert found[0].staleness is None
-    assert [e.staleness for e in found[1:]] == pytest.approx([5.0, 7.0])
+    result = evaluation.result(_learning_trial(), saved, test_split).learning.evaluations
+    assert result[0].staleness is None
+    assert [e.staleness for e in result[1:]] == pytest.approx([5.0, 7.0])
     still = [{}, {"1": [2, 4.0]}, {"1": [2, 4.0]}]
-    found = evaluation.result(_learning_trial(), [_saved(rows, steps=4, behind=still)], test_split)
-    assert [e.staleness for e in found.learning.evaluations] == [None, 2.0, None]
+    result = evaluation.result(_learning_trial(), [_saved(rows, steps=4, behind=still)], test_split)
+    assert [e.staleness for e in result.learning.evaluations] == [None, 2.0, None]
 
 
 def test_copies_hold_what_the_model_was(tmp_path, model):
@@ -195,8 +195,8 @@ def test_copies_hold_what_the_model_was(tmp_path, model):
     snapshots.take([1, 2], model.state_dict(), 1.5, 7, {"1": [3, 9.0]})
     snapshots.save(tmp_path / "x.pt", {"steps": 7})
     saved = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert [one["row"] for one in saved["taken"]] == [0, 1, 1]
-    assert [one["behind"] for one in saved["taken"]] == [{}, {"1": [3, 9.0]}, {"1": [3, 9.0]}]
+    assert [item["row"] for item in saved["taken"]] == [0, 1, 1]
+    assert [item["behind"] for item in saved["taken"]] == [{}, {"1": [3, 9.0]}, {"1": [3, 9.0]}]
     assert torch.equal(saved["values"][0], start)
     torch.testing.assert_close(saved["values"][1], start + 1)
     set_floating(model, saved["values"][0])
@@ -248,15 +248,15 @@ def _record(trial, *runs, statistics=None):
 
 def _target(record, at_s, missing=0, **more):
     """The record with curves that reach 50 % after `at_s` times 0.95 .. 1.05, with five seeds."""
-    found = []
+    result = []
     for number, factor in enumerate((0.95, 1.05, 1.0, 0.98, 1.02)):
         rise = 0.4 / (at_s * factor)
         curve = [0.1, 0.1 + rise, 0.1 + 2 * rise]
         if number < missing:
             curve = [0.1, 0.2, 0.3]
-        found.append(_run(10, 10, seed=100 * number, curve=curve))
+        result.append(_run(10, 10, seed=100 * number, curve=curve))
     first = record.results[0]
-    results = [dataclasses.replace(first, learning=run) for run in found]
+    results = [dataclasses.replace(first, learning=run) for run in result]
     return dataclasses.replace(record, results=results, **more)
 
 
@@ -409,7 +409,7 @@ def test_a_row_names_the_batch_size_of_every_rank():
     ],
 )
 def test_figures_are_drawn_from_records(tmp_path, name, evaluations):
-    """Of what has been learned, or of the pace where nothing was to be learned."""
+    """Figures of what was learned, or of the pace where nothing was to be learned."""
     paths = draw(RECORDS / name, tmp_path)
     assert [path.name for path in paths] == ["learning.png", "learning.pdf", "learning.csv"]
     assert all(path.stat().st_size > 100 for path in paths)

@@ -14,10 +14,10 @@ from tests.unit.made_record import record
 
 
 def calls(count: int, folder) -> int:
-    """Of functions, to read this many records, make their table and print it."""
+    """Limit of function calls to read this many records, make their table and print it."""
     folder.mkdir()
     base = record("ddp", 0.1, 2, batch_size=8)
-    made = [
+    built = [
         dataclasses.replace(
             base,
             hash=str(i),
@@ -25,12 +25,12 @@ def calls(count: int, folder) -> int:
         )
         for i in range(count)
     ]
-    lines = "".join(json.dumps(one.to_json()) + "\n" for one in made)
+    lines = "".join(json.dumps(item.to_json()) + "\n" for item in built)
     (folder / "records.jsonl").write_text(lines)
     profile = cProfile.Profile()
     with profile:
-        found = store.load(folder / "records.jsonl")
-        rows.comparison(rows.make_rows(found, "ddp"), "ddp").print("many")
+        result = store.load(folder / "records.jsonl")
+        rows.comparison(rows.make_rows(result, "ddp"), "ddp").print("many")
     return pstats.Stats(profile).total_calls
 
 
@@ -41,6 +41,6 @@ def test_twice_as_many_records_are_twice_the_work(tmp_path, capsys):
 
 
 def test_a_small_table_is_drawn_and_a_large_one_is_markdown(capsys):
-    found = rows.make_rows([record("ddp", 0.1, 2), record("dear", 0.1, 2)], "ddp")
-    rows.comparison(found, "ddp").print("few")
+    result = rows.make_rows([record("ddp", 0.1, 2), record("dear", 0.1, 2)], "ddp")
+    rows.comparison(result, "ddp").print("few")
     assert "| mnist_cnn |" not in capsys.readouterr().out

@@ -35,7 +35,7 @@ def seconds(nbytes: float) -> float:
 
 
 def sampled(noise=0.0, repeats=16, sizes=SIZES, **more) -> Measurement:
-    """What disturbs only adds."""
+    """Disturbances only add time."""
     luck = random.Random(1)
     times = [
         [seconds(size) * (1 + abs(luck.gauss(0, noise))) for _ in range(repeats)] for size in sizes
@@ -86,7 +86,7 @@ def test_an_engine_that_tells_no_regimes_has_lines_where_its_times_bend_and_the_
 def test_a_regime_whose_times_bend_has_two_lines_and_noise_bends_nothing():
     # As the kernel does it, which hands on 64 KiB at once.
     times = [seconds(size) - 1e-3 * (512 * KIB <= size < 4 * MIB) for size in SIZES]
-    bent = dataclasses.replace(sampled(), seconds=[[one] * 4 for one in times]).fit()
+    bent = dataclasses.replace(sampled(), seconds=[[item] * 4 for item in times]).fit()
     names = [(part.name, part.below_bytes) for part in bent.smaller]
     assert names[2:] == [("pieces", 512 * KIB), ("pieces", 4 * MIB)]
     assert [bent(size) for size in SIZES] == pytest.approx(times)
@@ -106,21 +106,21 @@ def test_a_regime_without_enough_sizes_has_the_line_of_the_one_before():
 def test_what_links_pass_at_once_is_left_out_where_messages_are_larger():
     free = 50e3
     sizes = [size for size in SIZES if not 32 * KIB <= size < 128 * KIB]
-    made = sampled(sizes=sizes, free_bytes=free, regimes=(REGIMES[0], ("pipeline", 128 * KIB)))
+    built = sampled(sizes=sizes, free_bytes=free, regimes=(REGIMES[0], ("pipeline", 128 * KIB)))
     times = [seconds(size) if size < 32 * KIB else 2.8e-3 + WIRE * (size - free) for size in sizes]
-    made = dataclasses.replace(made, seconds=[[one] * 2 for one in times])
-    fit = made.fit()
+    built = dataclasses.replace(built, seconds=[[item] * 2 for item in times])
+    fit = built.fit()
     assert (fit.alpha_s, fit.beta_s_per_byte) == (pytest.approx(2.8e-3), WIRE)
-    assert made.expected_s(fit)[-4:] == pytest.approx(times[-4:])
+    assert built.expected_s(fit)[-4:] == pytest.approx(times[-4:])
 
 
 def test_times_do_not_bend_among_what_costs_nothing():
     sizes = SIZES[:8]
     times = [[(1e-4 if size < 32 * KIB else 9e-4) + 1e-8 * size] * 4 for size in sizes]
-    made = Measurement(
+    built = Measurement(
         operation="all_reduce", nbytes=sizes, seconds=times, free_bytes=40e3, regimes=(("one", 0),)
     )
-    fit = made.fit()
+    fit = built.fit()
     assert fit.name == "one" and all(part.below_bytes > 64 * KIB for part in fit.smaller)
 
 
@@ -191,15 +191,15 @@ class _Link:
 
 def test_connections_are_warm_before_anything_is_timed():
     link = _Link()
-    made = measure_collective(link, "all_reduce", CPU, sizes=SIZES)
+    built = measure_collective(link, "all_reduce", CPU, sizes=SIZES)
     warm, *timed = link.calls
     assert WARM_BYTES <= 1.5 * sum(warm) < WARM_BYTES + 4 * 1.5 * MIB
-    turns = [1 + (nbytes < MIB) for nbytes in made.nbytes]  # the first call of each is left out
-    assert sum(map(len, timed)) == sum(map(len, made.seconds)) + sum(turns)
-    counts = dict(zip(made.nbytes, map(len, made.seconds), strict=True))
+    turns = [1 + (nbytes < MIB) for nbytes in built.nbytes]  # the first call of each is left out
+    assert sum(map(len, timed)) == sum(map(len, built.seconds)) + sum(turns)
+    counts = dict(zip(built.nbytes, map(len, built.seconds), strict=True))
     assert counts[4 * KIB] == counts[512 * KIB] == 16 and counts[MIB] == 6
     assert {first for _, first in REGIMES[1:]} <= counts.keys()
-    assert made.fit()(MIB) == pytest.approx(seconds(MIB))
+    assert built.fit()(MIB) == pytest.approx(seconds(MIB))
     again = _Link()
     measure_collective(again, "all_reduce", CPU, sizes=SIZES, warm=False)
     assert again.calls[0] == []
@@ -208,12 +208,12 @@ def test_connections_are_warm_before_anything_is_timed():
 @pytest.mark.parametrize("slower", [1.0, 3.0, 10.0, 100.0])
 def test_measuring_takes_no_longer_than_it_may(slower):
     link = _Link(slower)
-    made = measure_collective(link, "all_reduce", CPU, sizes=[*SIZES, 64 * MIB])
-    assert len(made.nbytes) >= 3 and min(map(len, made.seconds)) >= 2
-    least = sum(slower * seconds(size) * 3 for size in made.nbytes[:3])
+    built = measure_collective(link, "all_reduce", CPU, sizes=[*SIZES, 64 * MIB])
+    assert len(built.nbytes) >= 3 and min(map(len, built.seconds)) >= 2
+    least = sum(slower * seconds(size) * 3 for size in built.nbytes[:3])
     assert link.now < 1.1 * BUDGET_S + least + 4 * slower * seconds(MIB)
     # Of the pipeline, whose slope is known, two sizes say all.
-    assert sum(size >= 4 * MIB for size in made.nbytes) <= 2
+    assert sum(size >= 4 * MIB for size in built.nbytes) <= 2
 
 
 class _Last(_Link):
@@ -222,13 +222,13 @@ class _Last(_Link):
     def gather_objects(self, value):
         if isinstance(value, float):
             return [value, value + 1.0]
-        return [value, [one + 1.0 for one in value]]
+        return [value, [item + 1.0 for item in value]]
 
 
 def test_of_all_ranks_the_slowest_counts():
-    made = measure_collective(_Last(), "all_reduce", CPU, sizes=SIZES, repeats=1)
-    assert made.nbytes == SIZES[:3], "there is no time for a fourth"
-    assert made.seconds == [[pytest.approx(1.0 + seconds(size))] for size in SIZES[:3]]
+    built = measure_collective(_Last(), "all_reduce", CPU, sizes=SIZES, repeats=1)
+    assert built.nbytes == SIZES[:3], "there is no time for a fourth"
+    assert built.seconds == [[pytest.approx(1.0 + seconds(size))] for size in SIZES[:3]]
 
 
 def _told():
@@ -252,9 +252,9 @@ def test_the_comm_core_tells_its_regimes(world):
     ],
 )
 def test_costs_are_doubted_for_what_chance_does_not_explain(check, flag):
-    made = record("dear", 0.1, 4, facts={"cost_check": {"drift": 0.0, **check}})
+    built = record("dear", 0.1, 4, facts={"cost_check": {"drift": 0.0, **check}})
     wanted = [] if flag is None else [f"costs of collectives are doubtful: {flag}"]
-    assert [note.text for note in made.notes if note.kind == "costs"] == wanted
+    assert [note.text for note in built.notes if note.kind == "costs"] == wanted
 
 
 def test_a_queue_tells_what_of_a_start_up_is_left_behind_another_message():
@@ -295,7 +295,7 @@ def test_a_regime_without_a_queue_has_what_the_one_before_tells():
 
 def _queues():
     communicator = runtime.communicator()
-    found = measure_collective(
+    result = measure_collective(
         communicator,
         "all_reduce",
         torch.device("cpu"),
@@ -304,7 +304,7 @@ def _queues():
         warm=False,
         queues=True,
     )
-    return found.queued
+    return result.queued
 
 
 def test_queues_are_measured_alike_on_all_ranks(world):

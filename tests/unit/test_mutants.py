@@ -1,4 +1,4 @@
-"""What `make mutants` draws, and that a copy's tests catch a mutant and leave nothing behind."""
+"""Tests of `make mutants`: what it draws; tests of a copy catch a mutant and leave nothing."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def smaller(one: int | None, other: int = 2, *, limit: int = 100) -> int | None:
 def test_only_changes_of_meaning_are_drawn():
     from tests.mutants import mutations
 
-    found = mutations.candidates("dear/it.py", SOURCE)
+    result = mutations.candidates("dear/it.py", SOURCE)
     changed = {
-        (one.operator, one.line, one.end_line) for one in found if one.means_something(SOURCE)
+        (item.operator, item.line, item.end_line) for item in result if item.means_something(SOURCE)
     }
     assert changed == {
         ("NumberReplacer", 8, 8),  # the default 2; not 100, not a star, not the decorator's 1
@@ -56,11 +56,11 @@ def test_only_changes_of_meaning_are_drawn():
         ("NumberReplacer", 14, 17),
         ("ReplaceBinaryOperator_Add_Sub", 14, 17),
     }
-    (dropped,) = [one for one in found if (one.operator, one.line) == ("DropCall", 14)]
+    (dropped,) = [item for item in result if (item.operator, item.line) == ("DropCall", 14)]
     text = dropped.apply(SOURCE)
     assert "wait(" not in text and "    pass\n    raise" in text
     compile(text, "it", "exec")
-    assert {one.line for one in found if one.at_import} == {8}
+    assert {item.line for item in result if item.at_import} == {8}
 
 
 @pytest.mark.full
@@ -68,7 +68,7 @@ def test_what_the_library_cannot_change_is_no_mutant():
     from tests.mutants import mutations
 
     source = "try:\n    f()\nexcept (a.Error, ValueError):\n    g()\n"
-    good = [one for one in mutations.candidates("it.py", source) if one.means_something(source)]
+    good = [item for item in mutations.candidates("it.py", source) if item.means_something(source)]
     assert good and len(good) < len(mutations.candidates("it.py", source))
     assert mutations.sample({"it.py": source}, 50, seed=1)
 
@@ -81,11 +81,11 @@ def test_a_sample_is_that_of_its_seed_and_has_some_of_every_file():
     sources["none.py"] = "import os\n"
     drawn = mutations.sample(sources, 20, seed=1)
     assert drawn == mutations.sample(sources, 20, seed=1) != mutations.sample(sources, 20, seed=2)
-    paths = [one.path for one in drawn]
+    paths = [item.path for item in drawn]
     assert len(paths) == 20 and 3 < paths.count("small.py") < paths.count("large.py")
-    places = [(one.path, one.line, one.column, one.operator.split("_")[0]) for one in drawn]
+    places = [(item.path, item.line, item.column, item.operator.split("_")[0]) for item in drawn]
     assert len(set(places)) == 20
-    assert {one.path for one in mutations.sample(sources, 1, seed=1)} == {"large.py", "small.py"}
+    assert {item.path for item in mutations.sample(sources, 1, seed=1)} == {"large.py", "small.py"}
 
 
 @pytest.mark.full
@@ -94,8 +94,8 @@ def test_a_mutant_keeps_its_name_when_other_lines_come_and_no_two_share_one():
     from tests.mutants.__main__ import identity
 
     def names(source: str) -> list[str]:
-        found = mutations.candidates("dear/it.py", source)
-        return [identity(one, source) for one in found if one.means_something(source)]
+        result = mutations.candidates("dear/it.py", source)
+        return [identity(item, source) for item in result if item.means_something(source)]
 
     twice = SOURCE + SOURCE.split("]\n", 1)[1]  # the same function again
     assert names(SOURCE) == names("# A line.\n\n" + SOURCE) == names(twice)[: len(names(SOURCE))]
@@ -192,7 +192,7 @@ def test_what_does_not_start_where_nothing_is_changed_has_caught_nothing(tree):
 
 def _sleepers() -> list[int]:
     every = psutil.process_iter(["cmdline"])
-    return [one.pid for one in every if one.info["cmdline"] == ["sleep", "1234.5"]]
+    return [item.pid for item in every if item.info["cmdline"] == ["sleep", "1234.5"]]
 
 
 @pytest.mark.full
@@ -222,10 +222,10 @@ def test_lines_executed_on_import_are_of_all_tests_that_execute_their_file(tmp_p
     data.write()
     times = [{"id": test, "outcome": "passed", "seconds": 1.0} for test in (first, second)]
     (tmp_path / "tests.jsonl").write_text("\n".join(map(json.dumps, times)))
-    found = seen.Seen(tmp_path)
-    assert found.tests("dear/it.py", [1]) == [first]
-    assert found.tests("dear/it.py", None) == [first, second]
-    assert found.tests("dear/other.py", None) == []
+    result = seen.Seen(tmp_path)
+    assert result.tests("dear/it.py", [1]) == [first]
+    assert result.tests("dear/it.py", None) == [first, second]
+    assert result.tests("dear/other.py", None) == []
 
 
 @pytest.mark.full
@@ -249,12 +249,12 @@ def test_a_context_names_its_test():
 
 
 def test_the_report_counts_and_shows_what_survived():
-    one = {"id": "x", "path": "dear/comm/a.py", "line": 3, "operator": "AddNot", "diff": "-a\n+b"}
+    item = {"id": "x", "path": "dear/comm/a.py", "line": 3, "operator": "AddNot", "diff": "-a\n+b"}
     results = [
-        {**one, "outcome": "failed", "asked": 3},
-        {**one, "outcome": "hang", "asked": 3},
-        {**one, "outcome": "unstartable", "asked": 3, "path": "dear/b.py"},
-        {**one, "outcome": "survived", "asked": 0, "path": "dear/b.py"},
+        {**item, "outcome": "failed", "asked": 3},
+        {**item, "outcome": "hang", "asked": 3},
+        {**item, "outcome": "unstartable", "asked": 3, "path": "dear/b.py"},
+        {**item, "outcome": "survived", "asked": 0, "path": "dear/b.py"},
     ]
     assert report.share(results) == 0.75
     facts = {"commit": "abc", "seed": 1, "candidates": 9, "files": 2}

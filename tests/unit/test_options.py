@@ -158,6 +158,6 @@ def test_options_of_an_emulated_cluster_may_still_be_changed(path):
 @pytest.mark.parametrize(("count", "listed"), [(24, True), (25, False)])
 def test_so_many_names_are_listed_and_more_are_counted(count, listed):
     names = [f"name{number}" for number in range(count)]
-    said = str(unknown("thing", "else", names))
-    assert ("name0, name1" in said) is listed
-    assert (f"{count} names, see `list`" in said) is not listed
+    text = str(unknown("thing", "else", names))
+    assert ("name0, name1" in text) is listed
+    assert (f"{count} names, see `list`" in text) is not listed

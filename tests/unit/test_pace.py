@@ -43,16 +43,16 @@ class FakeTime:
 
 @pytest.fixture
 def clock(monkeypatch):
-    made = FakeTime(late_s=0.003)
-    monkeypatch.setattr(pace, "time", made)
-    monkeypatch.setattr(pace, "thread_host_s", lambda: made.host_s)
-    return made
+    built = FakeTime(late_s=0.003)
+    monkeypatch.setattr(pace, "time", built)
+    monkeypatch.setattr(pace, "thread_host_s", lambda: built.host_s)
+    return built
 
 
 def started(clock, time_scale=1.0, slowdown=None):
-    made = Pace(time_scale, slowdown)
-    made.wait(0.0)
-    return made, clock.now
+    built = Pace(time_scale, slowdown)
+    built.wait(0.0)
+    return built, clock.now
 
 
 def test_late_wake_ups_and_overhead_do_not_add_up(clock):
@@ -241,7 +241,7 @@ class Wire:
 
 
 def decoupled_step_s(clock, update_s, gather_s=0.05, cycle_s=0.0, layer_s=0.05) -> float:
-    """What the device needs for a step of which all second halves follow the update."""
+    """Returns the device's time for a step in which all second halves follow the update."""
     return decoupled_step(clock, update_s, gather_s, cycle_s, layer_s)[0]
 
 
@@ -416,8 +416,9 @@ def test_the_clock_of_a_process_that_replays_nothing_is_time_itself(clock):
 
 
 def passes(clock, time_scale, units, hooks_of_passes):
-    """When each stretch of the last of some passes was left, and its hooks had ended, in seconds of
-    this machine from its begin; the device's memory moves 100 GB a second.
+    """Returns the time at which each stretch of the last pass was left and its hooks had ended.
+
+    Times are seconds of this machine since the pass began. The device's memory moves 100 GB/s.
 
     Args:
         units: emulated seconds and bytes of gradients by stretch.
@@ -427,26 +428,26 @@ def passes(clock, time_scale, units, hooks_of_passes):
     lead = Lead(100e9)
     for hooks in hooks_of_passes * (3 if len(hooks_of_passes) == 1 else 1):
         clock.block(1.0)
-        began, found = clock.now, []
-        one = lead.begin(it)
+        began, result = clock.now, []
+        item = lead.begin(it)
         for (seconds, nbytes), hook_s in zip(units, hooks, strict=True):
-            one.next(seconds)
+            item.next(seconds)
             it.finish()
-            one.left(nbytes)
+            item.left(nbytes)
             left = clock.now - began
             clock.work(hook_s)
-            found.append((left, clock.now - began))
-        one.end()
-    return found
+            result.append((left, clock.now - began))
+        item.end()
+    return result
 
 
 def test_gradients_leave_when_the_device_would_have_packed_them(clock):
     clock.late_s = 0.0
     # 50 MB are read and written by the device in 1 ms: 10 ms of this machine.
     units = [(0.02, 0), (0.02, 50_000_000), (0.02, 50_000_000)]
-    found = passes(clock, 10.0, units, [[0.0, 0.06, 0.06]])
-    assert [left for left, _ in found] == pytest.approx([0.2, 0.35, 0.56])
-    assert [ended for _, ended in found] == pytest.approx([0.2, 0.41, 0.62])
+    result = passes(clock, 10.0, units, [[0.0, 0.06, 0.06]])
+    assert [left for left, _ in result] == pytest.approx([0.2, 0.35, 0.56])
+    assert [ended for _, ended in result] == pytest.approx([0.2, 0.41, 0.62])
 
 
 def test_a_pass_that_was_held_up_teaches_nothing(clock):
@@ -462,9 +463,9 @@ def test_a_pass_that_was_held_up_teaches_nothing(clock):
 def test_several_stretches_end_earlier_where_one_is_too_short(clock):
     clock.late_s = 0.0
     units = [(0.02, 0), (0.02, 0), (0.001, 50_000_000)]
-    found = passes(clock, 10.0, units, [[0.0, 0.0, 0.06]])
-    assert found[1][0] == pytest.approx(0.4 - 0.04)
-    assert found[2][1] == pytest.approx(0.41 + 0.01)
+    result = passes(clock, 10.0, units, [[0.0, 0.0, 0.06]])
+    assert result[1][0] == pytest.approx(0.4 - 0.04)
+    assert result[2][1] == pytest.approx(0.41 + 0.01)
 
 
 def test_what_one_stretch_cannot_make_up_for_the_ones_before_it_share():
@@ -484,9 +485,9 @@ def test_bytes_are_copied_no_faster_than_any_host_does():
 def test_hooks_too_fast_to_have_copied_cost_the_device_nothing(clock):
     clock.late_s = 0.0
     units = [(0.02, 500_000_000), (0.02, 0)]
-    found = passes(clock, 10.0, units, [[0.001, 0.0]])
-    assert found[0] == pytest.approx((0.199, 0.2))
-    assert found[1][0] == pytest.approx(0.4)
+    result = passes(clock, 10.0, units, [[0.001, 0.0]])
+    assert result[0] == pytest.approx((0.199, 0.2))
+    assert result[1][0] == pytest.approx(0.4)
 
 
 def test_an_update_in_a_hook_counts_once(clock):
@@ -495,16 +496,16 @@ def test_an_update_in_a_hook_counts_once(clock):
     for _ in range(2):
         clock.block(1.0)
         began = clock.now
-        one = lead.begin(it)
-        one.next(0.02)
+        item = lead.begin(it)
+        item.next(0.02)
         it.finish()
-        one.left(0)
+        item.left(0)
         cpu_work(clock, it, takes_s=0.1, device_s=0.003)
         ended = clock.now - began
-        one.next(0.02)
+        item.next(0.02)
         it.finish()
-        one.left(0)
-        one.end()
+        item.left(0)
+        item.end()
     assert ended == pytest.approx(0.2 + 0.03)
     assert clock.now - began == pytest.approx(0.2 + 0.03 + 0.2)
 

@@ -1,4 +1,4 @@
-"""What an algorithm has decided by itself: in records, in `show --plan`, and in a trial's log."""
+"""Tests of an algorithm's own decisions: in records, in `show --plan`, and in a trial's log."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TUNED = {"tuner": {"tried": TRIED, "threshold_mb": 8.0, "wall_s": 0.5}}
 
 def record(plan):
     failed = Outcome(status="failed", error={"message": "it was"})
-    made = make_record(make_trial("dear"), [], failed, {"cores": 2}, "now", 1.0, REAL)
-    made = dataclasses.replace(made, results=[Result(cpu_s_per_s=1.0, check=Check(), plan=plan)])
-    return Record.from_json(made.to_json())
+    built = make_record(make_trial("dear"), [], failed, {"cores": 2}, "now", 1.0, REAL)
+    built = dataclasses.replace(built, results=[Result(cpu_s_per_s=1.0, check=Check(), plan=plan)])
+    return Record.from_json(built.to_json())
 
 
 def test_a_log_tells_groups_as_the_references_do():
@@ -53,10 +53,10 @@ def test_a_log_tells_what_a_tuner_has_tried():
 
 def test_a_plan_in_lines():
     predicted = {"backward_s": 0.2, "ends_s": [0.15, 0.25]}
-    found = {"first_mb": 1 / 32, "predicted": predicted, **TUNED}
-    title, *told = lines(record(Plan(groups=GROUPS, found=found)))
+    result = {"first_mb": 1 / 32, "predicted": predicted, **TUNED}
+    title, *report = lines(record(Plan(groups=GROUPS, found=result)))
     assert title == "dear: mnist_cnn, batch 8, 4 workers"
-    assert [line.strip() for line in told] == [
+    assert [line.strip() for line in report] == [
         "2 groups of 4 tensors, MB: 1.00, 0.50",
         "groups grow from 0.0312 MB at both ends, by costs",
         "predicted: gradients are there after 200.0 ms of the backward pass, averaged 50.0 ms "
@@ -76,22 +76,22 @@ def test_a_plan_in_lines():
 
 
 def test_seconds_of_this_machine_become_those_that_they_stand_for():
-    found = {"ends_s": [8.0, 16.0], "wall_s": 4.0, "tuner": {"tried": TRIED}, "queues": 2}
-    assert _rescaled(found, 8) == {
+    result = {"ends_s": [8.0, 16.0], "wall_s": 4.0, "tuner": {"tried": TRIED}, "queues": 2}
+    assert _rescaled(result, 8) == {
         "ends_s": [1.0, 2.0],
         "wall_s": 4.0,
-        "tuner": {"tried": [{**one, "step_s": one["step_s"] / 8} for one in TRIED]},
+        "tuner": {"tried": [{**item, "step_s": item["step_s"] / 8} for item in TRIED]},
         "queues": 2,
     }
 
 
 def test_the_second_method_is_told_beside_the_first():
-    made = with_iters(record(None), [[[0.26, 0.28]]])
-    made = dataclasses.replace(made, modelled=Modelled(step_s=0.25, exposed_s=0.01))
-    assert lines(made)[2:] == [
+    built = with_iters(record(None), [[[0.26, 0.28]]])
+    built = dataclasses.replace(built, modelled=Modelled(step_s=0.25, exposed_s=0.01))
+    assert lines(built)[2:] == [
         "    event model: 250.0 ms a step, of which 10.0 ms wait for communication; measured "
         "270.0 ms (+8.0%)"
     ]
-    unknown = dataclasses.replace(made, modelled=Modelled(reason="its plan is not on record"))
+    unknown = dataclasses.replace(built, modelled=Modelled(reason="its plan is not on record"))
     assert lines(unknown)[2:] == ["    event model: not computed: its plan is not on record"]
-    assert lines(dataclasses.replace(made, modelled=None))[2:] == []
+    assert lines(dataclasses.replace(built, modelled=None))[2:] == []

@@ -1,4 +1,4 @@
-"""What a person sees while a sweep runs: a bar on a terminal, a line per launch in a kept log."""
+"""Tests of the output of a running sweep: a bar on a terminal, a line per launch in a kept log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self) -> list[str]:
-        """As they were drawn one after the other in the same place."""
+        """Returns the lines that were drawn one after the other in the same place."""
         return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue()))
 
 
@@ -39,7 +39,7 @@ def test_a_terminals_line_is_never_longer_than_it_and_says_what_matters_first(mo
     assert terminal.getvalue().endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the cursor is shown again"
     drawn = terminal.lines()
     assert max(map(len, drawn)) <= width
-    (last,) = {one.rstrip() for one in drawn if "2/18" in one}
+    (last,) = {item.rstrip() for item in drawn if "2/18" in item}
     assert re.search(r"2/18  ETA 2 min 50 s  best: dear 895/s", last)
     assert ("now dear  resnet50@rtx2080ti-modelled bs=64 n=4 dear 5gbe" in last) == (width == 200)
 

@@ -1,4 +1,4 @@
-"""Who is at the target first: crossings of noisy curves, their intervals, and runs that fall short.
+"""Tests of races to a target: crossings of noisy curves, their intervals, and runs that fall short.
 
 The simulations have 5 seeds, as the shipped experiments. Every run has a pace of its own, a part of
 which it shares with all runs of its seed, and evaluations that are as noisy as MNIST's.
@@ -23,7 +23,7 @@ SHARED, OWN, NOISE = 0.05, 0.08, 0.005
 
 
 def accuracy(seconds):
-    """Where there is no noise: 90 % after 4 s, the target after 10."""
+    """Curve without noise: 90 % after 4 s, the target after 10."""
     error = 0.1 * (np.maximum(seconds, 0.02) / 4) ** -(math.log(2) / math.log(2.5))
     return 1 - np.minimum(0.9, error)
 
@@ -31,8 +31,10 @@ def accuracy(seconds):
 def finish(rng, seed: int, pace: float = 1.0, *, budget_s=24.0, every_s=0.5, noise=NOISE) -> Finish:
     """A run that needs `pace` times as long as the curve says."""
     seconds = np.arange(0, budget_s + 1e-9, every_s)
-    found = accuracy(seconds / pace) + np.where(seconds == 0, 0, rng.normal(0, noise, len(seconds)))
-    at = crossing(seconds.tolist(), found.tolist(), TARGET)
+    result = accuracy(seconds / pace) + np.where(
+        seconds == 0, 0, rng.normal(0, noise, len(seconds))
+    )
+    at = crossing(seconds.tolist(), result.tolist(), TARGET)
     if at is None:
         return Finish(seconds=budget_s, there=False, seed=seed)
     return Finish(seconds=at, seed=seed)
@@ -78,29 +80,29 @@ def test_the_crossing_hardly_depends_on_how_often_is_judged(every_s):
 
 
 def test_the_first_evaluation_at_the_target_would():
-    """Why there is a smoothing at all: of four times as many evaluations one is lucky earlier."""
+    """Smoothing is needed: of four times as many evaluations one is lucky earlier."""
     rng, first = np.random.default_rng(7), {}
     for every_s in (0.25, 1.0):
         seconds = np.arange(0, 24, every_s)
-        found = accuracy(seconds) + rng.normal(0, 0.01, (300, len(seconds)))
-        first[every_s] = np.mean(np.log(seconds[np.argmax(found >= TARGET, axis=1)] / AT_S))
+        result = accuracy(seconds) + rng.normal(0, 0.01, (300, len(seconds)))
+        first[every_s] = np.mean(np.log(seconds[np.argmax(result >= TARGET, axis=1)] / AT_S))
     assert first[1.0] - first[0.25] > 0.12
 
 
 @functools.cache
 def simulated(**how) -> tuple[float, float, float, float]:
-    """Of tables of 4 equal algorithms and the one that they are compared with: the shares of
-    intervals that hold the truth, of times and of ratios; of tables and of rows with a false word.
+    """Simulates tables of 4 equal algorithms and a baseline. Returns the shares of intervals that
+    hold the truth, of times and of ratios, and of tables and rows with a false verdict.
     """
     rng = np.random.default_rng(11)
     times, ratios, words = [], [], []
     for _ in range(400):
         base, *others = trials = sweep(rng, [1.0] * 5, **how)
         for runs in trials:
-            found = race.typical([run.seconds for run in runs])
-            times.append(found.low <= AT_S <= found.high)
+            result = race.typical([run.seconds for run in runs])
+            times.append(result.low <= AT_S <= result.high)
         races = [race.race(runs, base) for runs in others]
-        ratios += [one.difference.ratio.low <= 1 <= one.difference.ratio.high for one in races]
+        ratios += [item.difference.ratio.low <= 1 <= item.difference.ratio.high for item in races]
         words.append([word in ("FASTER", "SLOWER") for word in race.verdicts(races)])
     false = np.array(words)
     return np.mean(times), np.mean(ratios), false.any(axis=1).mean(), false.mean()
@@ -119,12 +121,12 @@ def test_one_table_of_20_with_equal_algorithms_has_a_false_word():
 
 def test_a_third_longer_is_found():
     rng = np.random.default_rng(3)
-    found = []
+    result = []
     for _ in range(200):
         base, slow, fast = sweep(rng, [1.0, 4 / 3, 3 / 4])
-        found.append(race.verdicts([race.race(slow, base), race.race(fast, base)]))
-    assert np.mean([words == ["SLOWER", "FASTER"] for words in found]) > 0.8
-    assert not any("FASTER" in words[:1] or "SLOWER" in words[1:] for words in found)
+        result.append(race.verdicts([race.race(slow, base), race.race(fast, base)]))
+    assert np.mean([words == ["SLOWER", "FASTER"] for words in result]) > 0.8
+    assert not any("FASTER" in words[:1] or "SLOWER" in words[1:] for words in result)
 
 
 def runs(*seconds: float | None) -> list[Finish]:
@@ -166,24 +168,24 @@ def test_a_target_out_of_reach_of_some_makes_no_false_words():
     rng, words = np.random.default_rng(5), []
     for _ in range(300):
         base, *others = sweep(rng, [1.0] * 5, budget_s=10.5)
-        words.append(race.verdicts([race.race(one, base) for one in others]))
+        words.append(race.verdicts([race.race(item, base) for item in others]))
     false = [any(word in ("FASTER", "SLOWER") for word in table) for table in words]
     assert np.mean(false) <= 0.08
 
 
 def test_runs_are_paired_by_seed():
     base, ours = runs(10, 20, 5, 8, 16), runs(9.5, 19, 4.75, 7.6, 15.2)
-    found = race.race(ours, base).difference
-    assert found.paired and found.ratio.value == pytest.approx(1 / 0.95)
-    assert found.half_width < 1e-6
+    result = race.race(ours, base).difference
+    assert result.paired and result.ratio.value == pytest.approx(1 / 0.95)
+    assert result.half_width < 1e-6
     turned = race.race(list(reversed(ours)), base).difference
     assert turned.paired and turned.half_width < 1e-6
     strange = (
-        [dataclasses.replace(one, seed=one.seed + 1) for one in ours],
-        [dataclasses.replace(one, seed=7) for one in ours],
+        [dataclasses.replace(item, seed=item.seed + 1) for item in ours],
+        [dataclasses.replace(item, seed=7) for item in ours],
     )
-    for one in strange:
-        other = race.race(one, base).difference
+    for item in strange:
+        other = race.race(item, base).difference
         assert not other.paired and other.half_width > 0.5
 
 

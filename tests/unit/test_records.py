@@ -19,8 +19,8 @@ COMMITTED = sorted((ROOT / "docs" / "records").glob("**/records.jsonl"))
 
 
 def record(digest, **more):
-    made = {"id": digest, "trial": {}, "status": "ok", "started": "now", "duration_s": 1.0}
-    return Record(hash=digest, machine={}, **made | more)
+    built = {"id": digest, "trial": {}, "status": "ok", "started": "now", "duration_s": 1.0}
+    return Record(hash=digest, machine={}, **built | more)
 
 
 def result(**more):
@@ -44,8 +44,8 @@ def test_records_come_back_as_they_were_appended_each_one_line(path):
     assert load(path) == [ONE, TWO, THREE]
     text = path.read_text()
     assert text.endswith("\n")
-    found = [json.loads(line) for line in text.splitlines()]
-    assert found == [each.to_json() for each in (ONE, TWO, THREE)]
+    matches = [json.loads(line) for line in text.splitlines()]
+    assert matches == [each.to_json() for each in (ONE, TWO, THREE)]
 
 
 def test_a_number_that_json_does_not_know_is_refused_before_anything_is_written(path):
@@ -84,8 +84,8 @@ def test_a_damaged_line_costs_no_other_and_is_counted_once(path, damage, caplog)
     path.write_bytes(b"\n".join(lines))
     for _ in range(2):
         assert load(path) == [ONE, TWO]
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [f"{path}: 1 of its lines is damaged and left out (2)"]
+    text = [record.getMessage() for record in caplog.records]
+    assert text == [f"{path}: 1 of its lines is damaged and left out (2)"]
 
 
 def test_a_file_of_damaged_lines_has_no_record(path, caplog):
@@ -121,9 +121,9 @@ def test_cycles_are_searched_for_again_after_reading(path):
 
 
 def test_latest_is_the_newest_record_of_each_trial_in_order_of_appearance():
-    found = latest([ONE, TWO, THREE])
-    assert found == {"a": THREE, "b": TWO}
-    assert list(found) == ["a", "b"]
+    matches = latest([ONE, TWO, THREE])
+    assert matches == {"a": THREE, "b": TWO}
+    assert list(matches) == ["a", "b"]
     assert latest([]) == {}
 
 

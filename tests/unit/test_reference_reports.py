@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,6 @@ from common.harness import cli
 from common.harness.trial import options_of
 from common.results import store
 from common.results.exports.reference_reports import (
-    command,
     link_logs,
     load_reports,
     log_name,
@@ -27,8 +27,8 @@ from tests.unit.made_record import record
 
 
 def test_reference_reports_have_the_references_structure():
-    one = record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)
-    assert reports([one]) == {"0": {"resnet50_64": {"mgwfbp": ["7897.600"]}}}
+    item = record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)
+    assert reports([item]) == {"0": {"resnet50_64": {"mgwfbp": ["7897.600"]}}}
     assert list(reports([record(launcher="ssh", launcher_options={"rdma": 1})])) == ["1"]
 
 
@@ -58,10 +58,10 @@ def test_what_has_no_valid_number_keeps_its_place_in_the_list_of_worlds(lost):
 
 
 def test_reference_reports_have_a_place_for_every_axis():
-    """What an experiment varies besides model, method and world must overwrite nothing."""
+    """An axis besides model, method and world must overwrite nothing."""
     fault = {"kind": "link_down", "host": 1, "at_s": 2.0}
     same = {"model": "bert_base", "batch_size": 8}
-    found = reports(
+    result = reports(
         [
             record("ddp", 0.1, network="1gbe"),
             record("ddp", 0.2, network="1gbe", fault=fault),
@@ -70,7 +70,7 @@ def test_reference_reports_have_a_place_for_every_axis():
             record("ddp", 1.6, network="10gbe", **same, sentence_len=128),
         ]
     )
-    assert found == {
+    assert result == {
         "1gbe": {"mnist_cnn_8": {"ddp": ["160.000"], "ddp, link_down h1 at 2 s": ["80.000"]}},
         "10gbe": {
             "mnist_cnn_8": {"ddp": ["40.000"]},
@@ -83,21 +83,20 @@ def test_reference_reports_have_a_place_for_every_axis():
 
 
 def test_the_lines_of_the_references_report():
-    found = report_lines([record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)])
-    assert re.fullmatch(r"Speed:  \(7897\.[0-9]{3}, [0-9.]+\)", found[0])
-    assert found[1:] == ["==== All Reports ======", "rdma:0,mgwfbp,7897.600"]
+    result = report_lines([record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)])
+    assert re.fullmatch(r"Speed:  \(7897\.[0-9]{3}, [0-9.]+\)", result[0])
+    assert result[1:] == ["==== All Reports ======", "rdma:0,mgwfbp,7897.600"]
 
 
-def test_h5_the_name_of_a_log_and_the_command_that_makes_it():
+def test_h5_the_name_of_a_log_and_the_variables_that_make_it():
     merging = {"merge": "greedy"}
-    one = record("mgwfbp", 0.5, 64, model="resnet50", batch_size=64, options=merging)
-    assert log_name(one) == (
+    item = record("mgwfbp", 0.5, 64, model="resnet50", batch_size=64, options=merging)
+    assert log_name(item) == (
         "rdma-0-method-mgwfbp-dnn-resnet50-bs-64-nworker-64-compressor-none-thres-0.log"
     )
-    said = command(one)
-    assert said.startswith("cd dear;rdma=0 dnn=resnet50 bs=64 nworkers=64 ")
-    assert said.endswith(
-        "compressor=none threshold=0 mgwfbp=1 asc=0 nstreams=1 ./horovod_mpi_cj.sh"
+    assert " ".join(f"{key}={value}" for key, value in variables(item.trial).items()) == (
+        "rdma=0 dnn=resnet50 bs=64 nworkers=64 method=mgwfbp "
+        "compressor=none threshold=0 mgwfbp=1 asc=0 nstreams=1"
     )
 
 
@@ -117,21 +116,22 @@ def test_h5_the_name_of_a_log_and_the_command_that_makes_it():
     ],
 )
 def test_a_trial_is_made_again_by_its_variables(algorithm, options):
-    said = variables(record(algorithm, options=options))
-    given = {key: text for key, text in said.items() if key in aliases.VARIABLES}
-    name, again = aliases.method(said["method"], given)
+    output = variables(record(algorithm, options=options).trial)
+    given = {key: text for key, text in output.items() if key in aliases.VARIABLES}
+    name, again = aliases.method(output["method"], given)
     assert (name, algorithm_options(name, again)) == (algorithm, options_of(algorithm, options))
 
 
 def test_logs_have_the_suites_names_beside_the_trials(tmp_path):
-    made = [record("dear"), record("wfbp"), record("none", world=1), record("ddp")]
-    made.insert(2, record("dear", options={"fusion": "none"}, label="dear-notf"))
-    made.insert(3, record("dear", options={"small_kb": 7}, label="dear-too"))
-    for one in made[:5]:
-        (tmp_path / one.id).mkdir()
-        (tmp_path / one.id / "log-0-rank0.txt").write_text(f"of {one.label}")
-    links = link_logs(tmp_path, made)
-    assert links == link_logs(tmp_path, made), "again is no mistake"
+    built = [record("dear"), record("wfbp"), record("none", world=1), record("ddp")]
+    built.insert(2, record("dear", options={"fusion": "none"}, label="dear-notf"))
+    built.insert(3, record("dear", options={"small_kb": 7}, label="dear-too"))
+    for item in built[:5]:
+        (tmp_path / item.id).mkdir()
+        (tmp_path / item.id / "log-0-rank0.txt").write_text(f"of {item.label}")
+    link = partial(link_logs, tmp_path, built, lambda item: f"makes {item.id}")
+    links = link()
+    assert links == link(), "again is no mistake"
     assert [link.read_text() for link in links] == [
         "of dear",
         "of wfbp",
@@ -139,7 +139,7 @@ def test_logs_have_the_suites_names_beside_the_trials(tmp_path):
         "of dear-too",
     ]
     lines = (tmp_path / "reference_logs" / "commands.txt").read_text().splitlines()
-    assert len(lines) == 4 and lines[0] == f"{links[0].name}: {command(made[0])}"
+    assert len(lines) == 4 and lines[0] == f"{links[0].name}: makes {built[0].id}"
 
 
 def test_reports_of_several_runs_stand_side_by_side(tmp_path):
@@ -159,9 +159,9 @@ def test_reports_of_several_runs_stand_side_by_side(tmp_path):
 def test_the_command_reads_reports_beside_a_sweep(tmp_path, capsys):
     sweep = tmp_path / "logs" / "mine"
     sweep.mkdir(parents=True)
-    one = record("ddp", 64 * 2 / 150, 2, model="resnet50", batch_size=64)
-    store.append(sweep / "records.jsonl", one)
-    store.Comparison(compare_to="ddp", trials=(one.hash,), worlds=(1, 2)).save(sweep)
+    item = record("ddp", 64 * 2 / 150, 2, model="resnet50", batch_size=64)
+    store.append(sweep / "records.jsonl", item)
+    store.Comparison(compare_to="ddp", trials=(item.hash,), worlds=(1, 2)).save(sweep)
     path = tmp_path / "reports.json"
     path.write_text(json.dumps({"0": {"resnet50_64": {"ddp": ["nan", "100.000"]}}}))
     command = ["compare", str(path), "mine", "--logs", str(tmp_path / "logs")]

@@ -1,9 +1,10 @@
-"""What the references call methods and settings, and the trial that their variables ask for."""
+"""Tests of the references' names of methods and settings, and of the trials of their variables."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from common.harness import variables
+from common.harness import cli, variables
 from common.harness.experiment import AlgorithmChoice
-from common.harness.experiment_file import load
+from common.harness.experiment_file import find_experiment, load
+from common.harness.running import fabric
+from common.harness.trial import Trial
 from dear.algorithms import aliases
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names, algorithm_options
@@ -31,9 +34,9 @@ def test_an_alias_is_an_algorithm_with_options_that_it_has(name):
 
 
 def test_an_experiment_names_an_algorithm_as_it_was_asked_for():
-    made = AlgorithmChoice(name="asc2", options={"channels": 3})
-    assert (made.name, made.options) == ("mgwfbp", {"merge": "asc", "channels": 3})
-    assert made.title == "asc2(channels=3)"
+    built = AlgorithmChoice(name="asc2", options={"channels": 3})
+    assert (built.name, built.options) == ("mgwfbp", {"merge": "asc", "channels": 3})
+    assert built.title == "asc2(channels=3)"
     assert AlgorithmChoice(name="pytorch-ddp").title == "pytorch-ddp"
     assert AlgorithmChoice(name="wfbp", label="own").title == "own"
     with pytest.raises(UserError, match="method bspps needs a parameter server"):
@@ -108,9 +111,9 @@ def test_an_experiment_names_an_algorithm_as_it_was_asked_for():
     ],
 )
 def test_variables_of_a_method_are_options(method, given, algorithm, options):
-    found = aliases.method(method, given)
-    assert found == (algorithm, options)
-    algorithm_options(*found)
+    result = aliases.method(method, given)
+    assert result == (algorithm, options)
+    algorithm_options(*result)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def test_what_cannot_be_is_one_line(method, given, words):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Without MPI, with two cores, and hosts n1 and n2 that can be found."""
+    """Machine without MPI, with two cores, and hosts n1 and n2 that can be found."""
     monkeypatch.setattr(variables.shutil, "which", lambda name: None)
     monkeypatch.setattr(variables, "usable_cores", lambda: 2)
     monkeypatch.setattr(variables, "_gpus", lambda: 0)
@@ -157,17 +160,17 @@ def machine(monkeypatch):
 
 def trial(environ):
     flags, words = variables.trial_flags(environ)
-    (made,) = load(ROOT / "configs/experiments/reference.yaml", [f[6:] for f in flags]).trials()
-    return made, words
+    (built,) = load(ROOT / "configs/experiments/reference.yaml", [f[6:] for f in flags]).trials()
+    return built, words
 
 
 def test_the_trial_of_the_variables_runs_on_this_machine(machine):
-    made, words = trial({"dnn": "resnet50", "bs": "4", "nworkers": "2", "method": "asc"})
-    assert (made.model, made.batch_size, made.world_size) == ("resnet50", 4, 2)
-    assert (made.algorithm, made.label, made.options.merge) == ("mgwfbp", "asc", "asc")
-    assert (made.launcher, words) == ("local", "launcher: local processes")
-    made, _ = trial({"dnn": "bert_base", "nworkers": "2", "bs": "2"})
-    assert (made.label, made.sentence_len) == ("dear", 64)
+    built, words = trial({"dnn": "resnet50", "bs": "4", "nworkers": "2", "method": "asc"})
+    assert (built.model, built.batch_size, built.world_size) == ("resnet50", 4, 2)
+    assert (built.algorithm, built.label, built.options.merge) == ("mgwfbp", "asc", "asc")
+    assert (built.launcher, words) == ("local", "launcher: local processes")
+    built, _ = trial({"dnn": "bert_base", "nworkers": "2", "bs": "2"})
+    assert (built.label, built.sentence_len) == ("dear", 64)
     assert trial({"dnn": "bert", "senlen": "32", "nworkers": "1"})[0].sentence_len == 32
 
 
@@ -178,8 +181,8 @@ def test_a_timeline_may_be_asked_for(machine):
 
 def test_where_there_are_gpus_they_are_used_and_counted(machine):
     machine.setattr(variables, "_gpus", lambda: 4)
-    made, _ = trial({"nworkers": "3"})
-    assert (made.device, made.backend) == ("cuda", "nccl")
+    built, _ = trial({"nworkers": "3"})
+    assert (built.device, built.backend) == ("cuda", "nccl")
     with pytest.raises(UserError, match="nworkers=5: this machine has 4 GPUs, and there is no"):
         trial({"nworkers": "5"})
     assert trial({"nworkers": "3", "cluster": "emulated"})[0].device == "cpu"
@@ -187,9 +190,9 @@ def test_where_there_are_gpus_they_are_used_and_counted(machine):
 
 def test_the_trial_of_the_variables_runs_on_virtual_hosts(machine):
     given = {"cluster": "emulated", "nworkers": "4", "rdma": "1"}
-    made, words = trial(given)
-    assert (made.model, made.hosts) == ("resnet50@rtx2080ti-modelled", 4)
-    assert made.network == "100gbib" and words == "launcher: 4 virtual hosts on 100gbib"
+    built, words = trial(given)
+    assert (built.model, built.hosts) == ("resnet50@rtx2080ti-modelled", 4)
+    assert built.network == "100gbib" and words == "launcher: 4 virtual hosts on 100gbib"
     assert trial({**given, "ngpu_per_node": "2"})[0].hosts == 2
     assert trial({**given, "dnn": "mnist_cnn@rtx2080ti-modelled", "bs": "32"})[0].batch_size == 32
 
@@ -297,10 +300,10 @@ def _table() -> list[tuple[dict[str, str], dict[str, object]]]:
 def test_the_record_of_a_trial_holds_what_the_page_says_of_its_variables(machine, given, wanted):
     held = trial({"nworkers": "2", **given})[0].to_json()
     for path, value in wanted.items():
-        found = held
+        result = held
         for key in path.split("."):
-            found = found[key]
-        assert found == value, path
+            result = result[key]
+        assert result == value, path
 
 
 def test_the_page_says_of_every_variable_what_it_does():
@@ -324,7 +327,7 @@ DEFAULTS = {
     "multi_job_scheduling": False,
     "exclude_parts": "",
 }
-"""Of DeAR's first `DistributedOptimizer`, but `norm_clip`, which is ours as well."""
+"""Arguments of DeAR's first `DistributedOptimizer`, without `norm_clip`, which is ours as well."""
 
 
 @pytest.mark.parametrize(
@@ -383,3 +386,33 @@ def test_every_variable_and_name_stands_in_the_documents():
     for name in (*aliases.VARIABLES, *variables.DEFAULTS, *aliases.ALIASES):
         assert f"`{name}`" in text or f"`{name}=" in text, name
     assert all(f"`{name}`" in text for name in aliases.SERVERS)
+
+
+def _again(command: str, capsys) -> list[str]:
+    """Identities of the trials that the command would run, without running it."""
+    words = shlex.split(command.removeprefix("cd dear;"))
+    place = words.index("./horovod_mpi_cj.sh")
+    environ = dict(word.split("=", 1) for word in words[:place])
+    assert cli.run_variables([*words[place + 1 :], "--dry-run", "--json"], environ) == 0
+    plan = json.loads(capsys.readouterr().out)
+    return [Trial.from_json(entry["trial"]).hash for entry in plan]
+
+
+@pytest.mark.parametrize("name", ["suite", "emulated-quick", "quick", "slow_host", "sites"])
+def test_the_command_of_a_trial_makes_this_trial(name, monkeypatch, capsys):
+    monkeypatch.setattr(fabric, "misfit", lambda trial: None)
+    monkeypatch.setattr(variables, "usable_cores", lambda: 8)
+    experiment = load(find_experiment(name))
+    trials = [trial for trial in experiment.trials() if trial.algorithm != "none"]
+    assert len(trials) > 3
+    for trial in trials:
+        assert _again(variables.command(experiment, trial), capsys) == [trial.hash], trial.title
+
+
+def test_a_trial_that_no_variables_make_has_no_command():
+    twice = [{"name": "dear"}, {"name": "dear", "label": "again"}]
+    experiment = load(
+        find_experiment("quick"), ["compare_to=dear", f"algorithms={json.dumps(twice)}"]
+    )
+    with pytest.raises(UserError, match="repeats another one under another label"):
+        variables.command(experiment, experiment.trials()[-1])

@@ -63,13 +63,13 @@ def split_by_operations(workload):
 
 
 def test_a_file_holds_what_was_saved(tmp_path):
-    made = made_up.profile()
+    built = made_up.profile()
     path = tmp_path / "dev" / "tiny-bs2.json"
-    made.save(path)
-    assert profiles.load(path) == made
+    built.save(path)
+    assert profiles.load(path) == built
     values = json.loads(path.read_text())
     lines = path.read_text().splitlines()
-    assert [json.loads(line.rstrip(",")) for line in lines[-len(made.modules) - 2 : -2]] == (
+    assert [json.loads(line.rstrip(",")) for line in lines[-len(built.modules) - 2 : -2]] == (
         values["modules"]
     )
 
@@ -132,28 +132,28 @@ def test_bad_requests_name_what_there_is(call, message):
 
 @pytest.mark.parametrize("case", modelled.CASES.values(), ids=lambda case: case.name)
 def test_modelled_profiles_are_committed_and_follow_their_rule(case):
-    made = registry.profile_of(f"{case.model}@{modelled.FOLDER_NAME}", case.batch_size)
-    assert made.kind == "modelled"
-    passes = re.findall(r"(forward|backward) ([\d.]+) ms times ([\d.]+)", made.rule)
+    built = registry.profile_of(f"{case.model}@{modelled.FOLDER_NAME}", case.batch_size)
+    assert built.kind == "modelled"
+    passes = re.findall(r"(forward|backward) ([\d.]+) ms times ([\d.]+)", built.rule)
     counted = {name: (float(ms), float(factor)) for name, ms, factor in passes}
     factors = modelled.EFFICIENCIES[case.like or case.name]
-    for name, seconds in (("forward", made.forward_s), ("backward", made.backward_s)):
+    for name, seconds in (("forward", built.forward_s), ("backward", built.backward_s)):
         ms, factor = counted[name]
         assert factor == getattr(factors, name)
         assert seconds * 1e3 == pytest.approx(ms * factor, rel=1e-3, abs=2e-3)
     if case.like:
-        assert f"the factors of {case.like}" in made.rule
+        assert f"the factors of {case.like}" in built.rule
     if case.total == case.batch_size:
         total = published.find(case.model, "rtx2080ti", case.total)
-        assert made.step_s * 1e3 == pytest.approx(total.training_ms, rel=1e-3)
+        assert built.step_s * 1e3 == pytest.approx(total.training_ms, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", modelled.EFFICIENCIES)
 def test_efficiencies_are_what_published_times_say(name):
-    said = modelled.efficiency(modelled.CASES[name])
+    text = modelled.efficiency(modelled.CASES[name])
     for part in ("forward", "backward"):
         kept = getattr(modelled.EFFICIENCIES[name], part)
-        assert getattr(said, part) == pytest.approx(kept, abs=6e-5)
+        assert getattr(text, part) == pytest.approx(kept, abs=6e-5)
 
 
 def test_the_page_has_the_profiles_beside_what_is_published():
@@ -174,21 +174,21 @@ def test_the_page_has_what_is_counted_for_other_gpus(monkeypatch):
 
 @pytest.mark.parametrize(("name", "batch_size"), PROFILES)
 def test_committed_profiles_are_consistent(name, batch_size):
-    made = registry.profile_of(name, batch_size)
-    assert (f"{made.model}@{made.device}", made.batch_size) == (name, batch_size)
-    chain = made.gradients()
+    built = registry.profile_of(name, batch_size)
+    assert (f"{built.model}@{built.device}", built.batch_size) == (name, batch_size)
+    chain = built.gradients()
     assert [param.position for param in chain] == list(range(len(chain)))
     times = [param.ready_s for param in chain]
     assert times == sorted(times)
-    assert 0 <= times[0] <= times[-1] <= made.backward_s * 1.001
-    assert made.forward_s < made.backward_s
+    assert 0 <= times[0] <= times[-1] <= built.backward_s * 1.001
+    assert built.forward_s < built.backward_s
 
 
 def test_the_committed_profile_is_what_the_rule_makes(tmp_path):
-    made = modelled.model_profile(modelled.CASES["mnist_cnn-bs32"])
+    built = modelled.model_profile(modelled.CASES["mnist_cnn-bs32"])
     path = tmp_path / "again.json"
-    made.save(path)
-    again, committed = profiles.load(path), registry.profile_of(f"{made.model}@{made.device}", 32)
+    built.save(path)
+    again, committed = profiles.load(path), registry.profile_of(f"{built.model}@{built.device}", 32)
     assert again.parameters == committed.parameters
     assert again.modules == committed.modules
     assert (again.rule, again.flops) == (committed.rule, committed.flops)
@@ -225,19 +225,19 @@ def test_recording_a_real_model_on_the_cpu(tmp_path, capsys):
     path = tmp_path / "mnist.json"
     arguments = ["--model", "mnist_cnn", "--batch", "4", "--device", "cpu", "--name", "here"]
     assert layers.main([*arguments, "--warmup", "1", "--steps", "3", "--out", str(path)]) == 0
-    made = profiles.load(path)
-    assert (made.kind, made.batch_size, made.device) == ("measured", 4, "here")
-    assert made.device_name
-    assert 1e8 < made.memory_bytes_per_s < 1e13
-    times = {call.module: (call.forward_s, call.backward_s) for call in made.calls}
+    built = profiles.load(path)
+    assert (built.kind, built.batch_size, built.device) == ("measured", 4, "here")
+    assert built.device_name
+    assert 1e8 < built.memory_bytes_per_s < 1e13
+    times = {call.module: (call.forward_s, call.backward_s) for call in built.calls}
     assert all(min(times[name]) > 0 for name in ("features.0", "features.2", "classifier.0"))
     real = registry.build("mnist_cnn", 4, None, torch.Generator()).model
-    assert [(p.name, p.shape) for p in made.parameters] == [
+    assert [(p.name, p.shape) for p in built.parameters] == [
         (name, tuple(param.shape)) for name, param in real.named_parameters()
     ]
-    assert {param.module for param in made.gradients()[:2]} == {"classifier.3"}
-    assert {param.module for param in made.gradients()[-2:]} == {"features.0"}
-    assert made.gradients()[-1].ready_s <= made.backward_s * 1.001
+    assert {param.module for param in built.gradients()[:2]} == {"classifier.3"}
+    assert {param.module for param in built.gradients()[-2:]} == {"features.0"}
+    assert built.gradients()[-1].ready_s <= built.backward_s * 1.001
     assert "forward" in capsys.readouterr().out
 
 
@@ -277,9 +277,9 @@ class Diary(pace.Pace):
 
 @pytest.fixture
 def diary():
-    made = Diary()
-    pace.set_pace(made)
-    yield made
+    built = Diary()
+    pace.set_pace(built)
+    yield built
     pace.set_pace(pace.Pace(1.0, None))
 
 
@@ -296,11 +296,11 @@ def test_parameters_are_those_of_the_real_model(name):
     sentence_len = registry.sentence_len(name, None)
     with torch.device("meta"):
         real = registry.build(name, 2, sentence_len, torch.Generator()).model
-        made = registry.build(f"{name}@rtx2080ti-modelled", 64, sentence_len, torch.Generator())
+        built = registry.build(f"{name}@rtx2080ti-modelled", 64, sentence_len, torch.Generator())
     theirs = [(key, tuple(p.shape)) for key, p in real.named_parameters()]
-    assert [(key, tuple(p.shape)) for key, p in made.model.named_parameters()] == theirs
+    assert [(key, tuple(p.shape)) for key, p in built.model.named_parameters()] == theirs
     buffers = {key for key, _ in real.named_buffers()}
-    assert set(made.model.state_dict()) == set(real.state_dict()) - buffers
+    assert set(built.model.state_dict()) == set(real.state_dict()) - buffers
 
 
 @pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2", "bert_base"])
@@ -309,15 +309,15 @@ def test_lists_and_sequences_of_layers_are_those_of_the_real_model(name):
     sentence_len = registry.sentence_len(name, None)
     with torch.device("meta"):
         real = registry.build(name, 2, sentence_len, torch.Generator()).model
-        made = registry.build(f"{name}@rtx2080ti-modelled", 64, sentence_len, torch.Generator())
+        built = registry.build(f"{name}@rtx2080ti-modelled", 64, sentence_len, torch.Generator())
     kinds = torch.nn.ModuleList, torch.nn.Sequential
 
     def lists(model):
-        """But for those without a parameter."""
+        """Layers without a parameter are left out."""
         named = model.named_modules()
         return {key for key, module in named if isinstance(module, kinds) and _owns(module)}
 
-    assert lists(made.model) == lists(real)
+    assert lists(built.model) == lists(real)
 
 
 def _owns(module):

@@ -38,9 +38,9 @@ SCRIPT = "<script>alert(1)</script>"
 def sweep(folder, records, compare_to="ddp", also=()):
     """The folder of a sweep that holds the records; of trials `also` there is none."""
     folder.mkdir(exist_ok=True)
-    for one in records:
-        store.append(folder / "records.jsonl", one)
-    Comparison(compare_to=compare_to, trials=(*(one.hash for one in records), *also)).save(folder)
+    for item in records:
+        store.append(folder / "records.jsonl", item)
+    Comparison(compare_to=compare_to, trials=(*(item.hash for item in records), *also)).save(folder)
     return folder
 
 
@@ -74,13 +74,13 @@ def drawn(folder):
 
 @pytest.mark.parametrize("name", ["merging", "emulated", "quick", "delayed"])
 def test_the_answer_stands_on_top(name):
-    found = read(RECORDS / name)
+    result = read(RECORDS / name)
     comparison = Comparison.load(RECORDS / name)
-    told = overview(comparison.results(RECORDS / name), comparison.compare_to)
-    assert told.answers and [one.text for one in found.all("li", "verdict")] == told.answers
-    tags = [one.tag for one in found.elements if "header" in one.above]
+    lines = overview(comparison.results(RECORDS / name), comparison.compare_to)
+    assert lines.answers and [item.text for item in result.all("li", "verdict")] == lines.answers
+    tags = [item.tag for item in result.elements if "header" in item.above]
     assert tags[tags.index("h1") + 1 :][:2] == ["ul", "li"], "right below the name"
-    assert all(line in found.section("notes") for line in map(_plain, told.remarks))
+    assert all(line in result.section("notes") for line in map(_plain, lines.remarks))
 
 
 def _plain(text):
@@ -89,35 +89,37 @@ def _plain(text):
 
 @pytest.mark.parametrize("name", ["merging", "emulated", "time_to_accuracy"])
 def test_nothing_is_asked_for_and_nothing_but_our_own_script_may_run(name):
-    found = read(RECORDS / name, figures=drawn)
-    assert {one[:5] for one in found.references if not one.startswith("#")} == {"data:"}
-    inside = {one.attributes.get("id") for one in found.elements}
-    assert {one[1:] for one in found.references if one.startswith("#")} <= inside
+    result = read(RECORDS / name, figures=drawn)
+    assert {item[:5] for item in result.references if not item.startswith("#")} == {"data:"}
+    inside = {item.attributes.get("id") for item in result.elements}
+    assert {item[1:] for item in result.references if item.startswith("#")} <= inside
     (policy,) = [
-        one.attributes["content"]
-        for one in found.all("meta")
-        if one.attributes.get("http-equiv") == "Content-Security-Policy"
+        item.attributes["content"]
+        for item in result.all("meta")
+        if item.attributes.get("http-equiv") == "Content-Security-Policy"
     ]
-    (script,) = found.all("script")
+    (script,) = result.all("script")
     digest = base64.b64encode(hashlib.sha256(script.text.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'") and "connect-src 'none'" in policy
-    handlers = [k for one in found.elements for k in one.attributes if k.startswith("on")]
+    handlers = [k for item in result.elements for k in item.attributes if k.startswith("on")]
     assert handlers == []
 
 
 def test_identifiers_are_unique_and_everything_for_who_does_not_see_it_is_there():
-    found = read(RECORDS / "merging", figures=drawn)
-    known = [one.attributes["id"] for one in found.elements if "id" in one.attributes]
+    result = read(RECORDS / "merging", figures=drawn)
+    known = [item.attributes["id"] for item in result.elements if "id" in item.attributes]
     assert len(known) == len(set(known))
     for key in ("aria-labelledby", "for"):
-        assert {one.attributes[key] for one in found.elements if key in one.attributes} <= {*known}
-    assert len(found.all("h1")) == len(found.all("main")) == len(found.all("nav")) == 1
-    assert found.all("a", "skip")[0].attributes["href"] == "#main"
-    assert len(found.all("caption")) == len(found.all("table"))
-    assert all(one.attributes.get("scope") in ("col", "row") for one in found.all("th"))
-    assert all(one.attributes["aria-label"] for one in found.all("div", "drawing"))
-    levels = [int(one.tag[1]) for one in found.elements if re.fullmatch("h[1-6]", one.tag)]
+        assert {item.attributes[key] for item in result.elements if key in item.attributes} <= {
+            *known
+        }
+    assert len(result.all("h1")) == len(result.all("main")) == len(result.all("nav")) == 1
+    assert result.all("a", "skip")[0].attributes["href"] == "#main"
+    assert len(result.all("caption")) == len(result.all("table"))
+    assert all(item.attributes.get("scope") in ("col", "row") for item in result.all("th"))
+    assert all(item.attributes["aria-label"] for item in result.all("div", "drawing"))
+    levels = [int(item.tag[1]) for item in result.elements if re.fullmatch("h[1-6]", item.tag)]
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
 
 
@@ -127,27 +129,27 @@ def test_what_records_say_cannot_become_a_part_of_the_page(tmp_path):
     run = store.Run(run=evil.run, command=SCRIPT, experiment="</code></pre>" + SCRIPT)
     folder = sweep(tmp_path / "<img src=x>", [record("ddp"), evil, record("wfbp")])
     run.save(folder)
-    found = read(folder, figures=drawn)
-    assert len(found.all("script")) == 1 and found.all("img") == []
-    assert found.all("h1")[0].text == "<img src=x>"
-    assert found.all("li", "verdict")[0].text.count(SCRIPT) == 1
-    assert "<img src=x onerror=alert(1)>" in found.section("results-section")
-    assert SCRIPT in found.section("commands") and SCRIPT in found.section("environment")
-    assert SCRIPT in found.section("figures")
+    result = read(folder, figures=drawn)
+    assert len(result.all("script")) == 1 and result.all("img") == []
+    assert result.all("h1")[0].text == "<img src=x>"
+    assert result.all("li", "verdict")[0].text.count(SCRIPT) == 1
+    assert "<img src=x onerror=alert(1)>" in result.section("results-section")
+    assert SCRIPT in result.section("commands") and SCRIPT in result.section("environment")
+    assert SCRIPT in result.section("figures")
 
 
 @pytest.mark.parametrize("name", ["merging", "quick", "time_to_accuracy"])
 def test_all_records_can_be_taken_out_again(name, tmp_path):
-    found = read(RECORDS / name)
+    result = read(RECORDS / name)
     for file in ("records.jsonl", "experiment.json"):
-        (tmp_path / file).write_bytes(found.file(file))
+        (tmp_path / file).write_bytes(result.file(file))
     again = Comparison.load(tmp_path)
     assert again == Comparison.load(RECORDS / name)
     assert again.results(tmp_path) == again.results(RECORDS / name)
     assert (tmp_path / "records.jsonl").read_bytes() == (
         RECORDS / name / "records.jsonl"
     ).read_bytes()
-    lines = found.file("table.csv").decode().splitlines()
+    lines = result.file("table.csv").decode().splitlines()
     assert len(lines) == 1 + len(again.trials)
 
 
@@ -157,23 +159,23 @@ def test_of_a_very_long_file_the_newest_records_are_inside(tmp_path, monkeypatch
     Comparison(compare_to="ddp", trials=(old.hash, record("dear").hash)).save(folder)
     assert len(read(folder).file("records.jsonl").splitlines()) == 3
     monkeypatch.setattr(page, "_WHOLE_FILE", 0)
-    found = read(folder)
-    kept = found.file("records.jsonl").decode()
+    result = read(folder)
+    kept = result.file("records.jsonl").decode()
     assert len(kept.splitlines()) == 2 and "an older one" not in kept
-    assert "the newest of each trial" in found.section("records")
+    assert "the newest of each trial" in result.section("records")
 
 
 def many(folder, count=50):
     """A sweep of so many trials as large as those of a committed one."""
     model = Comparison.load(RECORDS / "merging").results(RECORDS / "merging")
-    made = []
+    built = []
     for number in range(count):
-        one = model[number % len(model)]
-        trial = one.trial | {"batch_size": 32 + number // len(model)}
-        slower = [[[step * (1 + number / 1e6) for step in b] for b in r] for r in one.iters]
-        other = changed(one, hash=f"{number:012}", id=f"t{number}", trial=trial)
-        made.append(with_iters(other, slower))
-    return sweep(folder, made, "wfbp")
+        item = model[number % len(model)]
+        trial = item.trial | {"batch_size": 32 + number // len(model)}
+        slower = [[[step * (1 + number / 1e6) for step in b] for b in r] for r in item.iters]
+        other = changed(item, hash=f"{number:012}", id=f"t{number}", trial=trial)
+        built.append(with_iters(other, slower))
+    return sweep(folder, built, "wfbp")
 
 
 def test_fifty_trials_are_a_small_file_made_without_torch(tmp_path):
@@ -206,37 +208,37 @@ def test_every_way_to_end_is_marked_with_its_reason(tmp_path):
     log = folder / bad[0].id / "log-0-rank1.txt"
     log.parent.mkdir()
     log.write_text("x" * 5000 + "\nTraceback: <boom>\n")
-    found = read(folder)
-    shown = found.section("flags")
-    rows = found.section("results-section")
+    result = read(folder)
+    shown = result.section("flags")
+    rows = result.section("results-section")
     for status in STATES:
         assert f"{status} a {status}, mnist_cnn, batch 8, 2 workers" in shown
-        assert found.all("strong", status), status
+        assert result.all("strong", status), status
     assert "no <such> thing" in rows and "no <such> thing" in shown
     assert "kind crash rank 1" in _plain(shown) and "Traceback: <boom>" in shown
-    assert found.html.count("x" * 4000) == 0, "only its end"
-    assert found.html.count("x" * 2500) == 1
+    assert result.html.count("x" * 4000) == 0, "only its end"
+    assert result.html.count("x" * 2500) == 1
     assert "incorrect" in rows and "off plain training" in shown
     assert "disturbed: other processes used 3.0 cores" in rows
     assert "disturbed: other processes used 3.0 cores" in shown
     assert "flagged" in rows and "note not measured in turn" in rows
-    assert "not measured in turn dadt, mnist_cnn" in found.section("notes")
-    marked = {one.attributes.get("class") for one in found.all("tbody")}
+    assert "not measured in turn dadt, mnist_cnn" in result.section("notes")
+    marked = {item.attributes.get("class") for item in result.all("tbody")}
     assert marked == {None, "incorrect", "flagged", *STATES}
-    (row,) = [one.text for one in found.all("tbody", "flagged") if "img/s" in one.text]
+    (row,) = [item.text for item in result.all("tbody", "flagged") if "img/s" in item.text]
     assert "(200 img/s)" in row
-    states = " ".join(one.text for one in found.all("ul", "counts")).split()
-    told = " ".join(states)
-    assert "2 valid" in told and "1 without a record" in told and "1 flagged" in told
-    assert "9 of 10 trials have ended" in found.html
+    states = " ".join(item.text for item in result.all("ul", "counts")).split()
+    lines = " ".join(states)
+    assert "2 valid" in lines and "1 without a record" in lines and "1 flagged" in lines
+    assert "9 of 10 trials have ended" in result.html
 
 
 def test_a_sweep_without_an_answer_says_why(tmp_path, capsys):
     def said(name, records, **more):
-        found = read(sweep(tmp_path / name, records, **more))
-        (one,) = found.all("p", "verdict")
-        assert found.all("ul", "verdicts") == []
-        return one.text
+        result = read(sweep(tmp_path / name, records, **more))
+        (item,) = result.all("p", "verdict")
+        assert result.all("ul", "verdicts") == []
+        return item.text
 
     assert said("none", [], also=["a", "b"]) == "No answer yet: no trial has ended."
     failed = [record(name, status="failed") for name in ("ddp", "dear")]
@@ -269,37 +271,37 @@ def test_trials_that_learn_have_their_curves_numbers_and_runs(tmp_path):
             )
             for seed in (1, 101, 201)
         ]
-        made = record(name)
+        built = record(name)
         learn = {"budget_s": 2.0, "target_accuracy": 0.9, "data": "digits", "epochs": None}
-        rate = dataclasses.replace(made.throughput, ci_low=7.5, ci_high=8.5, n=3)
-        trial = made.trial | {"learn": learn | {"batch_sizes": None, "sampler": "shared"}}
-        first = dataclasses.replace(made.results[0], iters=[])
+        rate = dataclasses.replace(built.throughput, ci_low=7.5, ci_high=8.5, n=3)
+        trial = built.trial | {"learn": learn | {"batch_sizes": None, "sampler": "shared"}}
+        first = dataclasses.replace(built.results[0], iters=[])
         results = [dataclasses.replace(first, learning=run) for run in runs]
-        return changed(made, trial=trial, results=results, throughput=rate)
+        return changed(built, trial=trial, results=results, throughput=rate)
 
     folder = sweep(tmp_path / "x", [learned("ddp", 0.95), learned("dear", 0.8)])
-    found = read(folder)
-    shown = found.section("results-section")
-    (answer,) = found.all("li", "verdict")
+    result = read(folder)
+    shown = result.section("results-section")
+    (answer,) = result.all("li", "verdict")
     assert "ddp is the first at 90%" in answer.text
     assert "7.50-8.50" in shown and "runs" in shown and "95.0%" in shown
     assert "in the time to the target" in shown
     assert [
-        one for one in found.all("section") if one.attributes["id"] == "breakdown-section"
+        item for item in result.all("section") if item.attributes["id"] == "breakdown-section"
     ] == []
-    assert "--breakdown" not in found.section("commands")
+    assert "--breakdown" not in result.section("commands")
 
 
 def test_numbers_are_sorted_as_numbers_and_nothing_else_is():
-    found = read(RECORDS / "quick")
-    cells = [one for one in found.all("td") if "data-number" in one.attributes]
-    for one in cells:
-        number = float(one.attributes["data-number"])
-        shown = float(re.search(r"[-+]?\d[\d.]*", one.text)[0])
+    result = read(RECORDS / "quick")
+    cells = [item for item in result.all("td") if "data-number" in item.attributes]
+    for item in cells:
+        number = float(item.attributes["data-number"])
+        shown = float(re.search(r"[-+]?\d[\d.]*", item.text)[0])
         units = [shown, shown / 100, shown / 1000]  # as it is, per cent, milliseconds
-        assert any(number == pytest.approx(value, rel=0.01, abs=0.005) for value in units), one
-    (table,) = [one for one in found.all("table") if one.attributes.get("id") == "results"]
-    rates = [one.text for one in cells if "img/s" in one.text or "sen/s" in one.text]
+        assert any(number == pytest.approx(value, rel=0.01, abs=0.005) for value in units), item
+    (table,) = [item for item in result.all("table") if item.attributes.get("id") == "results"]
+    rates = [item.text for item in cells if "img/s" in item.text or "sen/s" in item.text]
     assert len(rates) == len(Comparison.load(RECORDS / "quick").results(RECORDS / "quick"))
     assert "single worker" in table.text
 
@@ -312,8 +314,8 @@ def test_machines_commits_scales_links_and_settings(tmp_path):
     other = changed(model, hash="other", trial=model.trial | {"label": "b"}, machine=dirty)
     plan = typed(Plan, {"groups": [{"bytes": 1 << 20, "tensors": 3}], "found": {}})
     other = with_first(other, plan=plan)
-    found = read(sweep(tmp_path / "x", [model, other]))
-    shown = found.section("environment")
+    result = read(sweep(tmp_path / "x", [model, other]))
+    shown = result.section("environment")
     assert f"1 trial at commit {model.machine['commit']}, and no file differed from it" in shown
     assert "1 trial at commit abc, but files differed from it (digest 0123)" in shown
     assert model.machine["cpu"] in shown and model.machine["packages"]["torch"] in shown
@@ -321,8 +323,8 @@ def test_machines_commits_scales_links_and_settings(tmp_path):
     assert "-42.8 %: not as requested" in shown
     assert "0.999 to 10.00" in shown and "33.2 to 20156" in shown
     assert "here-there 1" in shown and "h0 to h1" in shown and "load" not in shown.split()
-    assert "backend" in shown and "1 groups of 3 tensors" in found.section("notes")
-    assert "and 1 more machines or commits" in found.html
+    assert "backend" in shown and "1 groups of 3 tensors" in result.section("notes")
+    assert "and 1 more machines or commits" in result.html
 
 
 def test_launches_that_were_done_again_are_told(tmp_path):
@@ -353,20 +355,20 @@ def test_the_runs_of_the_records_tell_their_commands(tmp_path):
     assert "of no record" not in shown and "Nobody knows." not in shown
     merged = tmp_path / "merged"
     store.merge([folder, folder], merged)
-    assert [one.run for one in store.runs(merged)] == ["A", "of no record"]
+    assert [item.run for item in store.runs(merged)] == ["A", "of no record"]
 
 
 def test_figures_are_elements_that_stand_beside_each_other():
-    found = read(RECORDS / "merging", figures=lambda folder: [
-        dataclasses.replace(one, name=name, svg=one.svg.replace("lines-", f"{name}-"))
-        for name in ("first", "second") for one in drawn(folder)
+    result = read(RECORDS / "merging", figures=lambda folder: [
+        dataclasses.replace(item, name=name, svg=item.svg.replace("lines-", f"{name}-"))
+        for name in ("first", "second") for item in drawn(folder)
     ])  # fmt: skip
-    assert len(found.all("svg")) == 2 and "<b>&" in found.all("svg")[0].text, "text is text"
-    label = found.all("div", "drawing")[0].attributes["aria-label"]
+    assert len(result.all("svg")) == 2 and "<b>&" in result.all("svg")[0].text, "text is text"
+    label = result.all("div", "drawing")[0].attributes["aria-label"]
     assert label == "Lines: 2 rows of algorithm, throughput."
-    known = [one.attributes["id"] for one in found.elements if "id" in one.attributes]
+    known = [item.attributes["id"] for item in result.elements if "id" in item.attributes]
     assert len(known) == len(set(known))
-    assert found.file("first.csv").decode().startswith("algorithm,throughput\n")
+    assert result.file("first.csv").decode().startswith("algorithm,throughput\n")
 
 
 def test_without_a_result_nothing_is_drawn(tmp_path):
@@ -380,8 +382,8 @@ def test_without_a_result_nothing_is_drawn(tmp_path):
 def test_small_files_are_plain_and_the_same_page_is_made_twice():
     assert not download("x", "a" * 100, "text/plain").packed
     assert download("x", "a" * 100_000, "text/plain").name == "x.gz"
-    made = [page.build(RECORDS / "merging", commands=COMMANDS) for _ in range(2)]
-    assert made[0] == made[1]
+    built = [page.build(RECORDS / "merging", commands=COMMANDS) for _ in range(2)]
+    assert built[0] == built[1]
 
 
 # The command
@@ -393,10 +395,10 @@ def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch)
     folder = sweep(tmp_path / "logs" / "mine", [record("ddp"), record("dear", 0.08)])
     assert cli.main(["report", "mine", "--logs", str(tmp_path / "logs")]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
-    found = Page((folder / "report.html").read_text())
-    assert "python benchmarks.py show FOLDER/mine" in found.section("commands")
-    assert str(tmp_path) not in found.html, "nobody's business"
-    assert "No experiment file that comes with the harness" in found.section("commands")
+    result = Page((folder / "report.html").read_text())
+    assert "python benchmarks.py show FOLDER/mine" in result.section("commands")
+    assert str(tmp_path) not in result.html, "nobody's business"
+    assert "No experiment file that comes with the harness" in result.section("commands")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["report", str(RECORDS / "merging"), "--out", "x.html"]) == 0
     assert capsys.readouterr().out == "x.html\n"
@@ -412,8 +414,8 @@ def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, mo
     folder.mkdir()
     today = [trial.hash for trial in load(ROOT / "configs/experiments/merging.yaml").trials()]
     kept = store.load(RECORDS / "merging" / "records.jsonl")
-    for made, name in zip(kept, today, strict=True):
-        store.append(folder / "records.jsonl", dataclasses.replace(made, hash=name))
+    for built, name in zip(kept, today, strict=True):
+        store.append(folder / "records.jsonl", dataclasses.replace(built, hash=name))
     Comparison(compare_to="wfbp", trials=tuple(today)).save(folder)
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
     shown = Page(out.read_text()).section("commands")
@@ -438,10 +440,10 @@ def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, mo
 def test_mistakes_are_a_line(tmp_path, capsys, monkeypatch, arguments, words):
     monkeypatch.setattr(embedded, "figures", lambda folder: [])
     monkeypatch.setattr("os.nice", lambda by: 0)
-    given = [one.format(merging=RECORDS / "merging") for one in arguments]
+    given = [item.format(merging=RECORDS / "merging") for item in arguments]
     assert cli.main(["report", *given, "--logs", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and words in said.err and said.err.count("\n") == 1
+    text = capsys.readouterr()
+    assert text.out == "" and words in text.err and text.err.count("\n") == 1
 
 
 def test_marks_say_what_the_words_for_them_are():

@@ -23,7 +23,7 @@ from dear.training.algorithm import algorithm_class
 from tests.unit.made_record import record, with_first, with_iters, with_notes
 
 HEADERS = 1514 / 1448
-"""What a link carries for each byte of payload."""
+"""Bytes that a link carries for each byte of payload."""
 NBYTES = 1_000_000
 PARTS = {"forward_s": 0.15, "backward_s": 0.2, "update_s": 0.02, "exposed_comm_s": 0.03}
 FACTS = {
@@ -60,17 +60,17 @@ def test_speedup_is_relative_to_the_compared_algorithm():
 
 
 def test_the_base_is_the_one_with_that_label_or_the_only_variant_of_that_algorithm():
-    own = record("dear", 0.1, label="dear(fusion=none)", options={"fusion": "none"})
+    ours = record("dear", 0.1, label="dear(fusion=none)", options={"fusion": "none"})
     dear = record("dear", 0.05)
-    assert last_row([own, dear], "dear(fusion=none)").verdict == "FASTER"
+    assert last_row([ours, dear], "dear(fusion=none)").verdict == "FASTER"
     # The variant comes first, but is not what is called so.
-    found = rows.make_rows([own, dear], "dear")
-    assert [row.verdict for row in found] == ["SLOWER", None]
-    assert found[0].compared_to == "dear"
+    result = rows.make_rows([ours, dear], "dear")
+    assert [row.verdict for row in result] == ["SLOWER", None]
+    assert result[0].compared_to == "dear"
     quick = record("dear", 0.05, label="quick")
-    assert rows.make_rows([record(), own], "dear")[0].compared_to == "dear(fusion=none)"
+    assert rows.make_rows([record(), ours], "dear")[0].compared_to == "dear(fusion=none)"
     with pytest.raises(UserError, match=r"'dear' fits several; use .*: dear\(fusion=none\), quick"):
-        rows.make_rows([own, quick], "dear")
+        rows.make_rows([ours, quick], "dear")
 
 
 def test_a_row_says_what_was_measured():
@@ -99,14 +99,14 @@ def test_no_speedup_across_worlds_or_settings_or_what_failed_or_was_disturbed(ot
 
 def test_a_model_of_ones_own_is_the_same_wherever_its_file_lies():
     def made(name, step_s, **brought):
-        one = record(name, step_s)
-        return dataclasses.replace(one, trial=one.trial | {"brought": brought})
+        item = record(name, step_s)
+        return dataclasses.replace(item, trial=item.trial | {"brought": brought})
 
     base = made("ddp", 0.1, digest="a", source="file:/here/mine.py")
     for digest, speedup in (("a", 2.0), ("b", None)):
         other = made("dear", 0.05, digest=digest, source="file:/there/mine.py")
-        found = last_row([base, other]).speedup
-        assert found == (speedup and pytest.approx(speedup))
+        result = last_row([base, other]).speedup
+        assert result == (speedup and pytest.approx(speedup))
 
 
 def test_efficiency_is_relative_to_the_single_worker_of_the_same_settings():
@@ -138,12 +138,12 @@ def test_a_trial_without_a_number_says_why(status):
 
 def test_throughput_is_samples_over_elapsed_time():
     periodic = [[0.7, 0.1, 0.1, 0.1]]
-    made = with_iters(record("neighbor"), [periodic] * 3)
-    row = last_row([made])
+    built = with_iters(record("neighbor"), [periodic] * 3)
+    row = last_row([built])
     assert row.throughput == pytest.approx(16 / 0.25) and row.step_s == pytest.approx(0.25)
     assert (row.step_median_s, row.step_p95_s) == (pytest.approx(0.1), pytest.approx(0.7))
-    found = rows.breakdown([row])
-    shown = dict(zip(found.titles, *found.body, strict=True))
+    result = rows.breakdown([row])
+    shown = dict(zip(result.titles, *result.body, strict=True))
     assert [shown[key] for key in ("step", "median", "p95")] == ["250", "100", "700"]
 
 
@@ -198,29 +198,29 @@ DOUBTED = {
 
 @pytest.mark.parametrize("kind", DOUBTED)
 def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(kind):
-    made = DOUBTED[kind]
-    assert flag_text(made).startswith(kind)
-    table = rows.make_rows([record("none", 0.08, 1), record("ddp"), made], "ddp")
+    built = DOUBTED[kind]
+    assert flag_text(built).startswith(kind)
+    table = rows.make_rows([record("none", 0.08, 1), record("ddp"), built], "ddp")
     row = table[-1]
-    assert row.throughput > 0 and row.flag == flag_text(made) and row.flag in row.reason
+    assert row.throughput > 0 and row.flag == flag_text(built) and row.flag in row.reason
     assert (row.speedup, row.verdict, row.efficiency, row.leads) == (None,) * 4
     cells = [
         c.strip() for c in rows.comparison(table, "ddp").markdown().splitlines()[-1].split("|")
     ]
     assert cells[5:7] == ["(320 img/s)", "(320-320)"]
     assert cells[-3] == {"incorrect": "NO", "unchecked": "unchecked"}.get(kind, "yes")
-    assert incorrect(made) == (kind == "incorrect")
+    assert incorrect(built) == (kind == "incorrect")
     # The best of those that are believed is not compared with it either.
     assert [row.leads for row in table] == [None] * 3
-    table = rows.make_rows([made, record("ddp"), record("wfbp", 0.09)], "dear")
+    table = rows.make_rows([built, record("ddp"), record("wfbp", 0.09)], "dear")
     assert [row.verdict for row in table] == [None] * 3
     assert [row.leads for row in table] == [None, False, True]
-    found = answers.remarks(table, [])
-    assert [line for line in found if not line.startswith("event model: ")] == [
+    result = answers.remarks(table, [])
+    assert [line for line in result if not line.startswith("event model: ")] == [
         "mnist_cnn, batch 8, 2 workers: no speed-ups or verdicts: the baseline dear is not valid "
-        f"({flag_text(made)})"
+        f"({flag_text(built)})"
     ]
-    assert reports([made]) == {"0": {"mnist_cnn_8": {made.label: ["nan"]}}}
+    assert reports([built]) == {"0": {"mnist_cnn_8": {built.label: ["nan"]}}}
 
 
 def test_a_terminal_shows_in_grey_what_is_not_believed(monkeypatch, capsys):
@@ -298,8 +298,8 @@ def test_csv_holds_all_fields_at_full_precision():
     bounded = record("dear", 0.5, facts=FACTS)
     table = rows.make_rows([record("ddp", 0.7), record("wfbp", status="failed"), bounded], "ddp")
     parsed = list(csv.DictReader(io.StringIO(csv_text(rows.Row, table))))
-    for found, row in zip(parsed, table, strict=True):
-        assert found == {
+    for result, row in zip(parsed, table, strict=True):
+        assert result == {
             key: "" if value is None else str(value) for key, value in vars(row).items()
         }
     assert float(parsed[2]["speedup"]) == table[2].speedup
@@ -311,8 +311,8 @@ def summary(records, compare_to="ddp"):
 
 
 def varied(algorithm, factors, **more):
-    made = record(algorithm, **more)
-    return with_iters(made, [[[0.05 * factor] * 4] for factor in factors])
+    built = record(algorithm, **more)
+    return with_iters(built, [[[0.05 * factor] * 4] for factor in factors])
 
 
 def test_summary_names_the_fastest_of_each_model_and_world_and_its_lead():
@@ -326,8 +326,8 @@ def test_summary_names_the_fastest_of_each_model_and_world_and_its_lead():
     assert line.startswith(lead)
     assert summary([record("dear"), *bad]) == []
     cells = [{"world": 2}, {"world": 4}, {"world": 2, "model": "alexnet"}]
-    found = summary([record(n, s, **c) for c in cells for n, s in (("ddp", 0.1), ("dear", 0.05))])
-    assert [line.partition(":")[0] for line in found] == [
+    result = summary([record(n, s, **c) for c in cells for n, s in (("ddp", 0.1), ("dear", 0.05))])
+    assert [line.partition(":")[0] for line in result] == [
         f"{model} workers"
         for model in ("mnist_cnn, batch 8, 2", "mnist_cnn, batch 8, 4", "alexnet, batch 8, 2")
     ]
@@ -344,10 +344,10 @@ def test_summary_lists_all_that_cannot_be_told_from_the_fastest():
         base = varied("ddp", (1, 1.006, 0.994))
         far = varied("dear", [factor * noise for noise in (1.02, 0.98, 1)])
         three = [base, far, varied("wfbp", (1.005, 1.01, 0.995))]
-        repeats = [one.repeats for one in three]
+        repeats = [item.repeats for item in three]
         assert {0, 1} <= {*stats.leaders(repeats, lambda i, j: True)}, "by all pairs both would"
         assert [row.leads for row in rows.make_rows(three, "ddp")] == lead
-    few = [dataclasses.replace(one, results=one.results[:2]) for one in near]
+    few = [dataclasses.replace(item, results=item.results[:2]) for item in near]
     (line,) = summary(few)
     assert line.endswith("UNSURE); not distinguishable from it: dear, ddp")
 
@@ -361,7 +361,7 @@ def test_below_the_table_stands_what_could_have_been_detected():
         f"dear {table[0].detectable:.1%}, wfbp 2.0%"
     )
     assert table[0].detectable > 0.08
-    few = [dataclasses.replace(one, results=one.results[:2]) for one in SWEEP]
+    few = [dataclasses.replace(item, results=item.results[:2]) for item in SWEEP]
     line, *_ = answers.remarks(rows.make_rows(few, "ddp"), [])
     assert line.endswith("fewer than 3 repeats detect no difference")
 
@@ -381,7 +381,7 @@ def test_a_ratio_that_is_too_wide_says_how_many_repeats_it_takes():
     assert line.endswith(" (more than 1000)")
     # It was asked for 10 %: that is there.
     measure = {"repeats": [3, 5], "precision": 0.1}
-    asked = [dataclasses.replace(one, trial=one.trial | {"measure": measure}) for one in SWEEP]
+    asked = [dataclasses.replace(item, trial=item.trial | {"measure": measure}) for item in SWEEP]
     table = rows.make_rows(asked, "ddp")
     assert (table[2].precision, table[2].more_repeats) == (0.1, 0)
     assert not any("wider" in line for line in answers.remarks(table, []))
@@ -389,9 +389,9 @@ def test_a_ratio_that_is_too_wide_says_how_many_repeats_it_takes():
 
 def test_what_depends_on_the_time_scale_stands_beside_the_interval():
     other = Systematic(time_scale=4.0, iters=[[[0.049, 0.049]]], step_s=0.05)
-    made = dataclasses.replace(record("dear", 0.05), systematic=other)
-    assert Record.from_json(made.to_json()) == made
-    table = rows.make_rows([record("ddp"), made], "ddp")
+    built = dataclasses.replace(record("dear", 0.05), systematic=other)
+    assert Record.from_json(built.to_json()) == built
+    table = rows.make_rows([record("ddp"), built], "ddp")
     assert table[1].systematic == pytest.approx(0.02)
     lines = rows.comparison(table, "ddp").markdown().splitlines()
     assert table[1].systematic_low == pytest.approx(0.02) == table[1].systematic_high
@@ -409,16 +409,16 @@ def test_what_depends_on_the_time_scale_stands_beside_the_interval():
     ],
 )
 def test_the_second_method_stands_beside_the_first(model, shown, milliseconds, note):
-    made = noted(modelled=model)
-    assert flag_text(made) is None
-    found = rows.make_rows([record("ddp"), made], "ddp")
-    assert found[-1].verdict == "FASTER" and found[-1].reason == note
-    tables = rows.comparison(found, "ddp"), rows.breakdown(found)
+    built = noted(modelled=model)
+    assert flag_text(built) is None
+    result = rows.make_rows([record("ddp"), built], "ddp")
+    assert result[-1].verdict == "FASTER" and result[-1].reason == note
+    tables = rows.comparison(result, "ddp"), rows.breakdown(result)
     for table, wanted in zip(tables, (shown, milliseconds), strict=True):
         assert table.body[-1][table.titles.index("event model")] == wanted
         assert ("event model" in table.markdown().splitlines()[0]) == bool(wanted)
-    told = answers.remarks(found, [])
-    assert any(line.startswith("event model:") for line in told) == (shown.endswith("%"))
+    lines = answers.remarks(result, [])
+    assert any(line.startswith("event model:") for line in lines) == (shown.endswith("%"))
 
 
 def test_numbers_are_shown_to_three_digits():
@@ -443,13 +443,13 @@ def bounded(algorithm="dear", step_s=2.0, world=4, facts=None, gbps=0.04, **tria
     [("wfbp", 0.1 + 0.41 + 0.04), ("bytescheduler", 0.41), ("dear", 0.16 + 0.26)],
 )
 def test_the_bound_is_that_of_the_algorithms_idea(algorithm, wanted):
-    made = record(algorithm, 0.6, 4, facts=FACTS)
-    bound = made.bound
+    built = record(algorithm, 0.6, 4, facts=FACTS)
+    bound = built.bound
     assert bound.kind == algorithm_class(algorithm).bound
     assert bound.step_s == pytest.approx(wanted)
     assert bound.compute_limit_s == pytest.approx(0.3 + 0.04 / 4)
     assert bound.wire_limit_s is None
-    first = made.to_json()["results"][0]
+    first = built.to_json()["results"][0]
     assert first["compute"] == FACTS["compute"]
     assert first["costs"].keys() == FACTS["costs"].keys()
     for name, line in FACTS["costs"].items():
@@ -543,8 +543,8 @@ def test_a_bound_that_a_step_beats_is_wrong_and_says_so():
     assert row.of_bound == pytest.approx(1.05) and row.bound_note == "wrong bound"
     assert "| WRONG 105% |" in rows.comparison([row], "dear").markdown()
     assert "wrong bound: the step is 5% shorter" in row.reason
-    found = answers.remarks(rows.make_rows([quick, near], "dear"), [])
-    assert any(line.startswith("WRONG BOUND: dear: ") for line in found)
+    result = answers.remarks(rows.make_rows([quick, near], "dear"), [])
+    assert any(line.startswith("WRONG BOUND: dear: ") for line in result)
     for share, kind in ((1.019, None), (1.021, "wrong bound"), (0.51, None)):
         (row,) = rows.make_rows([record("dear", 0.42 / share, 4, facts=FACTS)], "dear")
         assert row.bound_note == kind and ("bound" in (row.reason or "")) == (kind is not None)
@@ -586,8 +586,8 @@ def test_the_breakdown_is_in_milliseconds():
 
 
 def test_a_record_without_a_bound_shows_none():
-    made = with_first(record("dear", 0.5, facts=FACTS), compute=None, costs=None)
-    (row,) = rows.make_rows([dataclasses.replace(made, bound=None, breakdown=None)], "dear")
+    built = with_first(record("dear", 0.5, facts=FACTS), compute=None, costs=None)
+    (row,) = rows.make_rows([dataclasses.replace(built, bound=None, breakdown=None)], "dear")
     assert row.of_bound is None and row.forward_s is None and row.step_s == pytest.approx(0.5)
     assert "of bound" not in rows.comparison([row], "dear").markdown()
     times = broken_down(row)

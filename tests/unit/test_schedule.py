@@ -24,7 +24,7 @@ from tests.system.made import make_trial
 
 
 def rates(world_size=4, epochs=4, steps_per_epoch=10, **config):
-    """Of every step."""
+    """Counts of every step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     schedule = make_schedule(
         optimizer,
@@ -33,12 +33,12 @@ def rates(world_size=4, epochs=4, steps_per_epoch=10, **config):
         epochs=epochs,
         world_size=world_size,
     )
-    found = []
+    result = []
     for _ in range(epochs * steps_per_epoch):
-        found.append(optimizer.param_groups[0]["lr"])
+        result.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return result
 
 
 def test_nothing_said_is_nothing_changed():
@@ -46,32 +46,32 @@ def test_nothing_said_is_nothing_changed():
 
 
 def test_milestones_count_from_the_beginning_also_after_a_warm_up():
-    found = rates(kind="multistep", milestones=(2, 3), gamma=0.5)
-    assert found == pytest.approx([0.1] * 20 + [0.05] * 10 + [0.025] * 10)
+    result = rates(kind="multistep", milestones=(2, 3), gamma=0.5)
+    assert result == pytest.approx([0.1] * 20 + [0.05] * 10 + [0.025] * 10)
     warmed = rates(kind="multistep", milestones=(2, 3), gamma=0.5, warmup_epochs=1)
-    assert warmed[10:] == pytest.approx(found[10:])
+    assert warmed[10:] == pytest.approx(result[10:])
     assert warmed[0] == pytest.approx(0.01), "a tenth, where nothing is scaled"
 
 
 @pytest.mark.parametrize(("scale", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
 def test_it_grows_with_the_workers_and_the_warm_up_begins_where_one_worker_would(scale, factor):
-    found = rates(scale=scale, warmup_epochs=2)
+    result = rates(scale=scale, warmup_epochs=2)
     start = 0.1 if factor > 1 else 0.01
-    assert found[0] == pytest.approx(start)
-    assert found[10] == pytest.approx((start + 0.1 * factor) / 2)  # halfway
-    assert found[20:] == pytest.approx([0.1 * factor] * 20)
+    assert result[0] == pytest.approx(start)
+    assert result[10] == pytest.approx((start + 0.1 * factor) / 2)  # halfway
+    assert result[20:] == pytest.approx([0.1 * factor] * 20)
 
 
 def test_the_cosine_falls_to_nothing_at_the_end():
-    found = rates(kind="cosine", warmup_epochs=1)
+    result = rates(kind="cosine", warmup_epochs=1)
     wanted = [0.05 * (1 + math.cos(math.pi * step / 30)) for step in range(30)]
-    assert found[10:] == pytest.approx(wanted)
+    assert result[10:] == pytest.approx(wanted)
 
 
 def test_it_falls_by_gamma_in_each_epoch():
-    found = rates(kind="exponential", gamma=0.5)
-    assert found[::10] == pytest.approx([0.1, 0.05, 0.025, 0.0125])
-    assert found[5] == pytest.approx(0.1 * 0.5**0.5)
+    result = rates(kind="exponential", gamma=0.5)
+    assert result[::10] == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    assert result[5] == pytest.approx(0.1 * 0.5**0.5)
 
 
 @pytest.mark.parametrize(

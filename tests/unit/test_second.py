@@ -34,21 +34,21 @@ def made(algorithm="ddp", step_s=STEP_S, *, facts=FACTS, fabric=EMULATED, world=
 
 
 def test_a_record_holds_the_step_of_the_model():
-    found = made()
-    assert found.modelled.step_s == pytest.approx(STEP_S, rel=1e-5)
-    assert found.modelled.exposed_s == pytest.approx(1e-3 + 1e-9 * PASSES.nbytes, rel=1e-5)
-    assert found.modelled.off(1.02 * STEP_S) == pytest.approx(0.02, rel=1e-3)
-    assert flag_text(found) is None
+    result = made()
+    assert result.modelled.step_s == pytest.approx(STEP_S, rel=1e-5)
+    assert result.modelled.exposed_s == pytest.approx(1e-3 + 1e-9 * PASSES.nbytes, rel=1e-5)
+    assert result.modelled.off(1.02 * STEP_S) == pytest.approx(0.02, rel=1e-3)
+    assert flag_text(result) is None
 
 
 @pytest.mark.parametrize(("factor", "believed"), [(0.94, False), (0.97, True), (1.06, False)])
 def test_a_measured_step_that_is_far_off_is_not_believed(factor, believed):
-    found = flag_text(made(step_s=factor * STEP_S))
+    result = flag_text(made(step_s=factor * STEP_S))
     if believed:
-        assert found is None
+        assert result is None
     else:
         computed, measured = (f"{1e3 * s:.1f} ms" for s in (STEP_S, factor * STEP_S))
-        assert found == f"off the model: the event model computes {computed}, measured {measured}"
+        assert result == f"off the model: the event model computes {computed}, measured {measured}"
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_a_failed_record_is_not_modelled_twice():
     ],
 )
 def test_what_cannot_be_modelled_says_why(change, reason):
-    found = made()
+    result = made()
     if "trial" in change:
-        found = dataclasses.replace(found, trial=found.trial | change["trial"])
+        result = dataclasses.replace(result, trial=result.trial | change["trial"])
     else:
-        found = with_first(found, **change)
-    found = modelled(found)
-    assert found.step_s is None and reason in found.reason
+        result = with_first(result, **change)
+    result = modelled(result)
+    assert result.step_s is None and reason in result.reason
 
 
 def test_the_profile_of_a_model_that_was_brought_is_where_the_trial_says(tmp_path):
@@ -106,11 +106,11 @@ def test_the_profile_of_a_model_that_was_brought_is_where_the_trial_says(tmp_pat
 
 
 def test_groups_of_blocks_have_costs_that_nobody_measured():
-    found = made("hierarchical", options={"local_size": 2}, world=4)
+    result = made("hierarchical", options={"local_size": 2}, world=4)
     default = made("hierarchical", world=4)
     by_host = dataclasses.replace(default, trial=default.trial | {"ranks_per_host": 2})
-    assert modelled(by_host) == found.modelled
-    assert found.modelled == Modelled(
+    assert modelled(by_host) == result.modelled
+    assert result.modelled == Modelled(
         reason="its ranks average in groups, whose costs are not on record"
     )
 
@@ -126,9 +126,9 @@ def test_an_engine_in_legs_is_modelled_by_one_message_and_by_two_at_once():
         pair = free | {"beta_s_per_byte": pair_s_per_byte}
         legs = {"engine": "three legs", "all_reduce": alone, "pair": pair, "error": 0, "noise": 0}
         given = {"algorithm": "hierarchical", "options": {"local_size": 2}, "world": 4}
-        found = made(**given, facts=FACTS | {"plan": plan, "engine_costs": legs})
-        steps[name] = found.modelled.step_s
-        assert found.bound.step_s is None, "blocks of one's own have no bound"
+        result = made(**given, facts=FACTS | {"plan": plan, "engine_costs": legs})
+        steps[name] = result.modelled.step_s
+        assert result.bound.step_s is None, "blocks of one's own have no bound"
     # In turn, the second waits for the end of the first: 4 ns per byte after its last gradient.
     # Side by side the first has left the links by then, after 2 * 2.5 - 4 ns per byte.
     first, second = (PASSES.gradients[place].ready_s for place in (cut - 1, -1))
@@ -147,8 +147,8 @@ def test_a_plan_that_tells_what_is_gathered_twice_is_modelled():
     group = {"bytes": PASSES.nbytes}
     groups = [group | {"some": some} for some in (True, False, None)]
     twice, once, unknown = (
-        made("fsdp", facts=FACTS | {"costs": costs, "plan": {"groups": [told]}}).modelled
-        for told in groups
+        made("fsdp", facts=FACTS | {"costs": costs, "plan": {"groups": [lines]}}).modelled
+        for lines in groups
     )
     message_s = 1e-3 + 1e-9 * PASSES.nbytes
     assert twice.exposed_s == pytest.approx(3 * message_s, rel=1e-5)
@@ -168,15 +168,15 @@ COMPUTE_S = sum(PASSES.forward_s) + PASSES.backward_s + 1e-3
 
 
 def by_an_engine(**given):
-    """Of Horovod, whose plan is each gradient by itself."""
+    """Plan of Horovod: each gradient by itself."""
     plan = {"groups": [{"bytes": gradient.nbytes} for gradient in PASSES.gradients]}
     return made("horovod", facts=FACTS | {"plan": plan, "engine_costs": ENGINE | given})
 
 
 def test_what_sends_by_an_engine_of_its_own_is_modelled_by_what_that_costs():
     free = {"alpha_s": 0.0, "beta_s_per_byte": 0.0}
-    found = by_an_engine(all_reduce=free, fused=free).modelled.step_s
-    assert COMPUTE_S <= found <= COMPUTE_S + 2e-3, "within cycles of a millisecond"
+    result = by_an_engine(all_reduce=free, fused=free).modelled.step_s
+    assert COMPUTE_S <= result <= COMPUTE_S + 2e-3, "within cycles of a millisecond"
     slow = by_an_engine().modelled.step_s
     # Twice as long per byte as on the communicator, so the backward pass hides little of it.
     assert slow > COMPUTE_S - PASSES.backward_s + 2e-9 * PASSES.nbytes
@@ -186,17 +186,17 @@ def test_what_sends_by_an_engine_of_its_own_is_modelled_by_what_that_costs():
 
 @pytest.mark.parametrize("given", [{"engine": "Horovod, mpi"}, None])
 def test_costs_of_another_engine_do_not_count(given):
-    found = made("horovod") if given is None else by_an_engine(**given)
-    assert found.first.costs
+    result = made("horovod") if given is None else by_an_engine(**given)
+    assert result.first.costs
     reason = "it sends by Horovod, gloo, whose costs are not on record"
-    assert found.modelled == Modelled(reason=reason)
+    assert result.modelled == Modelled(reason=reason)
 
 
 def test_the_bound_is_of_what_the_engine_costs_that_sends():
-    found = by_an_engine(fused=SHIPPED)
-    sent_s = 2e-3 + 2e-9 * found.first.gradient_bytes
-    assert found.bound.step_s == pytest.approx(0.1 + max(0.2, sent_s) + 1e-3)
-    assert found.sending_costs == {"all_reduce": found.first.engine_costs.all_reduce}
+    result = by_an_engine(fused=SHIPPED)
+    sent_s = 2e-3 + 2e-9 * result.first.gradient_bytes
+    assert result.bound.step_s == pytest.approx(0.1 + max(0.2, sent_s) + 1e-3)
+    assert result.sending_costs == {"all_reduce": result.first.engine_costs.all_reduce}
     assert made("horovod").bound.step_s is None, "not by those of the communicator"
     assert made().sending_costs == made().first.costs
 

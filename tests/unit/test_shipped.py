@@ -1,4 +1,4 @@
-"""What README.md and docs say is what the records give, and the records are of today's code."""
+"""Tests that README.md and docs print what the records give, and that these are of today's code."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_a_text_says_what_its_records_give_and_leans_on_no_withdrawn_one(path):
     new = readme.filled(text, path.parent)  # refuses numbers and links of withdrawn records
     assert text == new, "run `python -m common.results.readme`"
     assert not bare_figures(text), "figures of records stand in marked places"
-    for heading, used, told in readme.quoted(text):
-        assert used <= told, f"{heading}: does not tell the standing of {used - told}"
+    for heading, used, lines in readme.quoted(text):
+        assert used <= lines, f"{heading}: does not tell the standing of {used - lines}"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -104,8 +104,8 @@ def test_a_record_of_another_definition_is_told(folder):
     record = folder / "quick"
 
     def problem() -> str:
-        (found,) = maker.problems("quick", RECIPE, folder)
-        return found
+        (result,) = maker.problems("quick", RECIPE, folder)
+        return result
 
     _note(record, commit=f"{HEAD}+dirty")
     assert "does not identify the code" in maker.problems("quick", RECIPE, folder)[0]
@@ -142,14 +142,16 @@ def test_marked_places_are_filled_and_of_a_withdrawn_record_emptied(folder):
         "<!-- end -->\n<!-- table of quick -->\nold\n<!-- end -->\n"
         "It is 1.5<!-- quick: world_size of dear, mnist as .1f --> fast.\n"
     )
-    found = readme.filled(text, readme.ROOT, folder)
-    assert "Measured 2026-01-02 at commit" in found and "```\nso it is\n```" in found
-    assert "broke" in found and "old" not in found
-    assert "It is 2.0<!-- quick" in found
-    assert readme.filled(found, readme.ROOT, folder) == found
+    result = readme.filled(text, readme.ROOT, folder)
+    assert "Measured 2026-01-02 at commit" in result and "```\nso it is\n```" in result
+    assert "broke" in result and "old" not in result
+    assert "It is 2.0<!-- quick" in result
+    assert readme.filled(result, readme.ROOT, folder) == result
 
     (folder / catalogue.WITHDRAWN).write_text("# why\nother: it\nquick: >-\n  it is\n  old\n")
-    without = found.replace("It is 2.0<!-- quick: world_size of dear, mnist as .1f --> fast.\n", "")
+    without = result.replace(
+        "It is 2.0<!-- quick: world_size of dear, mnist as .1f --> fast.\n", ""
+    )
     gone = readme.filled(without, readme.ROOT, folder)
     assert gone == (
         "<!-- standing of quick -->\n<!-- end -->\n<!-- output of quick: words.txt -->\n"
@@ -197,9 +199,9 @@ def test_withdrawn_records_are_listed_with_their_reasons(folder):
     listed = readme.filled(text, readme.ROOT, folder)
     assert "| `quick` | it is old |\n| `peer` | so is it |\n<!-- end -->" in listed
     everywhere = [path.read_text() for path in readme.documents()]
-    assert sum("<!-- withdrawn records -->" in one for one in everywhere) == 1
+    assert sum("<!-- withdrawn records -->" in item for item in everywhere) == 1
     for name, reason in catalogue.withdrawn().items():
-        assert any(f"| `{name}` | {reason} |" in one for one in everywhere)
+        assert any(f"| `{name}` | {reason} |" in item for item in everywhere)
 
 
 def test_a_link_leads_to_the_record_from_wherever_a_text_stands(folder):
@@ -236,32 +238,32 @@ def test_a_text_that_cannot_be_filled_is_one_line_and_no_text_is_changed(
     assert "Measured" not in texts[0].read_text()
 
     monkeypatch.setattr(maker, "machine_card", lambda: {"commit": HEAD})
-    made = []
-    monkeypatch.setattr(maker, "make", lambda name, *_: not made.append(name))
+    built = []
+    monkeypatch.setattr(maker, "make", lambda name, *_: not built.append(name))
     with pytest.raises(UserError, match=r"not filled in: b\.md: "):
         maker.main(["quick", "peer"])
-    assert made == ["quick", "peer"], "hours of others are not lost"
+    assert built == ["quick", "peer"], "hours of others are not lost"
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_marked_places_ask_for_what_their_record_would_have_today(name, tmp_path):
     recipe, texts = RECIPES[name], [path.read_text() for path in readme.documents()]
-    asked = [one for text in texts for one in readme.places(text) if one.record == name]
-    made = tmp_path / name
+    asked = [item for text in texts for item in readme.places(text) if item.record == name]
+    built = tmp_path / name
     if recipe.sweep is not None:
-        _write(made, recipe)
-        found = Comparison.load(made).results(made)
-        files = [f"{gallery.name(gallery.main_figure(found))}.png", "table.md"]
-        (made / "table.md").write_text("")
-    for one in asked:
-        if one.kind in ("output", "figure"):
-            file = one.what.partition(" | ")[0]
-            said = files if recipe.sweep else " ".join(recipe.commands)
-            assert (file if recipe.sweep else Path(file).stem) in said, one
-        elif one.kind == "table":
-            readme._table(made, one.what, readme.ROOT)
-        elif one.kind == "number":
-            readme.chosen_row(made, one.what)
+        _write(built, recipe)
+        result = Comparison.load(built).results(built)
+        files = [f"{gallery.name(gallery.main_figure(result))}.png", "table.md"]
+        (built / "table.md").write_text("")
+    for item in asked:
+        if item.kind in ("output", "figure"):
+            file = item.what.partition(" | ")[0]
+            output = files if recipe.sweep else " ".join(recipe.commands)
+            assert (file if recipe.sweep else Path(file).stem) in output, item
+        elif item.kind == "table":
+            readme._table(built, item.what, readme.ROOT)
+        elif item.kind == "number":
+            readme.chosen_row(built, item.what)
 
 
 def test_a_section_that_quotes_a_record_without_its_standing_is_found():
@@ -320,13 +322,13 @@ def test_small_evidence_is_a_part_of_the_record_and_large_evidence_is_kept_apart
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     assert maker.make("quick", RECIPE, HEAD, shelf)
-    made = catalogue.manifest("quick", shelf)
-    assert made["duration_s"] == 120.0
+    built = catalogue.manifest("quick", shelf)
+    assert built["duration_s"] == 120.0
     if size == 10:
-        assert list(made["files"]) == ["trial-1/evidence.json.gz"] and "evidence" not in made
+        assert list(built["files"]) == ["trial-1/evidence.json.gz"] and "evidence" not in built
     else:
-        assert made["files"] == {}
-        assert len(list((tmp_path / made["evidence"]).glob("trial-1/*"))) == 2
+        assert built["files"] == {}
+        assert len(list((tmp_path / built["evidence"]).glob("trial-1/*"))) == 2
 
 
 def test_records_are_made_from_a_clean_commit_only(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""What is shown of committed records is the same, byte by byte: every status, fabric and age.
+"""Tests that committed records are shown the same, byte by byte: every status, fabric and age.
 
 `tests/unit/shown/records.jsonl` is never made again: its last lines are of older versions. After a
 change that is meant, `python -m tests.unit.test_shown` writes the rest, and the diff shows it.
@@ -22,23 +22,23 @@ FOLDER = Path(__file__).parent / "shown"
 
 
 def shown() -> dict[str, str]:
-    """By file."""
-    told = overview(store.load(FOLDER / "records.jsonl"), "ddp")
+    """Digests by file."""
+    lines = overview(store.load(FOLDER / "records.jsonl"), "ddp")
     return {
-        "table.md": told.table.markdown(),
-        "table.tex": told.table.latex(),
-        "table.csv": csv_text(told.kind, told.rows),
-        "breakdown.md": rows.breakdown(told.rows).markdown(),
-        "lines.txt": "\n".join(told.lines) + "\n",
+        "table.md": lines.table.markdown(),
+        "table.tex": lines.table.latex(),
+        "table.csv": csv_text(lines.kind, lines.rows),
+        "breakdown.md": rows.breakdown(lines.rows).markdown(),
+        "lines.txt": "\n".join(lines.lines) + "\n",
     }
 
 
 def test_there_is_every_status_and_fabric():
-    found = store.load(FOLDER / "records.jsonl")
-    assert {record.status for record in found} == {
+    result = store.load(FOLDER / "records.jsonl")
+    assert {record.status for record in result} == {
         *("ok", "failed", "timeout", "oom", "unsupported", "interrupted")
     }
-    assert {record.fabric.kind for record in found} == {"real", "emulated"}
+    assert {record.fabric.kind for record in result} == {"real", "emulated"}
 
 
 @pytest.mark.parametrize("name", ["table.md", "table.tex", "breakdown.md", "lines.txt"])
@@ -47,17 +47,17 @@ def test_texts_are_the_same_byte_by_byte(name):
 
 
 def test_numbers_in_the_csv_are_the_same():
-    """To nine digits: the last ones are those of a library's version."""
+    """Rounds to nine digits: the last ones depend on a library's version."""
     pair = [
         list(csv.reader(io.StringIO(text)))
         for text in (shown()["table.csv"], (FOLDER / "table.csv").read_text())
     ]
-    for found, wanted in zip(*pair, strict=True):
-        for one, other in zip(found, wanted, strict=True):
+    for result, wanted in zip(*pair, strict=True):
+        for item, other in zip(result, wanted, strict=True):
             try:
-                assert float(one) == pytest.approx(float(other), rel=1e-9)
+                assert float(item) == pytest.approx(float(other), rel=1e-9)
             except ValueError:
-                assert one == other
+                assert item == other
 
 
 def test_a_paper_chooses_columns(capsys):

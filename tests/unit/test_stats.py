@@ -130,19 +130,19 @@ def test_many_comparisons_need_more_certainty_each():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.6, 0.5]) == [1.0, 1.0]
     assert holm([]) == []
-    one = made(0.05, 0.015)
-    assert one.p_value == pytest.approx(0.0290, abs=1e-4)
-    assert verdicts([one]) == ["FASTER"]
-    assert verdicts([one, made(0.0, 0.03)]) == ["UNSURE", "UNSURE"]
+    item = made(0.05, 0.015)
+    assert item.p_value == pytest.approx(0.0290, abs=1e-4)
+    assert verdicts([item]) == ["FASTER"]
+    assert verdicts([item, made(0.0, 0.03)]) == ["UNSURE", "UNSURE"]
     # One that is certain leaves the others their chance, and one without repeats counts for none.
-    assert verdicts([one, made(0.5, 0.01)]) == ["FASTER", "FASTER"]
-    assert verdicts([one, made(0.0, 0.01, repeats=2)]) == ["FASTER", "UNSURE"]
+    assert verdicts([item, made(0.5, 0.01)]) == ["FASTER", "FASTER"]
+    assert verdicts([item, made(0.0, 0.01, repeats=2)]) == ["FASTER", "UNSURE"]
 
 
 def test_the_best_and_all_that_cannot_be_told_from_it():
     ours = [TIGHT, scaled(TIGHT, 0.8), scaled(TIGHT[::-1], 0.801)]
     assert leaders(ours, lambda i, j: True) == [1, 2]
-    few = [one[:2] for one in ours]
+    few = [item[:2] for item in ours]
     assert leaders(few, lambda i, j: True) == [1, 0, 2]
 
 
@@ -152,11 +152,11 @@ def test_detectable_is_the_difference_that_gets_its_word_four_times_in_five():
     error = noise / count**0.5
     wanted = detectable(made(0.0, error, count), comparisons=1)
     for effect, low, high in ((wanted, 0.77, 0.83), (wanted / 2, 0.0, 0.45)):
-        found = 0
+        result = 0
         for rounds in rng.normal(math.log1p(effect), noise, (2000, count)):
-            ours, base = [[1.0]] * count, [[math.exp(one)] for one in rounds]
-            found += words((ours, base)) == ["FASTER"]
-        assert low <= found / 2000 <= high
+            ours, base = [[1.0]] * count, [[math.exp(item)] for item in rounds]
+            result += words((ours, base)) == ["FASTER"]
+        assert low <= result / 2000 <= high
     assert detectable(made(0.0, error, count), comparisons=9) > wanted
     # What is not worth a word gets none.
     assert detectable(made(0.0, 1e-9), comparisons=1) == pytest.approx(0.02, abs=1e-6)
@@ -170,9 +170,9 @@ def test_a_shift_has_the_interval_of_two_means_also_with_one_repeat_beside():
         for logs in rng.normal(0, 0.02, (2000, 4 + beside)):
             logs[4:] += 0.05
             repeats = [[math.exp(log)] for log in logs]
-            found = shift(repeats[:4], repeats[4:])
-            assert found.low <= found.value <= found.high and found.n == 4 + beside
-            held += found.low <= math.expm1(0.05) <= found.high
+            result = shift(repeats[:4], repeats[4:])
+            assert result.low <= result.value <= result.high and result.n == 4 + beside
+            held += result.low <= math.expm1(0.05) <= result.high
         assert 0.935 <= held / 2000 <= 0.965
     equal = shift(TIGHT, TIGHT[:1])
     assert equal.low == 0.0 and 0.0 < equal.high < 0.03
@@ -233,8 +233,8 @@ def test_the_default_sweep_finds_5_percent_and_stopping_keeps_what_an_interval_p
 def test_the_interval_of_a_throughput_covers_its_run(machine):
     for repeats, precision in (((3, 3), None), ((5, 12), 0.02)):
         for seed in (1, 2):
-            found = cover(machine, repeats, precision, runs=2000, seed=seed)
-            assert found.this_run >= ENOUGH and not found.missed
+            result = cover(machine, repeats, precision, runs=2000, seed=seed)
+            assert result.this_run >= ENOUGH and not result.missed
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_interval_of_a_throughput_covers_its_run(machine):
     [("2 % of steps 30 % longer", 0.8), ("drifts by 3 %, slowly", 0.8), ("0.3 % slower", 0.2)],
 )
 def test_what_no_repeat_has_shown_is_in_no_interval(name, most):
-    """As the documents say: else the column's title would be too modest."""
+    """Coverage is what the documents say: else the column's title would be too modest."""
     (machine,) = (machine for machine in MACHINES if machine.name.startswith(name))
     assert cover(machine, (5, 5), None, runs=1000).any_hour < most
     steady = cover(MACHINES[0], (5, 5), None, runs=1000)

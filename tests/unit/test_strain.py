@@ -1,4 +1,4 @@
-"""What is asked of the machine while steps are timed, and what makes a number doubtful."""
+"""Tests of what is asked of the machine while steps are timed, and what makes a number doubtful."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def pressure(machine="one", **more):
 
 
 def test_virtual_hosts_are_held_together_against_their_machine():
-    found = strain_of([pressure(), pressure(cpu_s=0.5, waited_s={"main": 0.5})], [0.1, 0.1])
+    result = strain_of([pressure(), pressure(cpu_s=0.5, waited_s={"main": 0.5})], [0.1, 0.1])
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    assert found.foreign_cores == pytest.approx((2.5 - 1.5 - 2 * tick_s) / 2)
-    assert found.steal_cores == pytest.approx((0.1 - 2 * tick_s) / 2)
-    assert found.core_wait == pytest.approx(0.25)  # of the rank that waited longest
-    assert found.canary_s == [0.1, 0.1]
+    assert result.foreign_cores == pytest.approx((2.5 - 1.5 - 2 * tick_s) / 2)
+    assert result.steal_cores == pytest.approx((0.1 - 2 * tick_s) / 2)
+    assert result.core_wait == pytest.approx(0.25)  # of the rank that waited longest
+    assert result.canary_s == [0.1, 0.1]
     assert used_cores([pressure(), pressure(cpu_s=0.5)]) == pytest.approx(0.75)
 
 
 def test_of_several_machines_each_has_its_own_ranks_and_the_worst_counts():
     quiet = pressure("two", cpu_s=2.5)
-    found = strain_of([pressure(), quiet])
-    assert found.foreign_cores == pytest.approx(
+    result = strain_of([pressure(), quiet])
+    assert result.foreign_cores == pytest.approx(
         0.75, rel=0.05
     )  # not covered by what the other's rank used
     assert strain_of([quiet]).foreign_cores == 0.0
@@ -57,8 +57,8 @@ def test_of_several_machines_each_has_its_own_ranks_and_the_worst_counts():
 def test_a_clock_tick_in_a_short_block_is_nobody_else():
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
     busy = {"busy_s": {"0": 2 * tick_s, "1": tick_s}, "steal_s": {"0": tick_s, "1": 0.0}}
-    found = strain_of([pressure(elapsed_s=2 * tick_s, cpu_s=2 * tick_s, **busy)])
-    assert found.foreign_cores == found.steal_cores == 0.0
+    result = strain_of([pressure(elapsed_s=2 * tick_s, cpu_s=2 * tick_s, **busy)])
+    assert result.foreign_cores == result.steal_cores == 0.0
 
 
 def test_the_threads_of_a_rank_wait_together_and_unknown_stays_unknown():
@@ -96,17 +96,17 @@ def test_what_a_replay_has_not_made_up_for_is_late(monkeypatch):
             pass
     assert gauge.pressure.fell_behind_s == pytest.approx(0.3 - 0.1)
     ahead, behind = pressure(fell_behind_s=-0.1), pressure(fell_behind_s=0.3)
-    found = strain_of([ahead, behind])
-    assert found.fell_behind == pytest.approx(0.05) and found.late is None
+    result = strain_of([ahead, behind])
+    assert result.fell_behind == pytest.approx(0.05) and result.late is None
 
 
 @pytest.mark.parametrize(("worst", "how"), [(0.08, "fell behind"), (-0.08, "caught up with")])
 def test_each_launch_is_judged_by_what_its_hosts_lost_or_won(worst, how):
-    """In the mean of all they would cancel each other."""
+    """The two would cancel each other in the mean of all."""
     launches = [Strain(core_wait=0.1, fell_behind=share) for share in (worst, -worst / 2, 0.01)]
     assert notes.unfaithful(launches)
-    said = notes.unfaithful_note(launches).text
-    assert said.startswith(f"unfaithful: hosts {how} their devices by 8% of the time in a launch")
+    text = notes.unfaithful_note(launches).text
+    assert text.startswith(f"unfaithful: hosts {how} their devices by 8% of the time in a launch")
     assert notes.unfaithful(launches[2:]) is False
     assert notes.unfaithful([Strain(fell_behind=worst)]), "whatever is known of waits"
 
@@ -121,17 +121,17 @@ def test_a_gauge_reads_what_this_kernel_tells():
         sum(range(10**6))
     done.set()
     other.join()
-    found = gauge.pressure
-    assert found.cpu_s > 0 and "main" in found.waited_s and len(found.waited_s) > 1
-    assert found.busy_s.keys() == {str(core) for core in os.sched_getaffinity(0)}
-    assert strain_of([found]).core_wait >= 0
+    result = gauge.pressure
+    assert result.cpu_s > 0 and "main" in result.waited_s and len(result.waited_s) > 1
+    assert result.busy_s.keys() == {str(core) for core in os.sched_getaffinity(0)}
+    assert strain_of([result]).core_wait >= 0
 
 
 def test_threads_are_read_in_seconds_and_one_that_has_ended_is_left_out(monkeypatch, tmp_path):
-    for thread, told in (("11", "2000000000 500000000 7"), ("12", "1 3000000000 1"), ("13", None)):
+    for thread, lines in (("11", "2000000000 500000000 7"), ("12", "1 3000000000 1"), ("13", None)):
         (tmp_path / thread).mkdir()
-        if told:
-            (tmp_path / thread / "schedstat").write_text(told)
+        if lines:
+            (tmp_path / thread / "schedstat").write_text(lines)
     monkeypatch.setattr(strain, "_TASKS", tmp_path)
     assert strain._threads() is None  # a thread that lives, of which this kernel tells nothing
     (tmp_path / "13").rmdir()
@@ -151,10 +151,10 @@ def test_the_program_that_is_the_links_is_not_somebody_else():
         pass
     # Two ranks have seen the same links.
     ranks = [pressure(cpu_s=1.0, links_s=0.5, busy_s={"0": 3.0}) for _ in range(2)]
-    found = strain_of(ranks)
+    result = strain_of(ranks)
     elapsed_s = ranks[0].elapsed_s
     unsure_s = 1 / os.sysconf("SC_CLK_TCK")
-    assert found.foreign_cores == pytest.approx((3.0 - 2.5 - unsure_s) / elapsed_s)
+    assert result.foreign_cores == pytest.approx((3.0 - 2.5 - unsure_s) / elapsed_s)
     assert used_cores(ranks) == pytest.approx(2.5 / elapsed_s)
 
 
@@ -162,8 +162,8 @@ def test_the_program_that_is_the_links_is_not_somebody_else():
 def test_what_the_kernel_tells_only_once_is_unknown(monkeypatch, unknown):
     readings = [{"7": (1.0, 0.5)}, {"7": (1.5, 0.6)}]
     readings[unknown] = None
-    told = iter(readings)
-    monkeypatch.setattr(strain, "_threads", lambda: next(told))
+    lines = iter(readings)
+    monkeypatch.setattr(strain, "_threads", lambda: next(lines))
     gauge = Gauge()
     with gauge.block():
         pass
@@ -231,11 +231,11 @@ CALM, SHORT = {"core_wait": 0.4, "main_wait": 0.01}, {"core_wait": 0.9, "main_wa
 def test_others_disturb_where_threads_waited(facts, word, emulated):
     short, unknown = Strain(**SHORT, **facts), Strain(**facts)
     assert notes.others(short) == word
-    found = word and Note(kind="disturbed", text=f"disturbed: {word}")
-    assert notes.disturbed(short, emulated) == notes.disturbed(unknown, emulated) == found
+    result = word and Note(kind="disturbed", text=f"disturbed: {word}")
+    assert notes.disturbed(short, emulated) == notes.disturbed(unknown, emulated) == result
     calm = Strain(**CALM, **facts)
     stolen = "steal_cores" in facts and word and not emulated  # a wait by itself
-    assert notes.disturbed(calm, emulated) == (found if stolen else None)
+    assert notes.disturbed(calm, emulated) == (result if stolen else None)
     assert notes.beside([Strain(), calm]) == (
         word and Note(kind="beside", text=f"beside others: {word}")
     )
@@ -244,8 +244,8 @@ def test_others_disturb_where_threads_waited(facts, word, emulated):
 
 @pytest.mark.parametrize("emulated", [True, False])
 def test_a_limit_that_stopped_ranks_disturbs_whatever_else_they_waited(emulated):
-    found = notes.disturbed(Strain(**CALM, throttled_s=0.5), emulated)
-    assert found.text == "disturbed: a limit of the control group stopped ranks for 0.5 s"
+    result = notes.disturbed(Strain(**CALM, throttled_s=0.5), emulated)
+    assert result.text == "disturbed: a limit of the control group stopped ranks for 0.5 s"
 
 
 def test_what_other_virtual_machines_took_is_waited_for_as_well():
@@ -285,13 +285,13 @@ def _record(fabric, *strain, iters=((0.5, 0.5),), period=1):
             cpu_s_per_s=1.0,
             loss=1.0,
             check=Check(replicas_agree=True, matches_reference=True),
-            strain=one,
+            strain=item,
             iters=[list(block) for block in iters],
             untimed=[[0.4, 0.6]],
             period=period,
             evidence=f"evidence-{repeat}.json.gz",
         )
-        for repeat, one in enumerate(strain)
+        for repeat, item in enumerate(strain)
     ]
     where = FabricFacts(kind=fabric)
     card = {"cores": 2}
@@ -324,24 +324,24 @@ def test_the_record_says_how_the_machine_was_and_whether_to_believe_it(fabric):
 @pytest.mark.parametrize("wait", [None, 0.01, 0.08, 0.12])
 def test_real_ranks_that_waited_for_cores_say_so_and_are_believed_up_to_a_limit(wait):
     crowd = "4 ranks x 1 threads on 2 cores"
-    told = wait is not None and wait > 0.02
+    lines = wait is not None and wait > 0.02
     words = f"a rank's training thread waited {wait or 0:.0%} of the time for a core"
     record = _record("real", Strain(core_wait=3.0), Strain(core_wait=3.0, main_wait=wait))
     assert [note.text for note in record.notes] == [
-        f"oversubscribed: {crowd}" + (f"; {words}" if told else "")
+        f"oversubscribed: {crowd}" + (f"; {words}" if lines else "")
     ]
     short = "short of cores: a rank's training thread waited 12% of the time for one"
     assert flag_text(record) == (short if wait == 0.12 else None)
     alone = notes.oversubscribed([Strain(main_wait=wait)], None)
-    assert (alone and alone.text) == (f"oversubscribed: {words}" if told else None)
+    assert (alone and alone.text) == (f"oversubscribed: {words}" if lines else None)
     emulated = _record("emulated", Strain(core_wait=0.1, main_wait=0.12))
     assert emulated.notes == [] and flag_text(emulated) is None, "replayed compute makes up for it"
 
 
 def test_of_real_ranks_the_threads_that_train_are_looked_at():
     waited_s = {"main": 0.1, "pt_autograd_0": 0.05, "comm_core": 0.3}
-    found = strain_of([pressure(waited_s=waited_s), pressure()])
-    assert found.main_wait == pytest.approx(0.15 / 2)
+    result = strain_of([pressure(waited_s=waited_s), pressure()])
+    assert result.main_wait == pytest.approx(0.15 / 2)
     assert strain_of([pressure(waited_s=None)]).main_wait is None
 
 
@@ -389,8 +389,8 @@ def test_at_most_one_table_in_twenty_has_a_row_that_is_not_stationary_by_chance(
     rng = np.random.default_rng(1)
     tables, rows = 60, 20
     times = np.exp(rng.normal(0, noise, (tables, rows, repeats, 1, steps))).tolist()
-    found = sum(any(notes.not_stationary(row, 1) for row in table) for table in times)
-    assert found <= 0.05 * tables + 2 * (0.05 * 0.95 * tables) ** 0.5
+    result = sum(any(notes.not_stationary(row, 1) for row in table) for table in times)
+    assert result <= 0.05 * tables + 2 * (0.05 * 0.95 * tables) ** 0.5
 
 
 def test_what_a_pipeline_is_spared_after_a_barrier_is_found_in_the_default_sweep():
@@ -434,8 +434,8 @@ class _Rank:
 
 @pytest.mark.parametrize(("machines", "works"), [("aba", True), ("aaa", False)])
 def test_one_rank_of_each_machine_works_while_all_others_wait(monkeypatch, machines, works):
-    found = [strain.machine_id() if name == machines[1] else name for name in machines]
-    communicator = _Rank(found)
+    result = [strain.machine_id() if name == machines[1] else name for name in machines]
+    communicator = _Rank(result)
     monkeypatch.setattr(canary, "work_s", lambda: communicator.calls.append("work") or 0.5)
     assert canary.canary_s(communicator) == (0.5 if works else 0.3)
     assert communicator.calls == ["barrier", *["work"] * works, "barrier"]
@@ -463,10 +463,10 @@ def test_a_changed_checkout_is_told_by_a_digest_of_its_changes(tmp_path, monkeyp
     git("add", "file")
     git("commit", "-m", "one")
     assert machine._diff() is None and not machine._commit().endswith("+dirty")
-    found = set()
+    result = set()
     for text in ("2", "3"):
         (tmp_path / "file").write_text(text)
-        found.add(machine._diff())
+        result.add(machine._diff())
     (tmp_path / "new").write_text("4")
-    found.add(machine._diff())
-    assert len(found) == 3 and None not in found and machine._commit().endswith("+dirty")
+    result.add(machine._diff())
+    assert len(result) == 3 and None not in result and machine._commit().endswith("+dirty")

@@ -38,10 +38,10 @@ def printed(monkeypatch, capsys):
 
 def table_of(sweep):
     comparison = Comparison.load(RECORDS / sweep)
-    found = comparison.results(RECORDS / sweep)
-    if is_learning(found):
-        return tables.table(summary.make_rows(found, comparison.compare_to), comparison.compare_to)
-    return rows.comparison(rows.make_rows(found, comparison.compare_to), comparison.compare_to)
+    result = comparison.results(RECORDS / sweep)
+    if is_learning(result):
+        return tables.table(summary.make_rows(result, comparison.compare_to), comparison.compare_to)
+    return rows.comparison(rows.make_rows(result, comparison.compare_to), comparison.compare_to)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -101,8 +101,8 @@ def test_what_all_rows_share_stands_above_them_a_block_for_each_model(printed):
 def test_notes_that_have_no_room_stand_below(printed):
     failed = record("wfbp", status="failed")
     lines = printed(rows.comparison(rows.make_rows([record("ddp"), failed], "ddp"), "ddp"), 60)
-    said = "\n".join(lines).partition("└")[2]
-    assert "wfbp: it was a failed" in said
+    text = "\n".join(lines).partition("└")[2]
+    assert "wfbp: it was a failed" in text
     wide = printed(rows.comparison(rows.make_rows([record("ddp"), failed], "ddp"), "ddp"), 200)
     assert any("it was a failed" in line and "│" in line for line in wide)
 
@@ -120,8 +120,8 @@ def test_in_a_file_every_title_has_one_line(capsys, monkeypatch):
 
 
 def test_a_table_for_a_paper_is_a_tabular_of_booktabs():
-    made = record("dear", label="dear_50% & {x}")
-    text = rows.comparison(rows.make_rows([record("ddp"), made], "ddp"), "ddp").latex()
+    built = record("dear", label="dear_50% & {x}")
+    text = rows.comparison(rows.make_rows([record("ddp"), built], "ddp"), "ddp").latex()
     lines = text.splitlines()
     assert lines[0] == r"\begin{tabular}{lrrlrrrlll}"
     rules = [lines[place] for place in (1, 3, 6, 7)]
@@ -132,8 +132,8 @@ def test_a_table_for_a_paper_is_a_tabular_of_booktabs():
 
 def test_notes_are_footnotes_of_a_table_for_a_paper():
     failed = [record(name, status="failed") for name in ("wfbp", "horovod")]
-    made = rows.make_rows([record("ddp"), *failed, record("dear", status="oom")], "ddp")
-    text = rows.comparison(made, "ddp").latex(["throughput", "algorithm"])
+    built = rows.make_rows([record("ddp"), *failed, record("dear", status="oom")], "ddp")
+    text = rows.comparison(built, "ddp").latex(["throughput", "algorithm"])
     body, _, notes = text.partition(r"\end{tabular}")
     lines = body.splitlines()
     assert lines[:2] == [r"\begin{threeparttable}", r"\begin{tabular}{rl}"]

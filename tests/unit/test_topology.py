@@ -66,8 +66,8 @@ def test_neighbours_and_weights_of_facts_b4_to_b7():
     assert topology.recv_weights(exp2, 0) == (0.25, {4: 0.25, 6: 0.25, 7: 0.25})
     assert topology.send_weights(exp2, 0) == (0.25, {1: 0.25, 2: 0.25, 4: 0.25})
     assert topology.out_neighbors(symmetric, 0) == [1, 4, 7]
-    own, _ = topology.recv_weights(topology.mesh(8), 0)
-    assert own == pytest.approx(0.41667, abs=1e-5)
+    ours, _ = topology.recv_weights(topology.mesh(8), 0)
+    assert ours == pytest.approx(0.41667, abs=1e-5)
     assert np.diag(topology.matrix(topology.star(4))) == pytest.approx([0.25, 0.75, 0.75, 0.75])
 
 
@@ -210,7 +210,7 @@ def pairs(text):
 
 
 def mixed(topology, step, values):
-    """What the groups of a step make of one number per rank."""
+    """Returns what the groups of a step make of one number per rank."""
     result = list(values)
     for edge in topology.edges_at(step):
         for rank in edge.ranks:
@@ -360,7 +360,7 @@ def test_one_peer_of_a_power_of_two_reaches_the_mean_after_log2_n_rounds(size):
     at, values = [schedule("one-peer-exp", size, rank, 1) for rank in range(size)], np.eye(size)
     for step in range(size.bit_length() - 1):
         sources = [at[rank](step)[1] for rank in range(size)]
-        assert all(len(one) == 1 for one in sources)
+        assert all(len(item) == 1 for item in sources)
         values = np.array([(values[r] + values[sources[r][0]]) / 2 for r in range(size)])
     assert values == pytest.approx(np.full((size, size), 1 / size))
 

@@ -21,7 +21,7 @@ class _Cluster:
 
 
 def test_a_trace_goes_by_emulated_seconds(monkeypatch, tmp_path):
-    """At time scale 10 each stretch lasts ten times as long on this machine."""
+    """Stretches last ten times as long on this machine at time scale 10."""
     now, waits = [100.0], []
     monkeypatch.setattr(trace, "wait_until_measuring", lambda phase, ended: True)
     monkeypatch.setattr(trace, "time", SimpleNamespace(monotonic=lambda: now[0]))

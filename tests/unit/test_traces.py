@@ -50,22 +50,22 @@ TOLD = {"time_scale": 8.0, "traces": [rank(0.0, [SENT]), rank(0.08, [{"name": "x
 
 
 def test_all_ranks_are_in_one_file_with_steps_gradients_and_transfers():
-    found = traces.timeline(TOLD)["traceEvents"]
-    steps = [one for one in found if one["ph"] == "X" and one["name"].startswith("step")]
+    result = traces.timeline(TOLD)["traceEvents"]
+    steps = [item for item in result if item["ph"] == "X" and item["name"].startswith("step")]
     # Emulated microseconds, since the first rank began.
-    assert [(one["pid"], one["name"], one["ts"], one["dur"]) for one in steps] == [
+    assert [(item["pid"], item["name"], item["ts"], item["dur"]) for item in steps] == [
         (0, "step 1", 0.0, 100000.0),
         (0, "step 2", 100000.0, 100000.0),
         (1, "step 1", 10000.0, 100000.0),
         (1, "step 2", 110000.0, 100000.0),
     ]
-    moments = [one for one in found if one["ph"] == "i"]
-    assert [(one["pid"], one["name"], one["ts"]) for one in moments[:2]] == [
+    moments = [item for item in result if item["ph"] == "i"]
+    assert [(item["pid"], item["name"], item["ts"]) for item in moments[:2]] == [
         (0, "fc.bias", 50000.0),
         (0, "fc.bias", 150000.0),
     ]
-    sent = [one for one in found if one["ph"] == "X" and one["tid"] >= 10]
-    assert [(one["pid"], one["name"], one["ts"], one["dur"]) for one in sent] == [
+    sent = [item for item in result if item["ph"] == "X" and item["tid"] >= 10]
+    assert [(item["pid"], item["name"], item["ts"], item["dur"]) for item in sent] == [
         (0, "reduce_scatter", 60000.0, 20000.0),
         (1, "all_reduce", 60000.0, 10000.0),  # of rank 1 the comm core alone can tell
     ]
@@ -108,8 +108,8 @@ def told(*ranks: dict[str, Any], machines: str = "") -> dict[str, Any]:
 
 def test_what_the_training_waited_for_is_no_computation():
     (rank,), _ = aligned(told(phased()))
-    backward = [one for one in rank.computes if one.name == "backward"]
-    assert [(one.start_us, one.end_us) for one in backward] == [
+    backward = [item for item in rank.computes if item.name == "backward"]
+    assert [(item.start_us, item.end_us) for item in backward] == [
         (150000.0, 350000.0),
         (650000.0, 875000.0),
     ]
@@ -118,14 +118,14 @@ def test_what_the_training_waited_for_is_no_computation():
 
 
 def slices(events: Iterable[dict[str, Any]]) -> dict[Any, list[tuple[float, float]]]:
-    """By track."""
-    found: dict[Any, list[tuple[float, float]]] = {}
-    for one in events:
-        if one["ph"] == "X":
-            found.setdefault((one["pid"], one["tid"]), []).append(
-                (one["ts"], one["ts"] + one["dur"])
+    """Events by track."""
+    result: dict[Any, list[tuple[float, float]]] = {}
+    for item in events:
+        if item["ph"] == "X":
+            result.setdefault((item["pid"], item["tid"]), []).append(
+                (item["ts"], item["ts"] + item["dur"])
             )
-    return found
+    return result
 
 
 def test_every_arrow_begins_and_ends_in_a_slice_and_slices_of_a_track_do_not_overlap():
@@ -137,16 +137,16 @@ def test_every_arrow_begins_and_ends_in_a_slice_and_slices_of_a_track_do_not_ove
         for (_, end), (start, _) in pairwise(sorted(spans)):
             assert start >= end - 0.002
     arrows: dict[int, list[dict[str, Any]]] = {}
-    for one in events:
-        if one["ph"] in "stf":
-            arrows.setdefault(one["id"], []).append(one)
-    for one in arrows.values():
-        assert [step["ph"] for step in one] == ["s", *["t"] * (len(one) - 2), "f"]
-        assert [step["ts"] for step in one] == sorted(step["ts"] for step in one)
-        for step in one:
+    for item in events:
+        if item["ph"] in "stf":
+            arrows.setdefault(item["id"], []).append(item)
+    for item in arrows.values():
+        assert [step["ph"] for step in item] == ["s", *["t"] * (len(item) - 2), "f"]
+        assert [step["ts"] for step in item] == sorted(step["ts"] for step in item)
+        for step in item:
             inside = tracks[step["pid"], step["tid"]]
             assert any(start <= step["ts"] <= end for start, end in inside), step
-    names = Counter(one[0]["name"] for one in arrows.values())
+    names = Counter(item[0]["name"] for item in arrows.values())
     assert names == {"sends": 5, "waited for": 5, "same collective": 2}
 
 
@@ -154,8 +154,8 @@ def test_clocks_of_several_machines_are_made_one_by_the_ends_of_collectives():
     ranks, clocks = aligned(told(phased(), phased(3600.0), machines="ab"))
     assert clocks.aligned_by == "the ends of 2 collectives"
     assert clocks.uncertainty_us == pytest.approx(0.0, abs=0.01)
-    assert [one.start_us for one in ranks[0].steps] == pytest.approx(
-        [one.start_us for one in ranks[1].steps], abs=0.01
+    assert [item.start_us for item in ranks[0].steps] == pytest.approx(
+        [item.start_us for item in ranks[1].steps], abs=0.01
     )
     apart = phased(3600.0)
     apart["collectives"][1]["finished_s"] += 0.01
@@ -171,17 +171,17 @@ def test_clocks_of_several_machines_are_made_one_by_the_ends_of_collectives():
 def sweep(tmp_path):
     """The folder of a sweep of one trial, with its evidence."""
     folder = tmp_path / "logs/tiny"
-    made = make_record(
+    built = make_record(
         make_trial("dear"), [], Outcome(status="failed", error={"message": "-"}), {"cores": 2},
         "now", 1.0, REAL,
     )  # fmt: skip
-    made = dataclasses.replace(
-        made, results=[Result(cpu_s_per_s=1.0, check=Check(), evidence="evidence.json.gz")]
+    built = dataclasses.replace(
+        built, results=[Result(cpu_s_per_s=1.0, check=Check(), evidence="evidence.json.gz")]
     )
-    (folder / made.id).mkdir(parents=True)
-    store.append(folder / "records.jsonl", made)
-    Comparison(compare_to="dear", trials=(made.hash,)).save(folder)
-    with gzip.open(folder / made.evidence, "wt") as file:
+    (folder / built.id).mkdir(parents=True)
+    store.append(folder / "records.jsonl", built)
+    Comparison(compare_to="dear", trials=(built.hash,)).save(folder)
+    with gzip.open(folder / built.evidence, "wt") as file:
         json.dump(TOLD, file)
     return folder
 
@@ -191,8 +191,8 @@ def test_show_writes_a_file_per_trial(sweep, tmp_path, capsys):
     command = ["show", "tiny", "--logs", str(sweep.parent), "--trace", str(into)]
     assert cli.main(command) == 0
     (place,) = into.iterdir()
-    found = {path.name: json.loads(path.read_text()) for path in place.iterdir()}
-    assert found == {"merged.json": traces.timeline(TOLD)}
+    result = {path.name: json.loads(path.read_text()) for path in place.iterdir()}
+    assert result == {"merged.json": traces.timeline(TOLD)}
     assert "1 timeline in" in capsys.readouterr().out
     into.joinpath("file").touch()
     assert cli.main([*command[:-1], str(into / "file")]) == 2

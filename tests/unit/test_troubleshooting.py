@@ -1,4 +1,4 @@
-"""What the page on troubles quotes is what the code says."""
+"""Tests that messages on the page about troubles stand in the code."""
 
 from __future__ import annotations
 

@@ -68,11 +68,11 @@ def test_what_was_tried_and_what_stayed_is_told():
     for _ in range(tuned.last_step):
         communicator.now_s += _step_s(tuned.options.threshold_mb)
         tuned.after_step()
-    found = tuned.findings()["tuner"]
-    assert len(found["tried"]) == 10 and found["tried"][0]["threshold_mb"] == 25.0
-    assert all(one["step_s"] > 0.19 for one in found["tried"])
-    best = min(found["tried"], key=lambda one: one["step_s"])
-    assert found["threshold_mb"] == best["threshold_mb"]
+    result = tuned.findings()["tuner"]
+    assert len(result["tried"]) == 10 and result["tried"][0]["threshold_mb"] == 25.0
+    assert all(item["step_s"] > 0.19 for item in result["tried"])
+    best = min(result["tried"], key=lambda item: item["step_s"])
+    assert result["threshold_mb"] == best["threshold_mb"]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -168,5 +168,5 @@ def _tuner_fails() -> str:
 
 
 def test_a_tuner_that_fails_is_an_error_on_all_ranks(world):
-    said = world(2).run(_tuner_fails)
-    assert ["no idea" in text for text in said] == [True, True]
+    output = world(2).run(_tuner_fails)
+    assert ["no idea" in text for text in output] == [True, True]

@@ -68,9 +68,9 @@ def waits(found):
 
 def test_messages_beside_the_backward_pass():
     # b from 1 to 3, a from 4 to 6; forward 3, backward 4, 2 more, update 0.5.
-    found = predicted(stated("wfbp"))
-    assert found.step_s == pytest.approx(9.5)
-    assert found.exposed_s == pytest.approx(2) and waits(found) == [("pass", None, 2)]
+    result = predicted(stated("wfbp"))
+    assert result.step_s == pytest.approx(9.5)
+    assert result.exposed_s == pytest.approx(2) and waits(result) == [("pass", None, 2)]
 
 
 def test_messages_after_the_backward_pass():
@@ -78,22 +78,24 @@ def test_messages_after_the_backward_pass():
 
 
 def test_gradients_in_one_message_wait_for_the_last_of_them():
-    found = predicted(stated("ddp"), grouped(PASSES, [[0, 1]]))
-    assert found.step_s == pytest.approx(11.5) and found.exposed_s == pytest.approx(4)
+    result = predicted(stated("ddp"), grouped(PASSES, [[0, 1]]))
+    assert result.step_s == pytest.approx(11.5) and result.exposed_s == pytest.approx(4)
 
 
 def test_halves_beside_both_passes():
     # Reduces: b from 1 to 2, a from 4 to 5 of the backward pass. Each of two ranks updates half:
     # b's eighth of a second while a travels, a's after it. Then a is gathered, b beside layer 0.
-    found = predicted(stated("dear", small_kb=0))
-    assert found.step_s == pytest.approx(1 + 1 + 2 + 4 + 1 + 0.125)
-    assert waits(found) == [("layer", 0, 1), ("step", None, 0.875)]
+    result = predicted(stated("dear", small_kb=0))
+    assert result.step_s == pytest.approx(1 + 1 + 2 + 4 + 1 + 0.125)
+    assert waits(result) == [("layer", 0, 1), ("step", None, 0.875)]
 
 
 def test_small_buckets_are_averaged_at_once_where_that_is_stated():
     # b from 1 to 3, a from 4 to 6, and no second half; updates are shared all the same.
-    found = predicted(stated("dear"))
-    assert found.step_s == pytest.approx(3 + 6 + 0.125) and waits(found) == [("step", None, 1.875)]
+    result = predicted(stated("dear"))
+    assert result.step_s == pytest.approx(3 + 6 + 0.125) and waits(result) == [
+        ("step", None, 1.875)
+    ]
 
 
 def test_what_runs_first_overtakes_between_two_chunks():
@@ -107,9 +109,9 @@ def test_what_runs_first_overtakes_between_two_chunks():
         gradients=(Gradient(name="b", nbytes=300, ready_s=1.0, layer=1), PASSES.gradients[1]),
     )
     messages = grouped(large, [[0], [1]])
-    found = predicted(stated("bytescheduler"), messages, large, chunk_bytes=100)
-    assert waits(found) == [("layer", 0, 3), ("layer", 1, 0.875)]
-    assert found.step_s == pytest.approx(3 + 0.125 + 1 + 0.875 + 0.375 + 2 + 4)
+    result = predicted(stated("bytescheduler"), messages, large, chunk_bytes=100)
+    assert waits(result) == [("layer", 0, 3), ("layer", 1, 0.875)]
+    assert result.step_s == pytest.approx(3 + 0.125 + 1 + 0.875 + 0.375 + 2 + 4)
     queue = Overlap(
         transfers=(Transfer(kind="average", starts="gradient", awaited="layer", steps_later=1),),
         updates="layer",
@@ -122,8 +124,8 @@ def test_gradients_in_one_message_are_awaited_before_the_first_layer_that_reads_
         transfers=(Transfer(kind="average", starts="gradient", awaited="layer", steps_later=1),),
         updates="layer",
     )
-    found = predicted(queue, grouped(PASSES, [[0, 1]]))
-    assert waits(found) == [("layer", 0, 4)] and found.step_s == pytest.approx(4 + 0.5 + 3 + 4)
+    result = predicted(queue, grouped(PASSES, [[0, 1]]))
+    assert waits(result) == [("layer", 0, 4)] and result.step_s == pytest.approx(4 + 0.5 + 3 + 4)
 
 
 @pytest.mark.parametrize(("up_to_bytes", "step_s"), [(99, 11.5), (100, 9.5)])
@@ -158,7 +160,7 @@ def test_parts_of_a_bucket_pay_a_start_up_each():
     costs = {"all_reduce": lambda nbytes: 1 + nbytes / 50}
     parts = Transfer(kind="average", starts="pass", awaited="pass", part_bytes=40)
     whole = Transfer(kind="average", starts="pass", awaited="pass")
-    times = [predicted(Overlap(transfers=(one,)), costs=costs).step_s for one in (parts, whole)]
+    times = [predicted(Overlap(transfers=(item,)), costs=costs).step_s for item in (parts, whole)]
     assert times == [pytest.approx(3 + 4 + 10 + 0.5), pytest.approx(3 + 4 + 6 + 0.5)]
 
 
@@ -190,11 +192,11 @@ UNITS = messages_of(
 
 def test_units_are_gathered_before_each_pass_and_scattered_after_the_second():
     # Two ranks update half of their parameters each.
-    found = predicted(stated("fsdp"), UNITS, SHARDED)
+    result = predicted(stated("fsdp"), UNITS, SHARDED)
     gathered, again, scattered = 3 + 2 + 1, 1 + 2, 1 + 2 + 3
-    assert found.step_s == pytest.approx(4 + gathered + 8 + again + scattered + 0.5)
-    assert found.exposed_s == pytest.approx(gathered + again + scattered)
-    assert waits(found) == [
+    assert result.step_s == pytest.approx(4 + gathered + 8 + again + scattered + 0.5)
+    assert result.exposed_s == pytest.approx(gathered + again + scattered)
+    assert waits(result) == [
         ("layer", 0, 3),
         ("layer", 1, 2),
         ("layer", 2, 1),
@@ -207,9 +209,9 @@ def test_units_are_gathered_before_each_pass_and_scattered_after_the_second():
 
 
 def test_units_that_stay_whole_are_gathered_once():
-    found = predicted(stated("fsdp", stage=2), UNITS, SHARDED)
-    assert found.step_s == pytest.approx(4 + 6 + 8 + 6 + 0.5)
-    assert {wait.moment for wait in found.waits} == {"layer", "gradient"}
+    result = predicted(stated("fsdp", stage=2), UNITS, SHARDED)
+    assert result.step_s == pytest.approx(4 + 6 + 8 + 6 + 0.5)
+    assert {wait.moment for wait in result.waits} == {"layer", "gradient"}
 
 
 def ahead(starts, awaited):
@@ -233,9 +235,9 @@ def test_the_first_layer_that_the_backward_pass_reaches_is_gathered_as_it_begins
         SHARDED,
         [Bundle(nbytes=g.nbytes, names=(g.name,), some=True) for g in SHARDED.gradients],
     )
-    found = predicted(ahead("ahead", "ahead"), each, SHARDED)
+    result = predicted(ahead("ahead", "ahead"), each, SHARDED)
     # head and two at once; then one, and stem.
-    assert waits(found) == [("ahead", None, s) for s in (1, 1, 2, 2)]
+    assert waits(result) == [("ahead", None, s) for s in (1, 1, 2, 2)]
 
 
 def cycles(**given):
@@ -253,8 +255,8 @@ def test_what_arrives_waits_for_the_next_cycle():
     assert predicted(cycles(cycle_s=10), costs=costs).step_s == pytest.approx(10)
     # A cycle is as long if ranks need a part of it to agree.
     costs = {"all_reduce": lambda nbytes: 1.0 if nbytes == 7 else 0.0}
-    found = predicted(cycles(cycle_s=10, agreement_bytes=7), costs=costs)
-    assert found.step_s == pytest.approx(10)
+    result = predicted(cycles(cycle_s=10, agreement_bytes=7), costs=costs)
+    assert result.step_s == pytest.approx(10)
 
 
 def test_cycles_send_as_many_bytes_as_the_plan_says():
@@ -274,8 +276,8 @@ def test_what_is_ready_is_fused_up_to_the_size_of_the_buffer(fusion_bytes, sent)
     )
     costs = {"all_reduce": lambda nbytes: 3.0 if nbytes else 0.0}
     rule = cycles(fusion_bytes=fusion_bytes)
-    found = predicted(rule, grouped(at_once, [[0], [1]]), at_once, costs)
-    assert found.step_s == pytest.approx(20 + 3 * sent, abs=5e-3)
+    result = predicted(rule, grouped(at_once, [[0], [1]]), at_once, costs)
+    assert result.step_s == pytest.approx(20 + 3 * sent, abs=5e-3)
 
 
 @pytest.mark.parametrize(("fusion_bytes", "sent_s"), [(1000, 5), (150, 6)])
@@ -291,21 +293,21 @@ def test_only_what_is_fused_is_copied(fusion_bytes, sent_s):
         "fused_all_reduce": lambda nbytes: 5.0,
     }
     rule = cycles(fusion_bytes=fusion_bytes)
-    found = predicted(rule, grouped(at_once, [[0], [1]]), at_once, costs)
-    assert found.step_s == pytest.approx(20 + sent_s, abs=5e-3)
+    result = predicted(rule, grouped(at_once, [[0], [1]]), at_once, costs)
+    assert result.step_s == pytest.approx(20 + sent_s, abs=5e-3)
 
 
 def test_ranks_that_agree_take_time_for_it():
     # What has come meanwhile waits for the next agreement, which takes a second, too.
     costs = {"all_reduce": lambda nbytes: 1.0 if nbytes == 7 else 0.0}
-    found = predicted(cycles(agreement_bytes=7), costs=costs)
-    assert 7.5 + 1 <= found.step_s <= 7.5 + 2
+    result = predicted(cycles(agreement_bytes=7), costs=costs)
+    assert 7.5 + 1 <= result.step_s <= 7.5 + 2
 
 
 def test_marks_travel_when_the_pass_has_ended():
     costs = {"all_reduce": lambda nbytes: 1.0 if nbytes == 8 else 0.0}
-    found = predicted(cycles(fusion_bytes=0, marks_bytes=4), costs=costs)
-    assert found.step_s == pytest.approx(7.5 + 1, abs=5e-3)
+    result = predicted(cycles(fusion_bytes=0, marks_bytes=4), costs=costs)
+    assert result.step_s == pytest.approx(7.5 + 1, abs=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -405,22 +407,22 @@ ALGORITHMS = ["allreduce", "wfbp", "ddp", "mgwfbp", "bytescheduler", "dear", "ho
 def test_no_step_is_shorter_than_its_bound_and_the_same_input_gives_the_same_bits(algorithm):
     options = algorithm_options(algorithm, {})
     costs = halved(AlphaBeta(alpha_s=2e-4, beta_s_per_byte=3.5e-9))
-    found = [foresee(PROFILE, algorithm, options, costs, world_size=2) for _ in range(2)]
-    assert found[0] == found[1]
+    result = [foresee(PROFILE, algorithm, options, costs, world_size=2) for _ in range(2)]
+    assert result[0] == result[1]
     compute = StepTimes(
         forward_s=PROFILE.forward_s, backward_s=PROFILE.backward_s, update_s=update_s_of(PROFILE)
     )
     comm = comm_times(passes_of(PROFILE, 0.0).nbytes, costs)
     kind = algorithm_class(algorithm).bound_of(options)
     bound_s = step_bound_s(kind, compute, comm, 2)
-    assert bound_s <= found[0].step_s <= 1.3 * bound_s
-    computed_s = found[0].step_s - found[0].exposed_s
+    assert bound_s <= result[0].step_s <= 1.3 * bound_s
+    computed_s = result[0].step_s - result[0].exposed_s
     shared = compute.update_s / 2 if algorithm == "dear" else compute.update_s
     assert computed_s == pytest.approx(compute.forward_s + compute.backward_s + shared, abs=1e-3)
     statement = algorithm_class(algorithm).overlap_of(options)
     if isinstance(statement, Overlap):
         awaited = {transfer.awaited for transfer in statement.transfers}
-        assert {wait.moment for wait in found[0].waits} <= awaited
+        assert {wait.moment for wait in result[0].waits} <= awaited
 
 
 def test_half_a_collective_has_half_of_its_steps_and_of_its_bytes():
@@ -470,7 +472,7 @@ def test_groups_without_a_model_are_those_with_one(options):
     options = algorithm_options("dear", options)
     passes = passes_of(PROFILE, 0.0)
     cost = AlphaBeta(alpha_s=1e-4, beta_s_per_byte=1e-9)
-    found = algorithm_class("dear").grouping(options, arrived(passes), cost)
+    result = algorithm_class("dear").grouping(options, arrived(passes), cost)
     options = with_first(options, lambda: cost)
     model = Replay(PROFILE, torch.Generator())
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
@@ -483,5 +485,5 @@ def test_groups_without_a_model_are_those_with_one(options):
     members = group(model, params, order, options)
     names = {param: name for name, param in model.named_parameters()}
     launched = [{names[p] for p in members[i]} for i in launch_order(members, params, order)]
-    assert [{passes.gradients[i].name for i in one} for one in found] == launched
-    assert sorted(itertools.chain(*found)) == list(range(len(passes.gradients)))
+    assert [{passes.gradients[i].name for i in item} for item in result] == launched
+    assert sorted(itertools.chain(*result)) == list(range(len(passes.gradients)))

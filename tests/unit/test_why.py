@@ -1,4 +1,4 @@
-"""Why a row stands out: right where the plan says so, and silent where it does not."""
+"""Tests of the reasons why a row stands out: right where the plan says so, and silent otherwise."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def test_where_something_is_not_known_there_is_no_sentence(changes):
 
 
 def told(*records):
-    found = rows.make_rows(records, "ddp")
-    return explanations.sentences(found, records)
+    result = rows.make_rows(records, "ddp")
+    return explanations.sentences(result, records)
 
 
 def test_the_fastest_and_the_slowest_and_those_far_from_their_bound_are_explained():
@@ -180,7 +180,7 @@ def test_the_fastest_and_the_slowest_and_those_far_from_their_bound_are_explaine
     assert far.startswith(f"{place}dear reaches 86% of its bound. It sends the last 5.00 MB")
     assert first in overview([slow, between, fast], "ddp").lines
     # Of several seeds it is said once.
-    again = [dataclasses.replace(one, hash=f"{one.hash}2") for one in (slow, between, fast)]
+    again = [dataclasses.replace(item, hash=f"{item.hash}2") for item in (slow, between, fast)]
     assert told(slow, between, fast, *again) == [first, last, far]
     # Rows that are alike, and numbers that are not believed, have no reason.
     near = made(0.43, [14 * MB], label="wfbp")

@@ -18,9 +18,9 @@ MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"
 
 
 def varied(algorithm, factors, step_s=0.1, **more):
-    made = record(algorithm, step_s, **more)
+    built = record(algorithm, step_s, **more)
     iters = [[[step_s * factor] * 2] for factor in factors]
-    return dataclasses.replace(with_iters(made, iters), machine=MACHINE)
+    return dataclasses.replace(with_iters(built, iters), machine=MACHINE)
 
 
 @pytest.fixture
@@ -37,11 +37,13 @@ def sweep(tmp_path):
     return write
 
 
-def twin(made, factor=1.0):
-    trial = made.trial | {"label": f"{made.label} again", "twin": 1}
-    iters = [[[step * factor for step in made.iters[i - 1][0]]] for i, _ in enumerate(made.iters)]
-    made = with_iters(made, iters)
-    return dataclasses.replace(made, hash=f"{made.hash}-again", trial=trial)
+def twin(record, factor=1.0):
+    trial = record.trial | {"label": f"{record.label} again", "twin": 1}
+    iters = [
+        [[step * factor for step in record.iters[i - 1][0]]] for i, _ in enumerate(record.iters)
+    ]
+    record = with_iters(record, iters)
+    return dataclasses.replace(record, hash=f"{record.hash}-again", trial=trial)
 
 
 def test_verdicts_of_twins_are_corrected_for_the_pairs_of_a_cell(sweep, capsys):

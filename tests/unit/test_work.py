@@ -34,7 +34,7 @@ class Recording(TorchDispatchMode):
 
 
 def passes(module, *inputs):
-    """What the forward pass does, and what the backward pass does."""
+    """Operations of the forward pass, and of the backward pass."""
     with Recording() as forward:
         out = module(*inputs)
     total = (out[0] if isinstance(out, tuple) else out).sum()

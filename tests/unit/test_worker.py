@@ -1,4 +1,4 @@
-"""What a worker times and measures: which steps, until when, what each part took, and replicas."""
+"""Tests of what a worker times and measures: which steps, until when, each part, and replicas."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def test_the_canary_stands_right_before_and_right_behind_the_blocks():
         calls.append("canary")
         return float(len(calls))
 
-    found = measure_steps(
+    result = measure_steps(
         lambda: calls.append("step"), communicator, blocks=2, steps=2, untimed=1, canary=canary
     )
     block = ["barrier", "step", "step", "step"]
     assert calls == ["canary", *block, *block, "canary", "gather"]
-    assert found.canary_s == [1.0, 10.0]
+    assert result.canary_s == [1.0, 10.0]
 
 
 def test_what_goes_on_between_blocks_is_not_timed():
@@ -170,8 +170,8 @@ def test_one_block_becomes_two_of_half_its_steps(given, halved):
     ],
 )
 def test_blocks_are_whole_periods_of_the_schedule(config, period, step_s, steps):
-    found = measure.block_steps(MeasureConfig(**config), period, step_s, _Alone())
-    assert found == steps
+    result = measure.block_steps(MeasureConfig(**config), period, step_s, _Alone())
+    assert result == steps
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_untimed_steps_stand_behind_each_barrier_and_are_kept():
         alone.bytes_sent += 10
         watch.now += len(alone.calls)
 
-    found = measure_steps(step, alone, blocks=2, steps=3, untimed=2, watch=watch)
+    result = measure_steps(step, alone, blocks=2, steps=3, untimed=2, watch=watch)
     assert alone.calls == (["barrier"] + ["step"] * 5) * 2
-    assert found.untimed == [[2, 3], [8, 9]] and found.iters == [[4, 5, 6], [10, 11, 12]]
-    assert found.marks == [[[0, 2, 5, 5, 9, 14, 20], [0, 8, 17, 17, 27, 38, 50]]]
-    assert found.bytes_sent == 10
+    assert result.untimed == [[2, 3], [8, 9]] and result.iters == [[4, 5, 6], [10, 11, 12]]
+    assert result.marks == [[[0, 2, 5, 5, 9, 14, 20], [0, 8, 17, 17, 27, 38, 50]]]
+    assert result.bytes_sent == 10
 
 
 def test_what_a_rank_has_absorbed_adds_up_over_blocks():
@@ -230,10 +230,10 @@ def test_what_a_rank_has_absorbed_adds_up_over_blocks():
         alone.calls.append("step")
 
     gauge = Gauge(absorbed_s=lambda: next(absorbed_s))
-    found = measure_steps(step, alone, blocks=2, steps=2, untimed=0, gauge=gauge)
-    assert [one.absorbed_s for one in found.pressure] == [0.75]
-    found = measure_steps(step, alone, blocks=2, steps=2, untimed=0)
-    assert [one.absorbed_s for one in found.pressure] == [None]
+    result = measure_steps(step, alone, blocks=2, steps=2, untimed=0, gauge=gauge)
+    assert [item.absorbed_s for item in result.pressure] == [0.75]
+    result = measure_steps(step, alone, blocks=2, steps=2, untimed=0)
+    assert [item.absorbed_s for item in result.pressure] == [None]
 
 
 class _Cuda:
@@ -267,12 +267,12 @@ class _Event:
 def test_the_device_is_waited_for_before_and_after_a_block_only(monkeypatch):
     cuda, watch = _Cuda(), DeviceStopwatch()
     monkeypatch.setattr(torch, "cuda", cuda)
-    found = measure_steps(lambda: None, _Alone(), blocks=1, steps=3, untimed=2, watch=watch)
+    result = measure_steps(lambda: None, _Alone(), blocks=1, steps=3, untimed=2, watch=watch)
     around = ["synchronize", "record", "synchronize"]
     assert cuda.log == [*around, *["record"] * 7, "synchronize"]
     # Of the 7 the first is the barrier, and one more the begin of the block.
-    assert found.iters == [pytest.approx([1.0] * 3)]
-    assert found.untimed == [pytest.approx([1.0] * 2)]
+    assert result.iters == [pytest.approx([1.0] * 3)]
+    assert result.untimed == [pytest.approx([1.0] * 2)]
 
 
 def test_a_step_on_a_gpu_does_not_wait_for_it(monkeypatch):
@@ -305,8 +305,8 @@ def test_a_step_on_a_gpu_does_not_wait_for_it(monkeypatch):
     assert (first.forward_s, first.backward_s, first.update_s) == (0.001, 0.002, 0.003)
     assert (second.forward_s, second.step_s) == (0.005, 0.018)
     assert first.exposed_comm_s is None, "streams wait, which nobody sees"
-    found = training.typical([first, second], 1.0, waits_seen=True)
-    assert (found.exposed_comm_s, found.step_s) == (None, pytest.approx(0.012))
+    result = training.typical([first, second], 1.0, waits_seen=True)
+    assert (result.exposed_comm_s, result.step_s) == (None, pytest.approx(0.012))
     trained.forget_parts()
     assert trained.parts() == []
     trained.warm_up(1)  # what a step takes there can only be said of finished ones
@@ -331,12 +331,12 @@ def test_waiting_is_taken_out_of_the_part_that_it_happened_in():
 def test_a_straggler_does_not_count_and_the_parts_add_up():
     steps = [step(1.0, 2.0, 0.5, 0.5), step(1.0, 2.2, 0.5, 0.3), step(9.0, 9.0, 9.0, 9.0)]
     steps.append(step(0.1, 0.1, 0.1, 0.1))
-    found = typical(steps, 2.0, waits_seen=True)
-    assert vars(found) == pytest.approx(vars(step(0.5, 1.05, 0.25, 0.2)))
+    result = typical(steps, 2.0, waits_seen=True)
+    assert vars(result) == pytest.approx(vars(step(0.5, 1.05, 0.25, 0.2)))
     assert typical(steps[:1], 1.0, waits_seen=True) == steps[0]
     # Waits that an algorithm hides are unknown and stay in the other parts.
-    found = typical([step(1.0, 2.0, 0.5, 0.0)], 1.0, waits_seen=False)
-    assert found == step(1.0, 2.0, 0.5, None)
+    result = typical([step(1.0, 2.0, 0.5, 0.0)], 1.0, waits_seen=False)
+    assert result == step(1.0, 2.0, 0.5, None)
 
 
 @pytest.mark.parametrize(
@@ -353,8 +353,8 @@ def test_a_straggler_does_not_count_and_the_parts_add_up():
 )
 def test_the_middle_half_counts_however_many_there_are(count, middle):
     steps = [step(2.0**number, 0.0, 0.0, 0.0) for number in range(count)]
-    found = typical(steps[::-1], 1.0, waits_seen=True)
-    assert found.step_s == pytest.approx(sum(2.0**number for number in middle) / len(middle))
+    result = typical(steps[::-1], 1.0, waits_seen=True)
+    assert result.step_s == pytest.approx(sum(2.0**number for number in middle) / len(middle))
 
 
 def test_the_breakdown_is_that_of_the_rank_which_the_others_wait_for():
@@ -380,8 +380,10 @@ def test_waits_count_where_they_are_seen_whoever_sends(model, waited, sent, expo
         _untimed=0,
         _scale=1.0,
     )
-    found = throughput._Repeat._breakdown(run, [[step(1.0, 2.0, 0.5, waited)]] * 2)
-    assert found == dataclasses.replace(step(1.0, 2.0, 0.5, waited), exposed_comm_s=exposed, rank=0)
+    result = throughput._Repeat._breakdown(run, [[step(1.0, 2.0, 0.5, waited)]] * 2)
+    assert result == dataclasses.replace(
+        step(1.0, 2.0, 0.5, waited), exposed_comm_s=exposed, rank=0
+    )
 
 
 def test_the_recorded_breakdown_is_that_of_the_repeat_in_the_middle():
@@ -389,8 +391,8 @@ def test_the_recorded_breakdown_is_that_of_the_repeat_in_the_middle():
     for times, middle in (((0.9, 0.4, 0.5), 0.5), ((0.9, 0.4), 0.4), ((4, 3, 2, 1), 2), ((7,), 7)):
         results = [Result(cpu_s_per_s=1.0, breakdown=step(s, 0, 0, 0), **facts) for s in times]
         outcome, machine = Outcome(status="ok"), {"cores": 64}
-        made = make_record(make_trial("dear"), results, outcome, machine, "now", 1.0)
-        assert made.breakdown.step_s == middle
+        built = make_record(make_trial("dear"), results, outcome, machine, "now", 1.0)
+        assert built.breakdown.step_s == middle
 
 
 def test_sizes_reach_the_models_gradients_within_reason():
@@ -416,11 +418,11 @@ def _measure(time_scale):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_costs_are_the_same_on_all_ranks(world, ranks):
-    found = world(ranks).run(_measure, 1.0)  # of three, one has nobody to exchange with
-    assert all(other == found[0] for other in found)
-    first, check, samples = found[0]
+    result = world(ranks).run(_measure, 1.0)  # of three, one has nobody to exchange with
+    assert all(other == result[0] for other in result)
+    first, check, samples = result[0]
     assert check.residual >= 0 and check.drift > -1
-    kept = [(one["operation"], one["when"], one["nbytes"]) for one in json.loads(samples)]
+    kept = [(item["operation"], item["when"], item["nbytes"]) for item in json.loads(samples)]
     assert len(kept) == 8 and [nbytes for _, when, nbytes in kept if when == "end"]
     assert first.keys() == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
     assert all(fit(1 << 20) > 0 for fit in first.values())
@@ -447,16 +449,16 @@ def _steps(steps, before):
     # Each rank has times of its own; the first step of all does not count.
     rank = communicator.rank
     timed = [StepTimes(forward_s=f + rank, backward_s=b, update_s=u) for f, b, u in before]
-    found = plain_training.slowest_rank(task, optimizer, communicator, timed or times)
+    result = plain_training.slowest_rank(task, optimizer, communicator, timed or times)
     moved = any(not torch.equal(start[name], state[name]) for name in state)
-    return found, model.calls, moved
+    return result, model.calls, moved
 
 
 def test_steps_that_were_timed_already_are_enough(world):
     # Medians of (1, 5, 3), (2, 2, 6) and (3, 4, 5); rank 1 takes a second longer in each forward.
     timed = [(99.0, 99.0, 99.0), (1.0, 2.0, 3.0), (5.0, 2.0, 4.0), (3.0, 6.0, 5.0)]
     results = world(2).run(_steps, 1, timed)
-    assert [found for found, _, _ in results] == [
+    assert [result for result, _, _ in results] == [
         StepTimes(forward_s=4.0, backward_s=2.0, update_s=4.0)
     ] * 2
     assert [calls for _, calls, _ in results] == [1, 1]
@@ -469,8 +471,8 @@ def test_more_steps_are_timed_where_there_are_too_few(world):
     assert plain_training.ENOUGH <= calls - 1 <= plain_training.SHORT and moved
     # Two that took long are enough, and what disturbs only adds.
     timed = [(9.0, 9.0, 9.0), (2.0, 1.0, 2.0), (1.0, 3.0, 1.0)]
-    found, calls, _ = world(2).run(_steps, 1, timed)[0]
-    assert calls == 1 and found == StepTimes(forward_s=2.0, backward_s=1.0, update_s=1.0)
+    result, calls, _ = world(2).run(_steps, 1, timed)[0]
+    assert calls == 1 and result == StepTimes(forward_s=2.0, backward_s=1.0, update_s=1.0)
 
 
 def _spread_of(values: list[float]) -> float:

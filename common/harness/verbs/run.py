@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import shlex
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.emulation import sandbox
+from common.harness import variables
 from common.harness.experiment import Experiment
 from common.harness.experiment_file import (
     CommandLine,
@@ -24,6 +26,7 @@ from common.harness.verbs import Status
 from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE, short
 from common.profiling import gpus
 from common.results.records import Record
+from dear.errors import UserError
 
 HELP = "run an experiment"
 TRACE = "write timelines of each trial there, for Perfetto"
@@ -297,7 +300,15 @@ def _print(
     output.show(folder, records, experiment.base)
     if experiment.report_lines:
         print("\n".join(report_lines(records, experiment.worlds)))
-        link_logs(folder, records)
+        link_logs(folder, records, functools.partial(_command, experiment))
+
+
+def _command(experiment: Experiment, record: Record) -> str:
+    """Returns the launch script's command for the record's trial, or why there is none."""
+    try:
+        return variables.command(experiment, Trial.from_json(record.trial))
+    except UserError as error:
+        return f"# {error}"
 
 
 def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:

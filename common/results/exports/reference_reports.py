@@ -7,10 +7,10 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from common.results.records import Record
 from common.results.tables.cells import Cell, Column, number
@@ -209,7 +209,7 @@ def _rate_column(name: str, index: int) -> Column[Reported]:
 
 def log_name(record: Record) -> str:
     """Returns the name of a trial's log in DeAR's suite."""
-    value = variables(record)
+    value = variables(record.trial)
     return (
         f"rdma-{value['rdma']}-method-{value['method']}-dnn-{value['dnn']}-bs-{value['bs']}-"
         f"nworker-{value['nworkers']}-compressor-{value['compressor']}-"
@@ -217,14 +217,17 @@ def log_name(record: Record) -> str:
     )
 
 
-def variables(record: Record) -> dict[str, str]:
-    """Returns the variables of `dear/horovod_mpi_cj.sh` for a trial, in the suite's order."""
-    trial = record.trial
+def variables(trial: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the variables of `dear/horovod_mpi_cj.sh` for a trial, in the suite's order.
+
+    Args:
+        trial: the JSON values of a trial.
+    """
     options = trial["options"]
     merges = trial["algorithm"] == "mgwfbp" and options.get("merge") in ("greedy", "asc")
     threshold = options.get("threshold_mb") or 0
     return {
-        "rdma": _rdma(record),
+        "rdma": str(trial["network"] or trial["launcher_options"].get("rdma", 0)),
         "dnn": trial["model"],
         "bs": str(trial["batch_size"]),
         "nworkers": str(trial["world_size"]),
@@ -237,17 +240,16 @@ def variables(record: Record) -> dict[str, str]:
     } | ({"use_zero": "1"} if options.get("zero") else {})
 
 
-def command(record: Record) -> str:
-    """Returns the suite's command for a trial."""
-    values = " ".join(f"{key}={value}" for key, value in variables(record).items())
-    return f"cd dear;{values} ./horovod_mpi_cj.sh"
-
-
-def link_logs(folder: Path, records: Iterable[Record]) -> list[Path]:
+def link_logs(
+    folder: Path, records: Iterable[Record], command: Callable[[Record], str]
+) -> list[Path]:
     """Links rank 0's logs of a sweep by the suite's names and writes the suite's commands.
 
     Both are written to `reference_logs` in the sweep's folder. A trial whose variables are those
     of another one has its identity in the name.
+
+    Args:
+        command: returns the command that makes a record's trial again.
     """
     into = folder / "reference_logs"
     links, lines = {}, []
@@ -274,7 +276,7 @@ def _task(record: Record) -> str:
 
 
 def _rdma(record: Record) -> str:
-    return str(record.trial["network"] or record.trial["launcher_options"].get("rdma", 0))
+    return variables(record.trial)["rdma"]
 
 
 def _rates(record: Record) -> list[float]:

@@ -11,7 +11,7 @@ LATER = "dear bytescheduler dadt"
 """Gradients are averages after `synchronize()`."""
 TRACKING = "gradient-tracking exact-diffusion push-diging"
 MIXING = f"{TRACKING} neighbor decentralized win-put pull-get push-sum asyncddp"
-SENDING = "neighbor gradient-tracking"
+SENDING = "neighbor:combine=awc gradient-tracking"
 """Parameters are on their way between a forward pass and `step()`."""
 ALL = ""
 

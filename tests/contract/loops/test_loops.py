@@ -20,7 +20,10 @@ TOLERANCE = 2e-5
 
 
 def _cases() -> list[Any]:
-    """All loops; marked `full` are those with all options, and with three ranks."""
+    """All loops; marked `full` are those with all options, and with three ranks.
+
+    Ranks that take turns do so in `step()`, so updates in the backward pass are left out.
+    """
     cases = []
     for name in algorithm_names():
         first, *others = Meaning.of(name).options
@@ -29,6 +32,8 @@ def _cases() -> list[Any]:
         chosen += [(options, 2, [pytest.mark.full]) for options in others if options not in quick]
         chosen += [(options, 3, [pytest.mark.full]) for options in quick]
         for options, size, marks in chosen:
+            if Meaning.of(name).in_turn and options.get("update") != "step":
+                continue
             if Meaning.of(name).worlds(options, size):
                 subject = Subject(name, tuple(options.items()))
                 for loop in LOOPS:

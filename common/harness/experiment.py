@@ -129,15 +129,15 @@ class Experiment:
     cluster: ClusterConfig | None = None
     """Virtual hosts to run on; null: the real machine, or the hosts of the launcher."""
     networks: tuple[str, ...] = ()
-    """Networks, each of which runs every trial, in place of `cluster.network`."""
+    """Networks on which every trial runs, in place of `cluster.network`."""
     faults: tuple[Fault, ...] = ()
-    """Faults, each of which runs every trial, in addition to runs without a fault."""
+    """Faults with which every trial runs, in addition to a run without a fault."""
     collective_timeout_s: float = 300.0
     """Time limit of one collective, in real seconds; then it fails."""
     launcher: str = "local"
     """Program that starts the ranks: local, torchrun, mpirun, ssh or slurm."""
     launcher_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the launcher, see docs/clusters.md."""
+    """Options of the launcher (docs/clusters.md)."""
     hostfile: str | None = None
     """File with lines `HOST slots=N` for launchers that reach other hosts; relative to the current
     folder."""

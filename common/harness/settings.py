@@ -53,13 +53,13 @@ class MeasureConfig:
     """Separate starts of the workers, interleaved with those of the compared algorithms. With
     `precision`: the smallest and the largest number, as [5, 12]."""
     precision: float | None = None
-    """Half width of the 95 % intervals, relative to the value, at which all trials of a cell stop
-    together. Differences between them do not matter."""
+    """Half width of the 95 % intervals, relative to the value. Trials that are compared with each
+    other end together, when all their intervals are as narrow."""
     repeats_at_2k: int = 0
-    """Extra repeats of an emulated cell at twice its time scale k. They estimate the systematic
+    """Extra repeats of emulated trials at 2k, twice their time scale. They estimate the systematic
     error, and are not part of the result."""
     warmup_steps: int = 3
-    """Least untimed steps. Steps in which the algorithm tunes itself are untimed, too."""
+    """Smallest number of untimed steps. Steps in which the algorithm tunes itself are untimed."""
     num_iters: int = 1
     """Blocks of steps per repeat, with a barrier before each block."""
     steps_per_iter: int | None = None
@@ -69,7 +69,7 @@ class MeasureConfig:
     min_steps: int = 3
     """Smallest number of steps per block, if rank 0 chooses it."""
     check_steps: int = 2
-    """Steps that are trained both with and without the algorithm, and compared."""
+    """Number of steps that run both with and without the algorithm, to compare the results."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.repeats, int):
@@ -122,7 +122,7 @@ class ScheduleConfig:
 
     kind: Literal["constant", "multistep", "cosine", "exponential"] = "constant"
     """Form of the schedule. `multistep`: times `gamma` after each of `milestones`; `cosine`: falls
-    to 0 in the last epoch; `exponential`: times `gamma` in each epoch, step by step."""
+    to 0 in the last epoch; `exponential`: times `gamma` per epoch, a little in each step."""
     milestones: tuple[int, ...] = ()
     """Epochs in ascending order, for `multistep`."""
     gamma: float = 0.1

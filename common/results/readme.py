@@ -130,11 +130,15 @@ def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
     if manifest is None:
         raise PlaceError(f"{name} was not made by `make records`, and is not withdrawn")
     machine = manifest["machine"]
-    missed = "".join(f"Missed its bar: `{text}`.\n" for text in manifest.get("missed", ()))
+    missed = "".join(
+        f"`{text.replace('{out}', 'FOLDER')}` did not meet its requirement; the record says by how "
+        "much.\n"
+        for text in manifest.get("missed", ())
+    )
     return (
         f"*Measured {manifest['started'][:10]} at commit {manifest['commit']} on "
-        f"{machine['cores']} x {machine['cpu']} ([record]({_way(folder / name, place)}), "
-        f"`make records ONLY={name}`).*\n{missed}"
+        f"{machine['cores']} cores ({machine['cpu']}). `make records ONLY={name}` measures "
+        f"this [record]({_way(folder / name, place)}) again.*\n{missed}"
     )
 
 

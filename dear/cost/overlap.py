@@ -57,29 +57,30 @@ class Transfer:
     """Largest part of a bucket, in bytes on the wire; None: a bucket is one message."""
 
     def __str__(self) -> str:
-        what = f"{self.kind} of {' and '.join(self.carries)}"
-        sent = f"{_WHICH[self.buckets]}{what} {_STARTED[self.starts]}"
-        first = ", what runs first goes first" if self.urgent else ""
+        article = "an" if self.kind in ("average", "exchange") else "a"
+        what = f"{article} {self.kind} of {' and '.join(self.carries)}"
+        sent = f"{_WHICH[self.buckets]}{what} starts {_STARTED[self.starts]}"
+        first = ", in the order in which layers run" if self.urgent else ""
         if self.awaited is None:
-            return f"{sent}{first}; nobody waits"
+            return f"{sent}{first}; no rank waits for it"
         later = f", {_steps(self.steps_later)} later" if self.steps_later else ""
-        return f"{sent}{first}; awaited {_WAITING[self.awaited]}{later}"
+        return f"{sent}{first}; the rank waits for it {_WAITING[self.awaited]}{later}"
 
 
 _WHICH = {"all": "", "some": "for some buckets: ", "instead": "for some buckets instead: "}
 _STARTED = {
     "model": "before the forward pass",
-    "layer": "before their layer runs",
+    "layer": "before the layer runs",
     "ahead": "one layer ahead of the backward pass",
-    "gradient": "with the bucket's last gradient",
-    "pass": "when the backward pass is over",
+    "gradient": "when the bucket's last gradient is ready",
+    "pass": "after the backward pass",
     "step": "in `step()`",
 }
 _WAITING = {
     "model": "before the forward pass",
-    "layer": "before their layer runs",
+    "layer": "before the layer runs",
     "ahead": "at once",
-    "gradient": "with the bucket's last gradient",
+    "gradient": "when the bucket's last gradient is ready",
     "pass": "before `backward()` returns",
     "step": "in `step()`",
 }
@@ -104,8 +105,8 @@ class Overlap:
     def __str__(self) -> str:
         parts = [str(transfer) for transfer in self.transfers]
         if self.updates != "step":
-            parts.append(f"updated {_WAITING[self.updates]}")
-        parts += [f"all ranks meet {_WAITING[moment]}" for moment in self.meetings]
+            parts.append(f"parameters are updated {_WAITING[self.updates]}")
+        parts += [f"all ranks wait for each other {_WAITING[at]}" for at in self.meetings]
         return ". ".join(part[0].upper() + part[1:] for part in parts)
 
 

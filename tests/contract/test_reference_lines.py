@@ -20,9 +20,9 @@ from tests.contract import test_reference_scripts as scripts
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/references.md").read_text(encoding="utf-8")
 ROWS = [
-    (line, None if here == "runs" else re.fullmatch("refused: `(.*)`", here)[1])
-    for line, here in re.findall(
-        r"^\| [\w-]+ \| `(.*)` \| (runs|refused: .*?)(?:;.*)? \|$", PAGE, re.M
+    (line, message or None)
+    for line, message in re.findall(
+        r"^\| [\w-]+ \| `(.*)` \| (?:runs|is refused with `(.*?)`)(?:\. .*)? \|$", PAGE, re.M
     )
 ]
 LAUNCHERS = ("mpirun", "torchrun", "bfrun", "horovodrun", "python -m torch", "bash mnist.sh")

@@ -40,21 +40,23 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
     lines = general_remarks(rows, records)
     if any(row.systematic is not None for row in rows):
         lines.append(
-            "systematic: |T(k) - T(2k)| / T(k), where T is the step time and k the time scale. "
-            "Its own 95 % interval starts at 0 if sampling error alone can explain the "
-            "difference. The interval of the run does not include this error."
+            "systematic: the emulation runs k times slower than real time. This column says by how "
+            "much the step time T changes if it runs 2k times slower: |T(k) - T(2k)| / T(k). Its "
+            "interval starts at 0 if sampling error alone can explain the change. The column "
+            "'95 % CI, this run' does not include this error."
         )
     if any(row.off_model is not None for row in rows):
         lines.append(
-            "event model: how much longer the measured step is than the step that the event model "
-            "computes from the layer profile, the messages that gradients share, and the costs of "
-            "collectives. -: not computed, see the notes."
+            "event model: how much longer the measured step is than the simulated step. The "
+            "simulation uses the layer times, the buckets and the costs of the collectives. "
+            "'-': not simulated; the notes say why."
         )
     wrong = [row.algorithm for row in rows if row.bound_note == "wrong bound"]
     if wrong:
         lines.append(
             f"WRONG BOUND: {', '.join(dict.fromkeys(wrong))}: no step can be shorter than its "
-            "bound; costs or compute were measured wrong, or fewer bytes travel than it assumes"
+            "bound. Costs or compute were measured wrong, or fewer bytes travel than the bound "
+            "assumes."
         )
     return lines
 
@@ -108,10 +110,10 @@ def _wide(rows: Sequence[Compared]) -> str | None:
     for row in wide:
         half = (row.speedup_high - row.speedup_low) / 2
         count = "more than 1000" if row.more_repeats is None else f"about {row.more_repeats}"
-        parts.append(f"{row.algorithm} {row.speedup:.2f} +- {half:.2f}: {count}")
+        parts.append(f"{row.algorithm} {row.speedup:.2f} +- {half:.2f} ({count})")
     return (
-        f"{wide[0].where}: intervals wider than +- {100 * wide[0].precision:g} %, and the further "
-        f"repeats that would probably narrow them: {'; '.join(parts)}"
+        f"{wide[0].where}: these intervals are wider than +- {100 * wide[0].precision:g} % (in "
+        f"parentheses: how many more repeats they probably need): {', '.join(parts)}"
     )
 
 

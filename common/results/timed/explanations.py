@@ -27,10 +27,11 @@ _LITTLE = 0.03
 _WHOLE = 0.98
 """Smallest share of the gradients that a complete plan has."""
 
+_FASTEST = "is fastest"
 _NAMES = {"all_reduce": "all-reduces", "reduce_scatter": "reduce-scatters"}
 _NAMES |= {"all_gather": "all-gathers"}
 _BACKWARD, _FORWARD = "the backward pass", "the next forward pass"
-_EVERYTHING = "all that a rank computes"
+_EVERYTHING = "the computation of a step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,11 @@ class Phase:
 
     @property
     def text(self) -> str:
-        name, total = _NAMES[self.operation], _ms(self.total_s)
-        hidden = min(self.total_s, self.window_s)
-        return f"its {name}, {total} in all, run behind {self.window}, which hides {_ms(hidden)}"
+        hidden = _ms(min(self.total_s, self.window_s))
+        return (
+            f"Its {_NAMES[self.operation]} take {_ms(self.total_s)} per step, of which "
+            f"{self.window} hides {hidden}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +110,9 @@ def sentences(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
     lines = []
     for pairs in places.values():
         for row, record, role in _standing_out(pairs):
-            text = reason(record, hidden=role == "fastest")
+            text = reason(record, hidden=role == _FASTEST)
             if text is not None:
-                lines.append(f"{row.where}: {row.algorithm} ({role}): {text}")
+                lines.append(f"{row.where}: {row.algorithm} {role}. {text}")
     return [*dict.fromkeys(lines)]
 
 
@@ -118,12 +121,12 @@ def _standing_out(pairs: Sequence[tuple[Row, Record]]) -> Iterable[tuple[Row, Re
     (best, first), (worst, last) = ordered[0], ordered[-1]
     several = last.step_s >= APART * first.step_s
     if several:
-        yield best, first, "fastest"
-        yield worst, last, "slowest"
+        yield best, first, _FASTEST
+        yield worst, last, "is slowest"
     for row, record in ordered:
         extreme = several and (row is best or row is worst)
         if not extreme and row.of_bound is not None and row.of_bound < FAR:
-            yield row, record, f"{row.of_bound:.0%} of its bound"
+            yield row, record, f"reaches {row.of_bound:.0%} of its bound"
 
 
 def reason(record: Record, *, hidden: bool) -> str | None:
@@ -209,10 +212,13 @@ def _hidden(account: Account) -> str | None:
         return None
     if account.last_s > max(0.0, account.added_s) + account.step_s / 100:
         return None
-    parts = [f"its {_NAMES[phase.operation]}, {_ms(phase.total_s)}, behind {phase.window}"
-             for phase in account.phases]  # fmt: skip
+    parts = [
+        f" {phase.window.capitalize()} hides its {_NAMES[phase.operation]} ({_ms(phase.total_s)})."
+        for phase in account.phases
+        if phase.window is not None
+    ]
     added = max(0.0, account.added_s)
-    return f"it hides all but {_ms(added)} of its communication: {'; '.join(parts)}"
+    return f"It hides all but {_ms(added)} of its communication.{''.join(parts)}"
 
 
 def _late(account: Account) -> str | None:
@@ -224,13 +230,13 @@ def _late(account: Account) -> str | None:
         return None
     whole, last = sum(account.messages), account.messages[-1]
     if len(account.messages) == 1:
-        what = f"it sends all {_mb(whole)} in one message"
+        what = f"It sends all {_mb(whole)} in one message"
     else:
-        what = f"it sends the last {_mb(last)} of {_mb(whole)} in one message"
-    what += ", when the backward pass has ended"
+        what = f"It sends the last {_mb(last)} of {_mb(whole)} in one message"
+    what += " after the backward pass"
     if len(account.phases) > 1:
-        what += ", and needs it before the next forward pass"
-    return f"{what}: {_ms(account.last_s)} that nothing hides"
+        what += ", and needs the result before the next forward pass"
+    return f"{what}. Nothing hides the {_ms(account.last_s)} that this takes."
 
 
 def _long(account: Account) -> str | None:
@@ -244,10 +250,10 @@ def _long(account: Account) -> str | None:
     whole = account.explains(left)
     if not (shared or whole):
         return None
-    text = "; ".join(phase.text for phase in account.phases)
+    text = " ".join(phase.text for phase in account.phases)
     if shared and not whole:
         saved = account.added_shared_s - account.added_s
-        text += f"; each rank makes 1/{account.sharers} of the update, which saves {_ms(saved)}"
+        text += f" Each rank makes 1/{account.sharers} of the update, which saves {_ms(saved)}."
     return text
 
 
@@ -262,9 +268,9 @@ def _start_ups(account: Account) -> str | None:
         return None
     phase = account.phases[0]
     return (
-        f"it sends {len(account.messages)} messages, whose start-ups take up to {_ms(start_ups)}; "
-        f"its {_mb(sum(account.messages))} alone would take "
-        f"{_ms(phase.total_s - phase.start_up_s)} behind {phase.window} of {_ms(phase.window_s)}"
+        f"It sends {len(account.messages)} messages, whose start-ups take up to {_ms(start_ups)}. "
+        f"One message of the same {_mb(sum(account.messages))} would take "
+        f"{_ms(phase.total_s - phase.start_up_s)}, and {phase.window} takes {_ms(phase.window_s)}."
     )
 
 

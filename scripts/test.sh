@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests of every part, without those that take long: scripts/test.sh .venv [--again]
-# Four runs are side by side: the tests of tests/unit compute, most of the others wait. With --again,
+# Five runs are side by side: the tests of tests/unit compute, most of the others wait. With --again,
 # repeats only the tests that failed last, and prints their names; it fails if there are none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,14 +8,21 @@ cd "$(dirname "$0")/.."
 source scripts/shared.sh
 venv=$(environment "${1:-}")
 pytest=("$venv/bin/python" -m pytest)
-parts=(unit comm system others)
+parts=(unit comm system contract/loops)  # and the others
 
-run() {  # the tests of a part, with pytest's options
-  local cache=(-o "cache_dir=.pytest_cache/$1")
-  case "$1" in
-    others) "${pytest[@]}" "${cache[@]}" "${@:2}" --ignore=tests/{unit,comm,system} ;;
-    *) "${pytest[@]}" "${cache[@]}" "${@:2}" "tests/$1" ;;
-  esac
+arguments() {  # of pytest, for a part: one a line
+  printf '%s\n' -o "cache_dir=.pytest_cache/$1"
+  if [[ "$1" == others ]]; then
+    printf -- '--ignore=tests/%s\n' "${parts[@]}"
+  else
+    echo "tests/$1"
+  fi
+}
+
+run() {  # the tests of a part, with more of pytest's options
+  local words
+  mapfile -t words < <(arguments "$1")
+  "${pytest[@]}" "${words[@]}" "${@:2}"
 }
 
 failed() {  # whether a test of the part did, as far as its cache knows
@@ -31,7 +38,7 @@ names() {  # the tests of a part that failed last
 status=0
 if [[ "${2:-}" == --again ]]; then
   status=5
-  for part in "${parts[@]}"; do
+  for part in "${parts[@]}" others; do
     if failed "$part"; then
       echo "== repeated once, since they failed:"
       names "$part"
@@ -45,15 +52,16 @@ fi
 mkdir -p build
 pids=()
 trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
-for part in unit comm system; do
-  # Not in a function: its process would be the shell, not pytest.
-  "${pytest[@]}" -m "not full" -o "cache_dir=.pytest_cache/$part" "tests/$part" > "build/${part}_tests.log" 2>&1 &
+for part in "${parts[@]}"; do
+  mapfile -t words < <(arguments "$part")
+  # Not by `run`: its process would be the shell, not pytest.
+  "${pytest[@]}" -m "not full" "${words[@]}" > "build/${part//\//_}_tests.log" 2>&1 &
   pids+=("$!")
 done
 run others -m "not full" || status=$?
-for number in 0 1 2; do
+for number in "${!parts[@]}"; do
   wait "${pids[number]}" || status=$?
   echo "== tests/${parts[number]}"
-  cat "build/${parts[number]}_tests.log"
+  cat "build/${parts[number]//\//_}_tests.log"
 done
 exit "$status"

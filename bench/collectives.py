@@ -237,7 +237,7 @@ def bounds_s(cases: Iterable[Case], args: argparse.Namespace) -> Bounds:
     if not args.num_hosts or name == "none":
         return dict.fromkeys(cases)
     rate = payload_bytes_per_s(network_profile(name).gbps) / args.time_scale
-    # The token bucket of a link at a bare rate holds the whole of a smaller operation.
+    # With --rate, the kernel's full token bucket lets a smaller operation pass without delay.
     least = 0 if args.network else 1_000_000
     return {
         (op, nbytes): nbytes * table.bus_factor(op, args.world) / rate if nbytes >= least else None

@@ -304,7 +304,7 @@ def memory_table(rows: list[Row]) -> str:
 
 
 BENCHES = {"overhead": (overhead, overhead_table), "memory": (memory, memory_table)}
-"""Per benchmark: the function that measures, and the function that renders the rows."""
+"""Functions of each benchmark: the first measures, the second renders the rows."""
 
 if __name__ == "__main__":
     program.run(main)

@@ -39,7 +39,7 @@ _START_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class ThisMachine:
-    """This machine as a host; has the interface of `VirtualHost`."""
+    """Host that is this machine; has the interface of `VirtualHost`."""
 
     name: str = "local"
     ifname: str = "lo"

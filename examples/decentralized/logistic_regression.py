@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 8 examples/decentralized/logistic_regression.py \\
         --out logs/curves
 
-Other than in `linear_regression.py`, the loss is not quadratic. The answers are yes or no, each rank
-has a different rule for them, and large weights are penalised.
+The loss is not quadratic, unlike that of `linear_regression.py`: the answers are yes or no. Each
+rank has a different rule for the answers, and large weights are penalised.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class RankSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """How the clocks of the ranks were aligned, and how well."""
+    """Alignment of the ranks' clocks, and its precision."""
 
     aligned_by: str
     uncertainty_us: float | None

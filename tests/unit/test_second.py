@@ -204,4 +204,4 @@ def test_the_bound_is_of_what_the_engine_costs_that_sends():
 def test_costs_of_the_engine_may_be_doubtful():
     assert by_an_engine().notes == []
     (note,) = by_an_engine(error=0.5).notes
-    assert note.text.startswith("costs of Horovod, gloo are doubtful: their fit is 50% off")
+    assert note.text.startswith("costs of Horovod, gloo are doubtful: their fit is off by 50%")

@@ -69,8 +69,8 @@ class Check:
     consensus_distance: float | None = None
     """Distance of the ranks from their mean; None also if it is not finite."""
     judged_by: Literal["reference", "invariants", "replicas"] | None = None
-    """What the trial was compared with: a serial reference, invariants that hold for any order of
-    the ranks, or only the other ranks' replicas."""
+    """Standard of the comparison: a serial reference, invariants that hold for any order of the
+    ranks, or only the other ranks' replicas."""
     worst_tensor: str | None = None
     """Name of the tensor with the largest error, in the first steps or at the end."""
     end_error: float | None = None

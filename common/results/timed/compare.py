@@ -68,7 +68,7 @@ class Pair(Validity, Identity):
     """Number of further repeats of each trial after which the verdict would probably not be UNSURE;
     None if it is not UNSURE, or if the number is too large."""
     worse: Worse | None = None
-    """How the second is worse: its state if only the first is valid, or slower than allowed."""
+    """State of the second trial if only the first is valid; or slower than allowed."""
 
     @property
     def batch(self) -> int:

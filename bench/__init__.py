@@ -1,1 +1,1 @@
-"""Benchmarks of the communication engines; each script says by --help what it measures."""
+"""Benchmarks of collectives, links, wrappers and statistics; --help of a script describes it."""

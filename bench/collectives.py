@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Time, bandwidth, CPU cost and correctness of collectives; engines are interleaved in one run.
+"""Time, bandwidth, CPU cost and correctness of collectives, for several engines in one run.
 
   python bench/collectives.py --engines comm_core gloo mpi horovod --sizes 4K 4M 25M -n 4
   python bench/collectives.py --hosts netns --rate 1gbit --congestion cubic -n 4
   python bench/collectives.py --hosts netns --network 10gbe --time-scale 10 --sizes 32Ki 512Ki
 
-The time of an operation is that of the slowest rank, after a barrier. Every round measures each
-operation and size with every engine in turn; ratios are medians over rounds. A size is that of the
-whole bucket (float32): 25M is 25e6 bytes. `of wire` is the share of the links' bandwidth for TCP's
-payload, and `above us` the time in excess of the bytes on the wire, in the network's time. Exit
-status: 0, or 1 if an engine is missing, failed or gave a wrong result, or 2 for a user error.
+An engine is a library of collectives: the comm core, Gloo, MPI or Horovod. An operation begins
+after a barrier, and its time is the slowest rank's. Every round measures each operation and size
+with every engine in turn; ratios are medians over rounds. A size is that of the whole bucket
+(float32): 25M is 25e6 bytes. `of wire` is the achieved share of the links' bandwidth (for TCP's
+payload). `above us` is the measured time minus the time of the bytes on the wire, in the network's
+time. Exit status: 0; 1 if an engine is missing, failed or gave a wrong result; 2 for a user error.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ Rounds = dict[tuple[str, ...], list["Sample"]]
 class _Buffers:
     """Buffers of an operation, filled with integers whose sums float32 holds exactly.
 
-    Element i of rank r is base(i) + 2**r, and neighbouring elements have different bases: of all
-    sums of as many terms as there are ranks, only the sum over every rank once is right.
+    Element i of rank r is base(i) + 2**r, and neighbouring elements have different bases. So the
+    sum is right only if it contains each rank exactly once.
     """
 
     def __init__(self, place: Place, op: str, count: int) -> None:
@@ -85,7 +86,7 @@ class _Buffers:
                 self._result = engine.all_gather(self._whole, self._result)
 
     def wrong(self) -> int:
-        """Runs the operation on new data and returns the number of wrong elements."""
+        """Runs the operation on new data and returns the number of wrong elements of the result."""
         mine = self._base[self._mine]
         given = mine if self._op == "all_gather" else self._base
         self.source.copy_(given).add_(self._weights[self._place.rank])
@@ -112,14 +113,14 @@ def measure(
 
     Args:
         budget_s: wanted time of all timed iterations.
-        iterations: the least and the largest number of them.
+        iterations: smallest and largest number of timed iterations.
 
     Returns:
-        `times_s` per iteration, `cpu_s` of all of them, and the number of `wrong` elements.
+        `times_s` per iteration, `cpu_s` of all iterations, and the number of `wrong` elements.
     """
     buffers = _Buffers(place, op, nbytes // 4)
     wrong = buffers.wrong()
-    # An all-reduce works in place, so that its numbers grow to infinity; that costs no time.
+    # An all-reduce works in place, so its numbers grow to infinity. This does not change the time.
     took = statistics.median(_timed(place, buffers, 3)[0])
     count = min(50, int(_WARM_UP_S / took))
     took = statistics.median([*_timed(place, buffers, int(place.barrier(count)))[0], took])
@@ -136,8 +137,8 @@ def _timed(place: Place, buffers: _Buffers, count: int) -> tuple[list[float], fl
     gc.disable()
     cpu = time.process_time()
     for _ in range(count):
-        # This thread's time in the barrier belongs to the benchmark. The engine's own threads are
-        # counted all the time.
+        # The CPU time of this thread in the barrier is the benchmark's, so it is not counted. The
+        # CPU time of the engine's threads is always counted.
         between = time.thread_time()
         place.meet()
         cpu += time.thread_time() - between
@@ -152,7 +153,7 @@ def _timed(place: Place, buffers: _Buffers, count: int) -> tuple[list[float], fl
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Round of an operation with one engine.
+    """Measurement of one operation with one engine in one round.
 
     Attributes:
         nbytes: size of the whole bucket.
@@ -179,7 +180,7 @@ class Sample:
 
     def cpu_s_per_gb(self) -> float:
         """Returns the CPU seconds of all ranks per 1e9 bytes of bucket."""
-        # The clock is exact, but an engine may use no time between two readings.
+        # An engine may use no CPU time at all between two readings of the clock.
         return max(sum(self.cpu_s) / len(self.times_s[0]) / (self.nbytes / 1e9), 1e-9)
 
 
@@ -236,7 +237,7 @@ def bounds_s(cases: Iterable[Case], args: argparse.Namespace) -> Bounds:
     if not args.num_hosts or name == "none":
         return dict.fromkeys(cases)
     rate = payload_bytes_per_s(network_profile(name).gbps) / args.time_scale
-    # The token bucket of a link at a bare rate holds the whole of a smaller operation.
+    # With --rate, the kernel's full token bucket lets a smaller operation pass without delay.
     least = 0 if args.network else 1_000_000
     return {
         (op, nbytes): nbytes * table.bus_factor(op, args.world) / rate if nbytes >= least else None
@@ -250,7 +251,7 @@ def report(
     bounds: Bounds,
     failures: Mapping[str, str],
 ) -> list[str]:
-    """Returns the table and the comparisons, in the order of the bounds."""
+    """Returns the lines of the table and of the comparisons, in the order of `bounds`."""
 
     def cells(kept: list[Sample]) -> list[str]:
         op, nbytes, bound_s = kept[0].op, kept[0].nbytes, bounds[kept[0].op, kept[0].nbytes]
@@ -290,7 +291,7 @@ def _by_label(samples: Sequence[Sample], cases: Iterable[Case], engines: Sequenc
 def _compared(
     reference: str, other: str, world: int, rounds: Rounds, cases: Iterable[Case]
 ) -> list[str]:
-    """Compares the time and the CPU cost of the reference engine with those of another one."""
+    """Compares the time and the CPU cost of two engines; returns a line per operation and ratio."""
     lines = []
     for op, nbytes in cases:
         mine, theirs = (rounds[op, name, str(nbytes)] for name in (reference, other))

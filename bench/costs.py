@@ -3,11 +3,11 @@
 
   python bench/costs.py logs/NAME [logs/OTHER ...] [--json FILE]
 
-The first trial of each cell times every collective by size. One half of the repeats is fitted, and
-the fit is compared with the other half. From 32 KiB on, the error may not exceed the difference of
-the halves (roots of mean squares over some ten sizes, so that a ratio of 1.3 is still chance). From
-1 MiB on, no size may be off by more than 3 %. Exit status: 0, or 1 if an operation misses a bar, or
-2 for a user error.
+A cell is the trials that are compared with each other. Its first trial times every collective for
+some ten sizes. The cost model is fitted to one half of the repeats and compared with the other
+half. From 32 KiB on, the error (root of the mean square over sizes) may be at most 1.3 times the
+difference of the halves. From 1 MiB on, no size may be off by more than 3 %. Exit status: 0; 1 if
+an operation misses a requirement; 2 for a user error.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dear.errors import UserError
 FROM_BYTES, LARGE_BYTES, MOST = 32 << 10, 1 << 20, 0.03
 CHANCE = 1.3
 ROUNDING = 0.01
-"""Error that is never significant, even if the halves agree by chance."""
+"""Error that is always accepted, because the halves may agree by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Operation of a cell; errors are shares of the predicted times."""
+    """Cost model of one operation in one cell; errors are shares of the predicted times."""
 
     trial: str
     world_size: int
@@ -46,7 +46,7 @@ class Prediction:
     operation: str
     sizes: int
     fit: CollectiveCost
-    """Fit in emulated seconds."""
+    """Cost model, in emulated seconds."""
     small: Agreement
     """Error from `FROM_BYTES` on."""
     large: Agreement | None
@@ -54,7 +54,7 @@ class Prediction:
 
     @property
     def met(self) -> bool:
-        """True if the bars are met."""
+        """True if both errors meet their requirement."""
         near = self.small.error <= max(CHANCE * self.small.noise, ROUNDING)
         return near and (self.large is None or self.large.worst <= MOST)
 
@@ -69,7 +69,7 @@ class Prediction:
 
 
 def predictions(folder: Path, record: Record) -> Iterator[Prediction]:
-    """Yields the operations that a trial has timed."""
+    """Yields a prediction for each operation that a trial has timed."""
     evidence = traces.evidence(folder, record) or {}
     for values in evidence.get("collectives", ()):
         measurement = typed(Measurement, values)

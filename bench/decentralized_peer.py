@@ -4,12 +4,12 @@
   pip install --target PEER decent-dp loguru
   PYTHONPATH=PEER python bench/decentralized_peer.py --hosts netns --rate 1gbit -n 4
 
-decent-dp (0.2.3) runs on Gloo, and ours on the comm core. Both train the same model on the same
-data from the same start, in turns, while the ranks of the other one are stopped. The time of a step
-is that of the slowest rank, a round's is the median, and a ratio is the median over rounds.
-decent-dp leaves out the second group of a schedule (it uses 1, 3, 4, 5, ...); for the comparison of
-parameters ours uses the same order. Exit status: 0, or 1 if decent-dp is missing or parameters
-differ, or 2 for a user error.
+decent-dp (0.2.3) runs on Gloo, `dear.decentralized` on the comm core. Both train the same model on
+the same data from the same start. They take turns: while one trains, the ranks of the other are
+stopped. The time of a step is the slowest rank's, the time of a round is the median of its steps,
+and a ratio is the median over rounds. decent-dp leaves out the second group of ranks of a schedule
+(it uses groups 1, 3, 4, 5, ...). Where parameters are compared, `dear.decentralized` uses the same
+order. Exit status: 0; 1 if decent-dp is missing or parameters differ; 2 for a user error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dear.options import at_least
 from dear.topology.schedules import TopologyReg
 
 SYSTEMS = {"comm_core": "dear", "gloo": "decent-dp"}
-"""Systems by engine."""
+"""Name of the compared package, by the engine that it runs on."""
 COMPARED_STEPS = 20
 TOLERANCE = 1e-5
 _WARM_UP = 3
@@ -42,7 +42,7 @@ _WARM_UP = 3
 
 @dataclass
 class Case:
-    """Topology: the difference of the parameters, and the times of the rounds by system."""
+    """Results for a topology: difference of the parameters, and each package's time per round."""
 
     topology: str
     ranks_per_node: int
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def ratio(self) -> Ratio | None:
-        """Steps per second of ours over those of decent-dp."""
+        """Steps per second of `dear.decentralized`, divided by those of decent-dp."""
         ours, theirs = (self.step_s.get(system, []) for system in SYSTEMS.values())
         return Ratio.of(theirs, ours)
 
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> int:
         often = {"steps": args.steps + _WARM_UP, "compare": False}
         timed = {name: job | often for name, job in jobs.items()}
         for index in range(args.repeats):
-            # The first system alternates, so that a disturbance hits both.
+            # The package that goes first alternates, so that other load hits both equally.
             for name, engine, ranks in running.round(train, timed, backwards=index % 2 == 1):
                 system, case = SYSTEMS[engine], cases[name]
                 step_s = statistics.median(table.slowest([times for _, times in ranks]))

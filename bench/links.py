@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Checks of the links of virtual hosts against their network file; each prints what it measured.
+"""Checks of emulated links: do they have the delay, rate and losses of their network file?
 
-  python bench/links.py delays      one-way delays, beside two hosts that send at full speed
-  python bench/links.py rates       each link alone, and all at once, with 2, 4 and 8 hosts
-  python bench/links.py messages    64 KiB after a pause: is a part of it not delayed?
+  python bench/links.py delays      one-way delays, while two other hosts send at full speed
+  python bench/links.py rates       rate of each link alone, and of all at once, with 2 to 8 hosts
+  python bench/links.py messages    time of a message of 64 KiB after a pause
   python bench/links.py losses      lost frames, and the spread of delays with jitter
   python bench/links.py cost        CPU seconds per GB, of the kernel's links and of the switch
-  python bench/links.py start-up    a ring all-reduce of 4 KiB, and the fit over sizes with 10gbe
+  python bench/links.py start-up    time of a small all-reduce, and its start-up time with 10gbe
 
-Exit status 3: a result missed its bar.
+The switch is this project's program that delays frames between virtual hosts. Exit status 3: a
+result is outside its limits.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Case:
 
     Attributes:
         name: cells on the left.
-        limits: lowest and highest value that meet the bar; None: the case is not judged.
-        samples: measured values by round; a round may have a value per link or pair.
+        limits: lowest and highest allowed value; None: any value is allowed.
+        samples: measured values by round; a round may have a value per link or pair of hosts.
     """
 
     name: tuple[str, ...]
@@ -64,13 +65,13 @@ class Case:
 
     @classmethod
     def within(cls, percent: float, *name: object, wanted: float) -> Case:
-        """Returns a case whose value may be off by `percent` either way."""
+        """Returns a case whose value may differ from `wanted` by `percent` in either direction."""
         room = wanted * percent / 100
         return cls(name=tuple(map(str, name)), wanted=wanted, limits=(wanted - room, wanted + room))
 
     @property
     def value(self) -> float:
-        """Median over the rounds, of the link or pair that is furthest off."""
+        """Median over the rounds, for the link or pair that differs most from `wanted`."""
         medians = [statistics.median(column) for column in zip(*self.samples, strict=True)]
         return max(medians, key=lambda value: abs(value - self.wanted))
 
@@ -95,7 +96,7 @@ def _text(value: float) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """Check that runs; its cases are written after each round, and judged at its end."""
+    """Check that runs; its cases are saved after each round, and judged after the last one."""
 
     what: str
     repeats: int
@@ -124,7 +125,7 @@ class Check:
 
 
 def delays(check: Check) -> int:
-    """Measures small packets in a ring of four hosts while two more send at full speed."""
+    """Measures delays of small packets between four hosts, while two others send at full speed."""
     cases = []
     for us in (50, 100, 1000, 5000, 20000):
         cases.append(Case(name=("median",), wanted=us, limits=(us - 50, us + 50)))
@@ -147,7 +148,7 @@ def delays(check: Check) -> int:
 
 
 def rates(check: Check) -> int:
-    """Measures links at time scales that two cores keep up with."""
+    """Measures the rates of links, slowed down enough for two cores to keep up."""
     cases = []
     shapes = ((2, 1, 1), (2, 10, 10), (4, 1, 2), (4, 10, 16), (8, 1, 4), (8, 10, 40))
     for hosts, gbps, scale in shapes:
@@ -198,9 +199,9 @@ for _ in range(int(sys.argv[4])):
 
 
 def messages(check: Check) -> int:
-    """Times messages from the call of send to the last byte, at 1 Gb/s and time scale 40.
+    """Times messages from the call of send to the last byte, at 1 Gb/s.
 
-    At that time scale the duration of the calls does not matter.
+    The links run 40 times slower than real time, so that the time of the calls does not matter.
     """
     gbps, time_scale, latency_us = 1.0, 40.0, 30.0
     frames = -(-_MESSAGE_BYTES // PAYLOAD_BYTES)
@@ -231,9 +232,9 @@ def _message_times(sender: VirtualHost, receiver: VirtualHost, count: int) -> li
 
 
 def losses(check: Check) -> int:
-    """Counts lost frames at the switch, under TCP, and measures delays with jitter.
+    """Counts the frames of TCP that the switch drops, and measures delays with jitter.
 
-    Reno and CUBIC slow down where frames are lost, so that this takes many rounds.
+    TCP (Reno, CUBIC) slows down after a loss, so a precise share needs many rounds.
     """
     cases = [Case.within(10, wanted=percent) for percent in (0.1, 1.0)]
     jittered = NetworkProfile(name="bench", gbps=1, latency_us=1000, jitter_us=500)
@@ -284,10 +285,10 @@ _SIZES = (4096, 65536, 262144, 1 << 20, 4 << 20)
 
 
 def start_up(check: Check) -> int:
-    """Measures rings of every size, as published fits of NCCL or MPI on Ethernet do."""
+    """Measures the start-up time of ring all-reduces as published measurements of Ethernet do."""
     os.environ |= {"COMM_CORE_TCP_SMALL": "0", "COMM_CORE_TCP_DIRECT": "0"}
     far = NetworkProfile(name="bench", gbps=10, latency_us=1000)
-    # A ring of 4 hosts sends 6 messages one after the other; each is a frame on two lines.
+    # A ring of 4 hosts sends 6 messages one after the other; each is a frame that crosses 2 links.
     frame_us = 2 * (4096 / 4 + FRAME_BYTES - PAYLOAD_BYTES) * 8 / 10e3
     cases = [Case.within(10, "4 KiB, 1 ms", 4, 4, wanted=6 * (far.latency_us + frame_us))]
     cases += [Case.within(10, "fit, 10gbe", 8, scale, wanted=523) for scale in (20, 40)]

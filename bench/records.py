@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Makes the records in docs/records, and tells which do not match today's definitions.
+"""Makes the records in docs/records, and checks whether they match the present definitions.
 
   python bench/records.py                 # make records: all of them, one after the other
   python bench/records.py quick peer      # make records ONLY="quick peer"
   python bench/records.py --plan          # list what would be made, and how long that takes
   python bench/records.py --check         # list the problems of each record, make nothing
 
-Records are made in build/records from a clean commit (documents and records may differ). A complete
-record replaces the old one, with `made.json`: commit, machine, commands, digests. If a record
-fails, the old one stays; a sweep of the same commit continues where it was. A new record is no
-longer withdrawn, and the documents that quote it are filled in again. `made.json` names the
-commands that missed a bar. Exit status: 0; 1 if a record could not be made, or does not match
-today's definitions and is not withdrawn; 2 for a user error, also in a document that a record is to
-fill.
+A record is a folder with the results of one sweep or of some commands. Records are made in
+build/records from a clean commit; only documents and records may be uncommitted. A complete record
+replaces the old one; its `made.json` has the commit, the machine, the commands, the digests, and
+the commands whose results missed a requirement. If a record fails, the old one stays, and its sweep
+continues the next time, at the same commit. A new record leaves the list of withdrawn (outdated)
+ones, and the documents that quote it are written again. Exit status: 0; 1 if a record could not be
+made, or does not match the present definitions and is not withdrawn; 2 for a user error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     if wrong is not None:
         raise UserError(f"the texts are not filled in: {wrong}")
     if failed:
-        print(f"not made: {', '.join(failed)}; the old records stay")
+        print(f"these records were not made, the old ones stay: {', '.join(failed)}")
     return 1 if failed else 0
 
 
@@ -130,7 +130,7 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER
         done = all(_ran(command, out, missed) for command in recipe.commands)
     after = machine_card()["commit"]
     if done and after != commit:
-        print(f"{name}: begun at {commit}, but ended at {after}", file=sys.stderr)
+        print(f"{name}: the commit changed from {commit} to {after} meanwhile", file=sys.stderr)
         done = False
     if not done:
         print(f"{name}: failed, see above", file=sys.stderr)
@@ -174,7 +174,7 @@ def _kept_evidence(work: Path, out: Path) -> dict[str, str]:
 
 
 def _copy(paths: Iterable[Path], folder: Path) -> None:
-    """Copies each file into a folder in `folder` that has the name of the file's folder."""
+    """Copies each file to `folder`, into a subfolder with the name of the file's present folder."""
     for path in paths:
         target = folder / path.parent.name
         target.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def _copy(paths: Iterable[Path], folder: Path) -> None:
 
 
 def made_by(recipe: Recipe) -> list[str]:
-    """Returns the commands that make the record."""
+    """Returns the commands whose output is the record."""
     if recipe.sweep is None:
         return list(recipe.commands)
     overrides = "".join(f" --set {override}" for override in recipe.set)
@@ -190,7 +190,7 @@ def made_by(recipe: Recipe) -> list[str]:
 
 
 def _place(new: Path, target: Path) -> None:
-    """Replaces a folder; if the program is stopped, the old or the new one is there, complete."""
+    """Replaces a folder by a new one; if this is interrupted, one of them is there, complete."""
     fresh, old = (target.with_name(f".{target.name}.{state}") for state in ("new", "old"))
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(new, fresh)
@@ -221,7 +221,7 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
 
 
 def _ran(command: str, out: Path, missed: list[str]) -> bool:
-    """Runs a command; returns False if it failed, and adds it to `missed` if a bar was not met."""
+    """Runs a command; returns False if it fails. Adds it to `missed` if it misses a requirement."""
     text = command.format(out=shlex.quote(str(out)))
     print(f"  {text}", flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -288,8 +288,8 @@ def _sweep_problems(folder: Path, recipe: Recipe, commit: str) -> list[str]:
 def todays_trials(recipe: Recipe, records: list[Record]) -> list[Trial]:
     """Returns the trials of the present experiment, for the machine and data of the records.
 
-    Threads per rank depend on the machine's cores, and the digest of the data on files that need
-    not be here: both are taken from the records.
+    The threads per rank depend on the machine, and the digest of the data on files that may be
+    missing here. So both are taken from the records.
     """
     overrides = list(recipe.set)
     threads = {record.trial["threads_per_rank"] for record in records}
@@ -301,9 +301,9 @@ def todays_trials(recipe: Recipe, records: list[Record]) -> list[Trial]:
 
 
 def commit_problem(commit: str | None) -> str | None:
-    """Returns why a commit does not identify the code; None if git has it, or cannot tell.
+    """Returns why a commit does not identify the code; None if git has it, or cannot know.
 
-    An unpacked archive has no history, and a shallow clone only its end.
+    Git cannot know in an unpacked archive, which has no history, or in a shallow clone.
     """
     if commit is None or commit.endswith("+dirty"):
         return f"was made from {commit}, which does not identify the code"

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Truth of verdicts and intervals, in simulated tables and in real ones of equal trials.
+"""Rates of wrong verdicts and intervals, in simulated tables and in real ones of equal trials.
 
-  python bench/words.py simulated                  intervals and verdicts, by noise and repeats
+  python bench/words.py simulated                  simulate tables whose true ratios are known
   python bench/words.py twins N [EXPERIMENT]       N sweeps that have every algorithm twice; a run
                                                    that was stopped continues
-  python bench/words.py read FOLDER...             the verdicts of finished sweeps of that kind
+  python bench/words.py read FOLDER...             verdicts of finished sweeps of that kind
 
-`simulated` makes tables by the code of sweeps; a second simulation has the coverage of the interval
-of a throughput (`bench/rig/coverage.py`). Bars: 93 to 97 % of intervals of ratios contain the
-truth, and at least 93 % of those of throughputs the truth of their run; at most 5 % of tables of
-equal trials have a FASTER or SLOWER, and at most 5 % tell a trial from the best; the default sweep
-finds a true difference of 5 % in 80 % of its tables; at most 5 % of twins have a FASTER or SLOWER.
-Exit status: 0, or 3 if a bar is missed, or 1 after a failure, or 2 for a user error.
+`simulated` draws step times at random and computes tables with the code of sweeps. It also
+simulates the interval of a throughput (`bench/rig/coverage.py`). Requirements: 93 to 97 % of the
+intervals of ratios contain the true ratio. At least 93 % of the intervals of throughputs contain
+the true rate of their run. At most 5 % of the tables of equal trials have a verdict FASTER or
+SLOWER, and at most 5 % call a trial slower than the best. The default sweep finds a true difference
+of 5 % in 80 % of its tables. Twins are the two trials of one algorithm; at most 5 % of them have a
+verdict FASTER or SLOWER. Exit status: 0; 1 after a failure; 2 for a user error; 3 if a requirement
+is missed.
 """
 
 from __future__ import annotations
@@ -55,26 +57,29 @@ from dear.errors import UserError
 ROOT = Path(__file__).parents[1]
 DEFAULT = ROOT / "configs" / "experiments" / "emulated-quick.yaml"
 NEEDED = 0.05
-"""Effect that the default sweep must find (in `stats.POWER` of all tables)."""
+"""True difference that the default sweep must find (in `stats.POWER` of all tables)."""
 _AGAIN = " again"
 
 Line = tuple[str, str, str, str, str]
-"""Sweep, cell, label, ratio and verdict of a pair; a flagged pair has no ratio."""
+"""Sweep, cell, label, ratio and verdict of a pair of twins; a flagged pair has no ratio."""
 
 
 @functools.cache
 def default_plan() -> Plan:
-    """Returns the plan of the default sweep."""
+    """Returns the numbers of repeats and steps of the default sweep."""
     return Plan.of(load(DEFAULT).measure)
 
 
 def plans() -> tuple[Plan, ...]:
-    """Returns two plans of a fixed number of repeats, and that of the default sweep."""
+    """Returns two plans with a fixed number of repeats, and the plan of the default sweep."""
     return Plan((3, 3), 2), Plan((5, 5), 3), default_plan()
 
 
 def simulated(tables: int) -> int:
-    """Prints a row per noise and plan, the coverage of throughputs, and the missed bars."""
+    """Simulates `tables` tables per kind of noise and number of repeats, and prints the rates.
+
+    Returns the exit status, `MISSED` if a requirement is missed.
+    """
     rows, missed = [], []
     for noise in NOISES:
         for plan in plans():
@@ -87,14 +92,14 @@ def simulated(tables: int) -> int:
     header = ["noise", "repeats x steps", "mean n", "coverage", "false", "leaders", "SAME"]
     print(layout([*header, *(f"{effect:.0%}" for effect in EFFECTS), ""], rows))
     print(
-        f"{tables} tables each, in per cent. coverage: 95 % intervals that contain the truth; "
-        f"false: tables of {COMPARED} equal comparisons with a FASTER or SLOWER; leaders: such "
-        "tables that tell a trial from the best; SAME: share of equal comparisons; then the share "
-        "of true differences that are FASTER, beside another comparison"
+        f"{tables} tables per row; shares in per cent. coverage: intervals (95 %) that contain the "
+        f"true ratio. false: tables of {COMPARED} equal comparisons with a FASTER or SLOWER. "
+        "leaders: such tables that call a trial slower than the best. SAME: equal comparisons with "
+        "this verdict. Last columns: verdicts FASTER if a trial is faster by so much."
     )
     low, high = COVERAGE
     print(
-        f"bars: coverage {low:.0%} to {high:.0%}; false and leaders {FALSE_WORDS:.0%}; "
+        f"required: coverage {low:.0%} to {high:.0%}; false and leaders at most {FALSE_WORDS:.0%}; "
         f"{NEEDED:.0%} found in {stats.POWER:.0%} with {EMULATED.name}, {default_plan().title}"
     )
     missed += covered(4 * tables)
@@ -104,7 +109,7 @@ def simulated(tables: int) -> int:
 
 
 def covered(runs: int) -> list[str]:
-    """Prints the coverage of the interval of a throughput; returns the missed bars."""
+    """Prints how often intervals of a throughput are right; returns the missed requirements."""
     default = default_plan()
     kinds = {f"n = {n}": ((n, n), None) for n in (3, 5, 12)}
     kinds[f"n = {default.title.partition(' x')[0]}"] = (default.repeats, default.precision)
@@ -120,8 +125,9 @@ def covered(runs: int) -> list[str]:
         rows.append(row)
     print("\n" + layout(["machine", *kinds], rows))
     print(
-        f"{runs} runs each: per cent of intervals of a throughput that contain the rate that half "
-        "of the repeats reach during the run / and the mean over days, which they are not for"
+        f"{runs} runs each. First number: per cent of a throughput's intervals that contain the "
+        "run's median rate. Second number: those that contain the mean over days, for which the "
+        "interval is not made."
     )
     return missed
 
@@ -148,7 +154,7 @@ def twins(count: int, experiment: Path, logs: Path) -> int:
             for key, value in changes.items():
                 text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
                 command += ["--set", f"{key}={text.removesuffix('...').strip()}"]
-            # Trials of a stopped sweep would not have taken turns with the others.
+            # --rerun all: trials from a stopped sweep would not have taken turns with the others.
             command += ["--logs", str(logs), "--rerun", "all", "--no-plot", "--quiet"]
             began = time.monotonic()
             status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
@@ -162,7 +168,7 @@ def twins(count: int, experiment: Path, logs: Path) -> int:
 
 
 def _complete(folder: Path) -> bool:
-    """Tells whether all trials of the sweep have ended in one run."""
+    """Returns True if all trials of the sweep have ended, in one run of the command."""
     try:
         comparison = Comparison.load(folder)
     except UserError:  # not begun
@@ -191,7 +197,7 @@ def _counted(lines: Sequence[Line]) -> str:
 
 
 def read(folders: Sequence[Path]) -> int:
-    """Prints the verdicts of all pairs of twins, and judges them."""
+    """Prints the verdicts of all pairs of twins; returns the exit status."""
     lines = _lines(folders)
     verdicts = [verdict for *_, ratio, verdict in lines if ratio]
     if not verdicts:
@@ -206,7 +212,8 @@ def read(folders: Sequence[Path]) -> int:
 def judged(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
     """Returns cell, label, ratio and verdict of each pair of twins.
 
-    Verdicts are corrected for the pairs of a cell. The verdict of a flagged pair is the reason.
+    Verdicts are corrected for the number of pairs in a cell (the trials that are compared with each
+    other). The verdict of a flagged pair is the reason of the flag.
     """
     cells: dict[str, list[tuple[Record, Record]]] = {}
     for record in records:

@@ -4,19 +4,18 @@
   python bench/wrappers.py overhead --algorithms ddp dear --tensors 1 200 --ranks 1 2
   python bench/wrappers.py memory --model resnet50 --algorithms ddp dear:update=replicated
 
-overhead: the time per step that a wrapper adds to plain torch. In a model of one-element tensors
-there is nothing to compute and nothing to send: the cost of hooks, bookkeeping and calls is left.
-With 1 rank there is no communication; with 2 ranks on this machine (shared memory, no limit of the
-bandwidth) a byte is communicated. Every round times all algorithms in turn in the same process,
-plain torch included. The table has medians over rounds, and the range. `us/tensor` is the added
-time over the number of tensors; `CPU us/tensor` is that for which the training thread ran on a
-core, without the time in which it waited for the other rank or for a core.
+overhead: the time per step that a wrapper adds to plain torch. The model has tensors of one
+element, so the step is nearly all hooks, bookkeeping and calls. With 1 rank there is no
+communication; 2 ranks communicate some bytes through shared memory. Every round times plain torch
+and all algorithms in turn, in the same process. The table has the median over rounds, and the
+range. `us/tensor` is the added time divided by the number of tensors. `CPU us/tensor` counts only
+the time in which the training thread ran on a core, not the time in which it waited.
 
-memory: the peak of the resident memory of a rank after the model was built, minus the memory before
-(interpreter, libraries). It contains parameters, gradients, the state of the optimizer, buffers of
-the algorithm and of the transport, and activations, which the small batch keeps small. Each
-algorithm trains in new processes, over TCP: the shared memory of ranks of one host would be counted
-by each of them. The largest rank counts; `x ddp` compares with the first algorithm.
+memory: the peak of a rank's resident memory, minus the memory before the model was built
+(interpreter, libraries). It contains parameters, gradients, optimizer state, buffers of the
+algorithm and of the transport, and activations, which the small batch keeps small. Each algorithm
+trains in new processes. They use TCP, because each rank would count memory that ranks share. The
+table shows the largest rank; `x ddp` compares with the first algorithm.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ MEMORY_STEPS = 3
 LIMIT_S, _END_S = 600.0, 10.0
 PLAIN = "plain"
 CLOCKS = {"seconds_per_step": time.perf_counter, "cpu_seconds_per_step": time.thread_time}
-"""Elapsed time, and time that the training thread ran on a core."""
-# Its threads never sleep, and would slow down what is measured beside it.
+"""Clocks: elapsed time, and the time for which the training thread ran on a core."""
+# Horovod's threads never sleep, and would slow down the other algorithms.
 _NOT_BY_DEFAULT = "horovod"
 
 Row = dict[str, Any]
@@ -164,7 +163,7 @@ def _rank(
 
 
 def overhead(args: argparse.Namespace) -> Iterator[Row]:
-    """Times all algorithms in new processes for each world and model; the slowest rank counts."""
+    """Yields the slowest rank's times of each algorithm, by world size and number of tensors."""
     for ranks in args.ranks:
         for tensors in args.tensors:
             results = run_ranks(_timings, ranks, args, tensors, backend=args.backend)
@@ -225,7 +224,7 @@ class _Training:
 
 
 def overhead_table(rows: list[Row]) -> str:
-    """Returns the added time per tensor by each clock: median of the rounds' differences, range."""
+    """Returns the table of the added time per tensor: median and range over rounds, by clock."""
     plain = {(row["ranks"], row["tensors"]): row for row in rows if row["algorithm"] == PLAIN}
     header = ["algorithm", "ranks", "tensors", "us/step", "us/tensor", "range"]
     lines = []
@@ -243,7 +242,7 @@ def overhead_table(rows: list[Row]) -> str:
 
 
 def memory(args: argparse.Namespace) -> Iterator[Row]:
-    """Trains by each algorithm in new processes."""
+    """Trains with each algorithm in new processes, and yields the memory of its ranks."""
     for text, chosen in args.chosen.items():
         environment = {"COMM_CORE_TRANSPORT": "tcp"}
         results = run_ranks(_peak, args.ranks, args, *chosen, environment=environment)
@@ -253,7 +252,7 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def _peak(args: argparse.Namespace, name: str, options: Options) -> dict[str, int]:
-    """Returns this rank's bytes before the model was built, and the largest number above that."""
+    """Returns this rank's bytes before the model was built, and how many more the peak had."""
     from common.models.registry import build, model_entry
     from dear.comm import runtime
 
@@ -293,7 +292,7 @@ def _status(key: str) -> int:
 
 
 def memory_table(rows: list[Row]) -> str:
-    """Returns a row per algorithm, for its largest rank."""
+    """Returns the table: a row per algorithm, with the numbers of its largest rank."""
     header = ["algorithm", "peak MiB", "x parameters", f"x {rows[0]['algorithm']}"]
     largest = [max(row["ranks"], key=lambda rank: rank["peak_bytes"]) for row in rows]
     lines = []
@@ -305,7 +304,7 @@ def memory_table(rows: list[Row]) -> str:
 
 
 BENCHES = {"overhead": (overhead, overhead_table), "memory": (memory, memory_table)}
-"""Functions that measure, and that show the rows."""
+"""Functions of each benchmark: the first measures, the second renders the rows."""
 
 if __name__ == "__main__":
     program.run(main)

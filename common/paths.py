@@ -1,7 +1,7 @@
 """Folders and commands of DeAR Bench, in a checkout and where pip has installed it.
 
-In a checkout, `common`, `plots` and `configs` are at its top. The wheel has them in the package
-`dear_bench`, which is not a place for a user's results: these go to the current folder then.
+In a checkout, `common`, `plots` and `configs` are at the top. The wheel has them in the package
+`dear_bench`; results then go to the current folder.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MODULE = f"PYTHONPATH={ROOT} python -m" if INSTALLED else "python -m"
 RECORDS = "records.jsonl"
 """File of the records in a sweep's folder."""
 BUILD = "install dear-bench again with pip" if INSTALLED else "make core"
-"""Remedy for a missing comm core or link switch."""
+"""Remedy for a missing comm core or link switch, as messages show it."""
 
 
 def short(text: str) -> str:
-    """Returns a text without the path of the current folder."""
+    """Returns a text with paths below the current folder made relative."""
     return text.replace(f"{Path.cwd()}{os.sep}", "")

@@ -1,11 +1,11 @@
-"""Example of your own algorithm: docs/bring_your_own.md.
+"""Example of a user's algorithm; docs/bring_your_own.md explains it.
 
 python benchmarks.py run --plugin examples/bring_your_own_algorithm.py
 pytest tests/contract --plugin examples/bring_your_own_algorithm.py -k bring-your-own
 
-Every message has a start-up cost. For small tensors (biases, norms) it is almost the whole cost. So
-they travel together in one message at the end of the backward pass, while every large tensor is
-sent as soon as its gradient is ready.
+Every message has a start-up cost. For small tensors (biases, norms), this is almost the whole cost.
+So their gradients travel together in one message. The gradient of each large tensor is sent as soon
+as it is ready.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class SmallOnesTogether(Algorithm):
     """One all-reduce per large tensor, and one for all small tensors together.
 
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
-    Bytes move: during the backward pass; each large tensor as soon as its gradient is ready, small
-    tensors together with the last gradient among them.
+    Bytes move: during the backward pass. A large gradient is sent as soon as it is ready; the small
+    ones are sent when the last of them is ready.
     Cost per step and rank: one all-reduce per large tensor, and one per dtype of small tensors.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HalfOptions):
-        """Size of small tensors, and compression."""
+        """Options: the size of small tensors, and those of compression (from the base class)."""
 
         small_kb: float = 64.0
         """Tensors up to this size travel together, in KB of 1024 bytes."""
@@ -89,8 +89,8 @@ class SmallOnesTogetherEngine(GradientEngine):
 
 
 CONTRACT = {"options": [{"small_kb": 0.0}, {}]}
-"""Settings for `tests/contract`; the first is used in all tests. A key `lacks` would name what the
-algorithm does not support."""
+"""Options that `tests/contract` uses: the first in all tests. A key `lacks` would name the features
+that the algorithm does not support."""
 
 
 def reference(ranks: Any, options: Any) -> Iterator[None]:

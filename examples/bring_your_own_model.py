@@ -1,4 +1,4 @@
-"""Example of your own model: docs/bring_your_own.md.
+"""Example of a user's model; docs/bring_your_own.md explains it.
 
 python benchmarks.py run --model-file examples/bring_your_own_model.py --batch 32 --gpu rtx2080ti
 
@@ -30,16 +30,16 @@ class PatchTransformer(nn.Module):
 
 
 def model() -> nn.Module:
-    """Returns the model with random weights; all ranks have the same random state here."""
+    """Returns the model with random weights; all ranks call this with the same random state."""
     return PatchTransformer()
 
 
 def batch(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns inputs and targets of one rank for one step. Random numbers are fine."""
+    """Returns inputs and targets of one rank for one step; random numbers suffice."""
     images = torch.randn(batch_size, 3, IMAGE, IMAGE)
     return images, torch.randint(CLASSES, (batch_size,))
 
 
 def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns a scalar. This is the default for a file without a function `loss`."""
+    """Returns the loss, a scalar. A file without a function `loss` gets this one."""
     return functional.cross_entropy(scores, labels)

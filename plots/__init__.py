@@ -1,1 +1,1 @@
-"""Figures, one file each; they read records and nothing else."""
+"""Figures, one file each, drawn from a sweep's records only."""

@@ -17,7 +17,7 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws throughput and speed-up over networks, from slow to fast."""
+    """Draws throughput and speed-up (y) over networks (x, from slow to fast)."""
     marks, compare_to = sweep.load(folder)
     marks = [mark for mark in marks if _gbps(mark.record) and mark.algorithm != sweep.SINGLE]
     drawn, table = lines.figure(
@@ -35,7 +35,7 @@ draw = style.writer("bandwidth", figure)
 
 
 def _gbps(record: Record) -> float | None:
-    """Bandwidth of a virtual host's link; None if the record has none."""
+    """Returns the bandwidth of a virtual host's link in Gb/s; None if the record has none."""
     return (record.fabric.network.requested or {}).get("gbps")
 
 

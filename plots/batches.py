@@ -17,7 +17,7 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws throughput and efficiency over the samples of a worker and step."""
+    """Draws throughput and efficiency (y) over the samples per worker and step (x)."""
     marks, _ = sweep.load(folder)
     return lines.figure(
         [mark for mark in marks if mark.algorithm != sweep.SINGLE],

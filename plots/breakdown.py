@@ -16,7 +16,7 @@ from plots.sweep import Mark
 
 TITLE = "Time of each phase of a step"
 NEEDS = "the phases of a step"
-# In the order of a step. Lightness and hatch tell the phases apart, too.
+# In the order of a step. Phases differ in lightness and hatch, too, for prints in grey.
 _PHASES = {
     "forward_s": ("forward", {"facecolor": "#A9D6F2", "edgecolor": "#5d7f92"}),
     "backward_s": ("backward", {"facecolor": "#0072B2", "edgecolor": "white"}),
@@ -78,7 +78,7 @@ def _panel(axis: Axes, panel: Sequence[Mark]) -> None:
 
 
 def _text(row: Row) -> str:
-    """Returns the sum of the phases, and what is odd about it."""
+    """Returns the label of a bar: the sum of the phases, and why it is not reliable."""
     if row.forward_s is None:
         return "no phases on record"
     seconds = {name: getattr(row, key) or 0.0 for key, (name, _) in _PHASES.items()}

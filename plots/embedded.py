@@ -1,4 +1,4 @@
-"""Figures of the HTML report: SVG elements whose text stays text, and their data."""
+"""Figures of the HTML report, as SVG elements with selectable text, and their data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.results.report.parts import Figured
 from plots import gallery
 
 ROWS = 100
-"""Most rows of a figure's data on the page; the CSV file has all of them."""
+"""Largest number of rows of a figure's data on the page; the CSV file has all rows."""
 _PAD = 0.05
 """Margin of a figure in inches."""
 _OPTIONS = {"svg.fonttype": "none", "svg.hashsalt": "DeAR Bench"}
@@ -55,7 +55,7 @@ def element(figure: Figure, name: str) -> str:
     """
     out = io.StringIO()
     with plt.rc_context(_OPTIONS):
-        # One layout is enough; `bbox_inches="tight"` alone would draw everything twice.
+        # With a layout engine, `bbox_inches="tight"` would lay out and draw everything twice.
         layout = figure.get_layout_engine()
         if layout is not None:
             layout.execute(figure)

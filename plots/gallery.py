@@ -14,8 +14,8 @@ from plots import batches, learning, scaling, style, throughput
 _GENERAL = ("throughput", "speedup", "scaling", "batches", "bandwidth", "breakdown", "learning")
 _PAPERS = ("paper_dear", "paper_suite", "paper_dadt", "paper_decent_dp")
 FIGURES = tuple(importlib.import_module(f"{__package__}.{name}") for name in _GENERAL + _PAPERS)
-"""Figures in the order of a report. Each module has `TITLE`, `NEEDS` (the records that `fits` asks
-for, in a few words), `fits`, `figure` and `draw`."""
+"""Modules of the figures, in the order of a report. Each has `TITLE`, `NEEDS` (what a sweep must
+contain, in a few words), `fits` (whether it does), `figure` and `draw`."""
 
 
 def fitting(folder: Path) -> list[ModuleType]:
@@ -29,7 +29,7 @@ def fitting(folder: Path) -> list[ModuleType]:
 
 
 def main_figure(records: Sequence[Record]) -> ModuleType:
-    """Returns the figure that is drawn at the end of a sweep and belongs to its record."""
+    """Returns the figure that is drawn at the end of a sweep."""
     if is_learning(records):
         return learning
     return next((module for module in (scaling, batches) if module.fits(records)), throughput)
@@ -41,7 +41,7 @@ def name(module: ModuleType) -> str:
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
-    """Writes all figures that fit to `out`, returns the paths, and prints what others need."""
+    """Writes all figures that fit to `out`; prints what the others need. Returns the paths."""
     modules = fitting(folder)
     for module in FIGURES:
         if module not in modules:

@@ -42,7 +42,7 @@ _FIELDS += ["accuracy_top5", "train_loss", "consensus_distance", "staleness"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Trial that trains for a time, in a figure; the look of a flagged one is grey."""
+    """Trial that trains for a time, as drawn in a figure; a flagged trial is grey."""
 
     record: Record
     row: LearnRow
@@ -50,7 +50,7 @@ class Mark:
 
 
 Cells = Mapping[str, Sequence[Mark]]
-"""Trials that are compared with each other, by title."""
+"""Trials of each cell (those that are compared with each other), by the cell's title."""
 
 
 def fits(records: Sequence[Record]) -> bool:
@@ -58,7 +58,10 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws accuracy and loss, or the pace of trials without data; the data are all evaluations."""
+    """Draws accuracy and loss; for trials without data, draws steps per second.
+
+    The returned data have a row per evaluation.
+    """
     comparison = Comparison.load(folder)
     records = [record for record in comparison.results(folder) if record.ok and record.learning]
     if not records:
@@ -80,7 +83,7 @@ draw = style.writer("learning", figure)
 
 
 def _cells(marks: Sequence[Mark]) -> Cells:
-    """Groups marks; a single worker belongs to all groups of its model and network."""
+    """Groups trials into cells; a single worker belongs to each cell of its model and network."""
     cells: dict[tuple[Any, ...], list[Mark]] = {}
     singles = [mark for mark in marks if mark.record.trial["algorithm"] == "none"]
     for mark in marks:
@@ -104,7 +107,7 @@ def _curves(cells: Cells) -> Figure:
     """Draws a column of panels for each cell."""
     marks = [mark for cell in cells.values() for mark in cell]
     learn = marks[0].record.trial["learn"]
-    # All algorithms make the same steps in an epoch; seconds tell which is fast.
+    # The x axis has seconds, because all algorithms make equally many steps in an epoch.
     x = "epoch" if learn.get("epochs") else "seconds"
     curves = [("accuracy", "seconds"), ("accuracy", "epoch" if x == "epoch" else "steps")]
     curves += [("loss", x), ("train_loss", x)] if x == "epoch" else [("loss", x)]
@@ -130,7 +133,7 @@ def _curves(cells: Cells) -> Figure:
         limits = [axis.get_ylim() for axis in row]
         for axis in row:
             axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    # A label that is valid in some cells has its colour in the legend.
+    # The legend has the colour of an algorithm, not grey, if it is valid in any cell.
     shown = {mark.row.algorithm: mark.look for mark in marks}
     shown |= {mark.row.algorithm: mark.look for mark in marks if not mark.row.flag}
     style.legend(figure, shown)
@@ -138,7 +141,7 @@ def _curves(cells: Cells) -> Figure:
 
 
 def _race(axis: Axes, marks: Sequence[Mark]) -> None:
-    """Draws when each run reached the target, and the mean with its interval."""
+    """Draws when each run reached the target accuracy, and the mean with its interval."""
     learn = marks[0].record.trial["learn"]
     longest = learn["budget_s"]
     if learn.get("epochs"):

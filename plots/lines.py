@@ -1,4 +1,8 @@
-"""Lines of algorithms over evenly spaced steps: throughput, and beside it a relative figure."""
+"""Figures with a line per algorithm: throughput, and beside it a relative measure.
+
+The positions on the x axis (worlds, batch sizes or networks) are evenly spaced and called steps. A
+mark is a trial in a figure.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ from plots import style, sweep
 from plots.sweep import Mark
 
 Step = Callable[[Mark], Any]
-"""Sort key of the step on the x axis that a mark belongs to."""
+"""Function from a mark to the sort key of its step."""
 
 
 def fits(records: Sequence[Record], free: str, step: Callable[[Record], Any]) -> bool:
-    """Returns whether an algorithm has two steps on the x axis; flagged ones count.
+    """Returns True if some algorithm has two steps; flagged trials count.
 
     Args:
-        free: key of a trial in which the records of a line differ.
+        free: key of a trial in which the points of a line differ.
         step: returns the step of a record, or None.
     """
     groups = sweep.variants(records, free, flagged=True)
@@ -39,8 +43,8 @@ def figure(
 
     Args:
         free: field of a row in which the marks of a panel differ.
-        tick: returns the label of a step.
-        relative: field of a row in the right panel, and the label of its axis.
+        tick: returns the label of a step on the x axis.
+        relative: name of the field that the right panel shows, and the label of its y axis.
         text: beginning of the caption.
     """
     style.setup(grid="y")
@@ -81,9 +85,9 @@ def figure(
 def _draw(
     axis: Axes, panel: Sequence[Mark], steps: Sequence[Any], step: Step, field: str, ends: str
 ) -> None:
-    """Draws a line for each algorithm through its valid results; flagged ones are hollow.
+    """Draws a line for each algorithm through its valid results; flagged results are hollow points.
 
-    Algorithms are moved aside, so that they do not hide each other.
+    The points of a step are side by side, so that algorithms do not hide each other.
     """
     labels = list(dict.fromkeys(mark.row.algorithm for mark in panel))
     for number, label in enumerate(labels):

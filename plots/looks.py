@@ -14,7 +14,7 @@ from common.results.records import Record
 GREY = "#8a8a8a"
 """Colour of flagged results."""
 FLAGGED = {"facecolor": "#e4e4e4", "edgecolor": "#9a9a9a", "linestyle": "--", "linewidth": 0.8}
-"""Bar of a flagged result: no hatch, and a broken outline."""
+"""Arguments of a flagged result's bar: no hatch, and a broken outline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ def _dashes(*lengths: float) -> tuple[float, tuple[float, ...]]:
     return (0, lengths)
 
 
-# The colours are those of Okabe and Ito, which every kind of colour vision tells apart, and shades
-# of them. Algorithms of a family have related colours. The order is that of figures.
+# The colours are those of Okabe and Ito, which colour-blind readers can distinguish, and shades of
+# them. Algorithms of a family have related colours. Figures use the order of this list.
 _TABLE: tuple[tuple[str, str, Any, str, Any], ...] = (
     ("none", "#999999", "X", "..", ":"),
     ("allreduce", "#56B4E9", "s", "xx", _dashes(6, 1, 1, 1, 1, 1)),
@@ -85,7 +85,7 @@ LOOKS = {
     for name, colour, marker, hatch, line in _TABLE
 }
 """Look of every algorithm of the project; the single worker is called `none`."""
-# Colours of other algorithms, and shades for variants of an algorithm.
+# Colours of algorithms that are not in LOOKS, and shades, markers, ... for variants.
 _MORE_COLOURS = ("#7F6A00", "#1B5E7A", "#A83232", "#3D8B8B", "#6E6E00", "#B05F8E")
 _SHADES = (0.0, 0.5, -0.45, 0.25, -0.7, 0.7)
 _MARKERS: list[Any] = list("os^DvPXd<>ph*8H")
@@ -99,16 +99,17 @@ _LINES += [_dashes(a, 1, b, 1) for a in (3, 6, 9) for b in (1, 2, 3, 4)]
 
 
 def order(algorithm: str) -> tuple[int, str]:
-    """Sort key of an algorithm: those of `LOOKS` come first, others follow by name."""
+    """Returns the sort key of an algorithm: first the order of `LOOKS`, then other names."""
     known = list(LOOKS)
     return (known.index(algorithm) if algorithm in known else len(known), algorithm)
 
 
 def looks(records: Iterable[Record]) -> dict[str, Look]:
-    """Looks by label, in the order of figures; no two labels look the same.
+    """Returns a look for each label, in the order of figures; no two labels look the same.
 
-    The variant that has the algorithm's name, or else the first one, has the algorithm's look. The
-    other variants have shades of its colour, and markers, hatches and lines that are still free.
+    Labels of one algorithm are its variants. The variant that is named like the algorithm (or else
+    the first) has the algorithm's look. The others have shades of its colour, and unused markers,
+    hatches and line styles.
     """
     names = {record.label: record.trial["algorithm"] for record in records}
     groups: dict[str, list[str]] = {}
@@ -125,7 +126,7 @@ def looks(records: Iterable[Record]) -> dict[str, Look]:
 
 
 def _free(colour: str, taken: Mapping[str, Look]) -> Look:
-    """Returns a look of this colour; the rest is the first of its kind that is not taken."""
+    """Returns a look of this colour, with the first unused marker, hatch and line style."""
 
     def first(pool: Sequence[Any], key: str) -> Any:
         used = [getattr(look, key) for look in taken.values()]
@@ -147,6 +148,6 @@ def _shade(colour: str, number: int) -> str:
 
 
 def _lightness(colour: str) -> float:
-    """Lightness in a grey print, from 0 to 1."""
+    """Returns the lightness of a colour in a grey print, from 0 to 1."""
     red, green, blue = to_rgb(colour)
     return 0.299 * red + 0.587 * green + 0.114 * blue

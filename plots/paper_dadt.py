@@ -1,4 +1,4 @@
-"""DADT's comparison with Horovod, in its form: `python -m plots.paper_dadt SWEEP`."""
+"""Figure as in DADT's comparison with Horovod: `python -m plots.paper_dadt SWEEP`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws two bars for each model and network, relative to Horovod since devices differ."""
+    """Draws two bars for each model and network: throughput divided by Horovod's.
+
+    Absolute throughputs would compare devices, because the published ones are from GPUs.
+    """
     marks = [mark for mark in sweep.load(folder)[0] if _method(mark.record)]
     bars = []
     for panel in published.panels(marks, _method, _compared):

@@ -1,4 +1,4 @@
-"""The DeAR paper's comparison, in its form: `python -m plots.paper_dear SWEEP`."""
+"""Figure as in the DeAR paper's comparison: `python -m plots.paper_dear SWEEP`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METHODS = {
     "dear": "DeAR",
 }
 _WITHOUT, _WITH = "without tensor fusion", "with tensor fusion"
-# The methods of the paper's suite; the first one of each half is the baseline.
+# Methods of the paper's suite without and with tensor fusion; the first of each is the baseline.
 _HALVES = {
     _WITHOUT: ("WFBP", "ByteScheduler", "DeAR"),
     _WITH: ("Horovod", "PyTorch-DDP", "MG-WFBP", "DeAR"),
@@ -38,7 +38,7 @@ def fits(records: Sequence[Record]) -> bool:
 def figure(folder: Path) -> style.Drawn:
     """Draws speed-ups by model, with a column of panels for each network.
 
-    Published bars of the same models and networks are outlines.
+    Outlined bars are published results of the same models and networks.
     """
     marks, _ = sweep.load(folder)
     bars = _ours(marks, _WITHOUT)
@@ -60,7 +60,7 @@ draw = style.writer("paper_dear", figure)
 
 
 def _method(half: str, record: Record) -> str | None:
-    """Returns the method of a half that a record belongs to, or None."""
+    """Returns the name of a record's method; None if the half (without or with fusion) lacks it."""
     options = record.trial["options"]
     name = _METHODS.get(record.trial["algorithm"])
     if name not in _HALVES[half] or options.get("compression", "none") != "none":

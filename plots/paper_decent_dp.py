@@ -1,4 +1,4 @@
-"""Figure 6 of the Decent-DP paper, in its form: `python -m plots.paper_decent_dp SWEEP`."""
+"""Figure as figure 6 of the Decent-DP paper: `python -m plots.paper_decent_dp SWEEP`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws milliseconds per iteration, published ones above and ours below."""
+    """Draws milliseconds per iteration: the published times in the upper panels, ours below."""
     marks = [mark for mark in sweep.load(folder)[0] if _method(mark.record)]
     bars: list[Bar] = []
     for row in published.read("decent_dp").itertuples():

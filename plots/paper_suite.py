@@ -1,4 +1,4 @@
-"""Throughput that ddl-benchmarks, the parent suite of DeAR's, has published, beside ours:
+"""Published throughput of ddl-benchmarks (the suite that DeAR's stems from) beside ours:
 `python -m plots.paper_suite SWEEP`."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METHODS = {
     "mgwfbp": "MG-WFBP",
     "bytescheduler": "ByteScheduler",
 }
-# The device and the length of sentences of the published numbers.
+# Device and sentence length of the published numbers.
 _DEVICE, _SENTENCE_LEN = "rtx2080ti", 64
 
 
@@ -31,7 +31,7 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws two bars for each method, a panel for each model and network."""
+    """Draws a published bar and ours for each method, in a panel for each model and network."""
     marks = [mark for mark in sweep.load(folder)[0] if _method(mark.record)]
     panels = published.panels(marks, _method, _compared)
     bars = [bar for panel in panels for bar in _bars(panel)]
@@ -49,7 +49,7 @@ draw = style.writer("paper_suite", figure)
 
 
 def _method(record: Record) -> str | None:
-    """Returns the method if the table has it with the trial's model, batch size and network."""
+    """Returns a record's method; None if it is not published for the model, batch and network."""
     plain = record.trial["options"].get("compression", "none") == "none"
     name = _METHODS.get(record.trial["algorithm"]) if plain else None
     return None if name is None or _table(record).empty else name
@@ -74,7 +74,7 @@ def _bars(panel: dict[str, Mark]) -> list[Bar]:
     """Returns the bars of a model and network."""
     first = next(iter(panel.values())).record
     table, workers = _table(first), first.trial["world_size"]
-    # The number of hosts is ours where it was published, or else the largest published one.
+    # Published numbers for our number of hosts are used, or else those for the most hosts.
     hosts = first.hosts if first.hosts in set(table["hosts"]) else table["hosts"].max()
     bars = []
     for method, mark in panel.items():

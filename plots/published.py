@@ -26,21 +26,21 @@ _MODELS = {
     "bert_base": "BERT-Base",
     "bert": "BERT-Large",
 }
-# The bar of a published number; its edge has the colour of the method.
+# Arguments of a published number's bar; the outline has the colour of the method.
 _OUTLINE = {"facecolor": "white", "linewidth": 1.1, "linestyle": (0, (2, 1))}
 _DRAWN = ("value", "base", "group", "line", "column", "text")
 
 Bar = dict[str, Any]
-"""Bar of a figure, and row of its data.
+"""Bar of a figure, which is also a row of the figure's data.
 
-`method` is the display name, `whose` is `ours` or `published`; `value`, `low` and `high` are the
-height and its interval. Optional: `group` on the x axis, `line` and `column` of the panel, `text`,
-and `base`, the method that the value is relative to.
+`method` is the display name; `whose` is `ours` or `published`; `value`, `low` and `high` are the
+height and its interval. Optional keys: `group` (label on the x axis), `line` and `column` (position
+of the panel), `text` (above the bar), and `base` (the method that the value is relative to).
 """
 
 
 def read(name: str) -> pd.DataFrame:
-    """Reads a file of published numbers; each row has its `source`."""
+    """Reads a file of published numbers; the column `source` says where a row was published."""
     return pd.read_csv(_FOLDER / f"{name}.csv")
 
 
@@ -57,7 +57,10 @@ def network(record: Record) -> str:
 
 
 def fits(records: Sequence[Record], compared: Callable[[Sequence[Record]], bool]) -> bool:
-    """Tells whether valid trials of one cell, without a fault, have what a paper compares."""
+    """Returns True if valid trials without a fault contain what a paper compares.
+
+    `compared` decides this for the records of a cell (trials that are compared with each other).
+    """
     calm = [record for record in records if not record.fault]
     return any(map(compared, sweep.variants(calm, "label")))
 
@@ -67,9 +70,9 @@ def panels(
     method: Callable[[Record], str | None],
     compared: Callable[[Sequence[Record]], bool],
 ) -> list[dict[str, Mark]]:
-    """Returns the valid marks by method, for each cell for which `compared` holds.
+    """Returns the valid marks (trials) by method, for each cell for which `compared` is true.
 
-    Of several batch sizes the largest is used, and of several variants of a method the first.
+    Uses only the largest batch size of a cell, and the first variant of a method.
     """
     valid = [mark for mark in marks if not mark.row.flag and not mark.row.fault]
     chosen: dict[tuple[str, str, int], list[Mark]] = {}
@@ -86,7 +89,7 @@ def panels(
 
 
 def ours(mark: Mark, method: str, value: float, ends: Sequence[float | None] = ()) -> Bar:
-    """Returns the bar of a trial; `ends` are those of its interval."""
+    """Returns the bar of a trial; `ends` are the ends of the value's interval."""
     record = mark.record
     low, high = ends or (None, None)
     facts = {"model": model(record), "network": network(record), "method": method}
@@ -95,7 +98,7 @@ def ours(mark: Mark, method: str, value: float, ends: Sequence[float | None] = (
 
 
 def theirs(row: Any, method: str, value: float, **more: Any) -> Bar:
-    """Returns the bar of a row of a published table, as `itertuples` gives it."""
+    """Returns the bar of a published number; `row` comes from `DataFrame.itertuples`."""
     names = ("model", "network", "device", "node", "hosts", "source")
     facts = {name: getattr(row, name) for name in names if hasattr(row, name)}
     facts |= {"method": method, "whose": "published", "workers": row.gpus, "value": value}
@@ -105,12 +108,12 @@ def theirs(row: Any, method: str, value: float, **more: Any) -> Bar:
 def figure(
     bars: Sequence[Bar], looks: Mapping[str, Look], y_label: str, text: str, marks: Sequence[Mark]
 ) -> Figure:
-    """Draws a panel for each `line` and `column` of the bars; published ones are outlines.
+    """Draws a panel for each `line` and `column` of the bars; published bars are outlines.
 
     Args:
         looks: looks by method, in the order of bars.
-        y_label: label of the y axis; if it is empty, bars have a `base`.
-        text: beginning of the caption, which also describes where the marks were measured.
+        y_label: label of the y axis; empty: the label names the `base` of the bars.
+        text: beginning of the caption, which also says where the marks (trials) were measured.
     """
     shapes = [list(dict.fromkeys(bar.get(key, "") for bar in bars)) for key in ("line", "column")]
     grid = [[_at(bars, line, column) for column in shapes[1]] for line in shapes[0]]
@@ -168,6 +171,6 @@ def _panel(
 
 
 def data(bars: Sequence[Bar], value: str) -> pd.DataFrame:
-    """Returns the data of a figure; the column of the heights is called `value`."""
+    """Returns the data of a figure; renames the column of heights to the text in `value`."""
     rows = [{key: item for key, item in bar.items() if key not in _DRAWN} for bar in bars]
     return style.data({**row, value: bar["value"]} for row, bar in zip(rows, bars, strict=True))

@@ -31,8 +31,8 @@ from dear.errors import UserError
 from plots.looks import FLAGGED, GREY, LOOKS, Look
 
 Drawn = tuple[Figure, pd.DataFrame]
-"""Figure, and the data behind it."""
-# The halo keeps a reason readable where it crosses lines.
+"""Figure, and the data in it."""
+# A white halo keeps text readable where it crosses lines.
 _HALO = patheffects.withStroke(linewidth=2.5, foreground="white", alpha=0.8)
 _REASON = {"fontsize": 7, "color": "#666666", "path_effects": [_HALO]}
 _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
@@ -56,10 +56,10 @@ def setup(grid: str = "x") -> None:
 
 
 def stacked(counts: Sequence[int], width: float, bar: float, **options: Any) -> tuple[Figure, Any]:
-    """Returns a figure of panels below each other, and their axes.
+    """Returns a figure with panels below each other, and the axes of the panels.
 
     Args:
-        counts: number of bars of each panel; a bar is `bar` inches high.
+        counts: number of bars of each panel; a bar gets `bar` inches of height.
         options: arguments of `plt.subplots`.
     """
     setup()
@@ -76,8 +76,8 @@ def title(axis: Axes, text: str) -> None:
 
 
 def named_rows(axis: Axes, rows: Sequence[Row | LearnRow]) -> None:
-    """Names the rows of a panel from above; names of flagged results are grey."""
-    # A long label is broken at its commas, so that the panel has most of the width.
+    """Writes the labels of a panel's bars, from the top; labels of flagged results are grey."""
+    # A long label is broken at its commas, so that the bars have most of the width.
     lines = [row.algorithm.replace(",", ", ") for row in rows]
     axis.set_yticks(range(len(rows)), [textwrap.fill(line, 28) for line in lines])
     for text, row in zip(axis.get_yticklabels(), rows, strict=True):
@@ -88,7 +88,7 @@ def named_rows(axis: Axes, rows: Sequence[Row | LearnRow]) -> None:
 
 
 def whisker(axis: Axes, x: float, y: float, ends: Sequence[float], *, upright: bool = True) -> None:
-    """Draws the interval `ends` of a value; nothing where the value has none."""
+    """Draws the interval `ends` of a value; draws nothing if `ends` is empty."""
     low, high = ends
     if low is not None and high is not None:
         value = y if upright else x
@@ -100,7 +100,7 @@ def whisker(axis: Axes, x: float, y: float, ends: Sequence[float], *, upright: b
 def write_at(
     axis: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **options: Any
 ) -> None:
-    """Writes a text beside a point; `offset` is in points."""
+    """Writes a text beside the position `at`; `offset` is in points (1/72 inch)."""
     axis.annotate(text, at, xytext=offset, textcoords="offset points", **options)
 
 
@@ -113,9 +113,9 @@ def row_bar(
     flag: str | None,
     remark: str = "",
 ) -> None:
-    """Draws a horizontal bar with its interval and number; a flagged one is grey with the reason.
+    """Draws a horizontal bar with its interval and number; a flagged bar is grey, with the reason.
 
-    The limits of the x axis must be set before, so that the number stays in the figure.
+    Set the limits of the x axis before the call: they decide where the number fits.
     """
     axis.barh(index, value, height=0.72, **(FLAGGED if flag else look.bar))
     text = significant(value) + remark
@@ -140,7 +140,7 @@ def legend(figure: Figure, looks: Mapping[str, Look], *, hollow: bool = False) -
 
 
 def caption(figure: Figure, text: str, records: Sequence[Record], width: int) -> None:
-    """Writes `text`, the flags of records, and where the records were measured."""
+    """Writes a caption: `text`, and where the records were measured."""
     where, machine = fabric_words(records), records[0].machine
     torch = (machine.get("packages") or {}).get("torch", "unknown")
     text += (
@@ -153,7 +153,7 @@ def caption(figure: Figure, text: str, records: Sequence[Record], width: int) ->
 
 
 def count(values: Iterable[int]) -> str:
-    """Returns `3`, or `3 to 12`."""
+    """Returns the range of the values as `3` or `3 to 12`."""
     values = list(values)
     least, most = min(values), max(values)
     return f"{least}" if least == most else f"{least} to {most}"
@@ -166,19 +166,19 @@ def flags(records: Iterable[Record], look: str = "grey") -> str:
 
 
 def data(marks: Iterable[Mapping[str, Any]], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Returns the data of a figure, one row per mark, with types; missing values are `pd.NA`.
+    """Returns the data of a figure, with a row per mapping; missing values are `pd.NA`.
 
     Args:
-        columns: names of the columns of a table that may have no row.
+        columns: names of the columns, for data that may have no row.
     """
     rows = [dict(mark) for mark in marks]
     return pd.DataFrame(rows, columns=None if rows else list(columns)).convert_dtypes()
 
 
 def writer(name: str, draw: Callable[[Path], Drawn]) -> Callable[[Path, Path], list[Path]]:
-    """Returns the function that writes a figure of a sweep: `write(folder, out)`.
+    """Returns the function `write(folder, out)`, which draws a sweep's figure and saves it.
 
-    It writes `name`.png, .pdf and .csv, which has the data of the figure, and returns the paths.
+    It saves `name`.png, `name`.pdf and, with the data, `name`.csv; it returns these paths.
     """
 
     def write(folder: Path, out: Path) -> list[Path]:
@@ -201,14 +201,14 @@ def program(
 ) -> None:
     """Draws a sweep into its folder `figures` and prints the names of the files.
 
-    A user error, or a sweep without the needed records, is one line and exit status 2.
+    A user error, or a sweep without the needed records, prints one line; the exit status is 2.
     """
     parser = argparse.ArgumentParser(description=f"Draw figures of a sweep. Needed: {needs}.")
     parser.add_argument("sweep", type=Path, help="folder of results, such as logs/quick")
     sweep = parser.parse_args().sweep
     try:
         if not fits(Comparison.load(sweep).results(sweep)):
-            raise UserError(f"{sweep} lacks what this figure shows: it needs {needs}")
+            raise UserError(f"{sweep} has no data for this figure, which needs {needs}")
         for path in draw(sweep, sweep / "figures"):
             print(path)
     except UserError as error:

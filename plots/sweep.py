@@ -1,4 +1,4 @@
-"""Source of figures: the records of a sweep, their rows and their looks."""
+"""Input of figures: the trials of a sweep, each with its record, table row and look (a mark)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plots import style
 from plots.looks import Look, looks, order
 
 SINGLE = "none"
-"""Algorithm of the single worker."""
+"""Name of the algorithm of a single worker."""
 _PLACE = ("model", "batch_size", "world_size", "network", "fault")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Trial with timed steps, in a figure."""
+    """Trial with timed steps, as drawn in a figure."""
 
     record: Record
     row: Row
@@ -35,7 +35,7 @@ class Mark:
         return self.record.trial["algorithm"]
 
     def data(self, *fields: str) -> dict[str, Any]:
-        """Returns a row of the figure's data: what the trial is, and these fields of its row."""
+        """Returns a row of the figure's data: the trial, and the named fields of its table row."""
         return {name: getattr(self.row, name) for name in (*_PLACE, "algorithm", *fields)}
 
 
@@ -45,7 +45,7 @@ def timed(records: Sequence[Record]) -> list[Record]:
 
 
 def load(folder: Path) -> tuple[list[Mark], str]:
-    """Returns the trials with timed steps, in the order of figures, and the label to compare to.
+    """Returns the trials with timed steps, in the order of figures, and the baseline's label.
 
     Raises:
         UserError: no trial has timed steps.
@@ -64,7 +64,7 @@ def load(folder: Path) -> tuple[list[Mark], str]:
 
 
 def panels(marks: Iterable[Mark], *free: str) -> list[list[Mark]]:
-    """Groups marks by everything but the fields `free` of a row, in the order of the first ones."""
+    """Groups marks whose rows differ only in the fields `free`; keeps the order of the marks."""
     groups: dict[tuple[Any, ...], list[Mark]] = {}
     for mark in marks:
         key = tuple(getattr(mark.row, name) for name in _PLACE if name not in free)
@@ -81,11 +81,11 @@ def title(row: Row, free: str = "") -> str:
 
 
 def variants(records: Sequence[Record], *free: str, flagged: bool = False) -> list[list[Record]]:
-    """Groups the records of several workers by everything but the keys `free`.
+    """Groups records whose trials differ only in the keys `free`; leaves out single workers.
 
     Args:
         free: keys of a trial in which the records of a group may differ, such as `world_size`.
-        flagged: whether records that are not valid count, too.
+        flagged: whether flagged (invalid) records are included.
     """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in timed(records):
@@ -98,7 +98,7 @@ def variants(records: Sequence[Record], *free: str, flagged: bool = False) -> li
 
 
 def sample_size(marks: Sequence[Mark]) -> str:
-    """Returns the number of repeats and steps, for captions."""
+    """Returns the numbers of repeats and steps as a text for captions."""
     counts = [mark.row.repeats for mark in marks]
     steps = style.count(round(mark.row.n / mark.row.repeats) for mark in marks)
     repeats = "repeat" if max(counts) == 1 else "interleaved repeats"

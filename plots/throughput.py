@@ -21,7 +21,7 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws bars with intervals; the data are all fields of the table's rows."""
+    """Draws bars with intervals; the returned data have all fields of the table's rows."""
     marks, _ = sweep.load(folder)
     singles = [mark for mark in marks if mark.algorithm == sweep.SINGLE]
     panels = sweep.panels([mark for mark in marks if mark not in singles] or marks)
@@ -66,7 +66,7 @@ def _panel(axis: Axes, panel: Sequence[Mark], single: Row | None) -> None:
 
 
 def _longest(rows: list[Row]) -> float:
-    """Length of the axis: all bars, and intervals that are not far longer than every bar."""
+    """Returns the end of the x axis; an interval far longer than every bar may end outside."""
     most = max(row.throughput for row in rows)
     return max(most, min(max(row.ci_high or 0.0 for row in rows), 1.6 * most))
 

@@ -1,1 +1,1 @@
-"""Shared parts of the benchmark scripts: hosts, ranks of the engines, rounds, bars and tables."""
+"""Shared parts of the benchmark scripts: hosts, ranks, engines (libraries of collectives)."""

@@ -1,8 +1,8 @@
-"""Coverage of the interval of a throughput, on simulated machines whose truth is known.
+"""Coverage of the interval of a throughput: how often does it contain the true value?
 
-There are two truths. *This run*: the step time that half of all repeats stay below, on the machine
-as it was in the mean of the run's rounds; the interval is an interval of that. *Any hour*: the mean
-step of very many repeats on the machine as it is in the mean over days.
+Runs are drawn at random for machines whose pace changes in a known way. There are two true values.
+*This run*: the median step time of very many repeats at the run's mean pace; the interval estimates
+this one. *Any hour*: the mean step time of very many repeats at the machine's mean pace over days.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import numpy as np
 from common.results import stats
 
 ENOUGH = 0.93
-"""Share of runs in which the interval must contain the truth of this run."""
+"""Share of runs whose interval must contain the true step time of this run."""
 _MANY = 200_000
-"""Number of repeats whose mean and median count as the truth."""
+"""Number of simulated repeats whose mean and median are taken as the true values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Noise of the logarithms of step times; a launch is a repeat.
+    """Noise of the logarithms of a machine's step times; a launch (start of the ranks) is a repeat.
 
     Attributes:
         step: standard deviation of single steps.
-        freedom: degrees of freedom of Student's t, for single steps; None: they are normal.
+        freedom: degrees of freedom of Student's t, for single steps; None: normal distribution.
         launch: deviation that the steps of a launch share.
-        rare: share of steps that take longer, by `longer` in the logarithm.
+        rare: share of steps that are slow: `longer` is added to their logarithm.
         drift: standard deviation of the machine's pace, which changes from launch to launch.
-        memory: share of the pace that is left a launch later (AR(1)).
-        trend: slowdown with each launch.
+        memory: share of the deviation of the pace that is left after a launch (AR(1)).
+        trend: increase of the logarithm with each launch.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Machine:
     trend: float = 0.0
 
     def launches(self, rng: np.random.Generator, count: int, steps: int) -> np.ndarray:
-        """Returns the logarithms of the step times of repeats, without the machine's pace."""
+        """Returns the logarithms of the step times of `count` repeats, without the pace."""
         shape = (count, steps)
         if self.freedom is None:
             logs = rng.normal(0, self.step, shape)
@@ -56,7 +56,7 @@ class Machine:
         return logs + (rng.random(shape) < self.rare) * self.longer
 
     def pace(self, rng: np.random.Generator, runs: int, count: int) -> np.ndarray:
-        """Returns the logarithm of the slowness, by run and launch; the mean over days is 0."""
+        """Returns the logarithm of the pace (high: slow), by run and launch; its mean is 0."""
         state = np.empty((runs, count))
         state[:, 0] = rng.normal(0, 1, runs)
         change = (1 - self.memory**2) ** 0.5
@@ -78,7 +78,7 @@ MACHINES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Shares of the runs in which the interval contained the truths."""
+    """Shares of the runs whose interval contained each of the two true values."""
 
     this_run: float
     any_hour: float
@@ -86,7 +86,7 @@ class Coverage:
 
     @property
     def missed(self) -> bool:
-        """True if the share is below the bar by more than two standard errors of the simulation."""
+        """True if `this_run` is below `ENOUGH` by more than two standard errors."""
         return self.this_run < ENOUGH - 2 * (ENOUGH * (1 - ENOUGH) / self.runs) ** 0.5
 
 
@@ -98,7 +98,7 @@ def cover(
 
     Args:
         repeats: least and largest number of repeats.
-        precision: half width of the interval at which a run ends; None: it has most repeats.
+        precision: half width of the interval at which a run ends; None: all repeats are run.
         steps: steps of a repeat.
         trials: number of trials of a round, which take turns in a random order.
     """

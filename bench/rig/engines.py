@@ -1,4 +1,4 @@
-"""Engines: the same collectives by the comm core, Gloo, MPI and Horovod."""
+"""Engines: collectives by the comm core (this project's backend), Gloo, MPI and Horovod."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Engine(ABC):
     def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor: ...
 
     def fence(self) -> None:  # noqa: B027  (most engines need nothing)
-        """Completes what other ranks still need from this rank, if that needs a call."""
+        """Sends what other ranks still need from this rank; most engines do so without a call."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -47,7 +47,7 @@ class TorchEngine(Engine):
     """Backend of torch.distributed.
 
     Args:
-        direct: whether tensors come from `comm_core.empty`, which peers map (shared memory).
+        direct: whether tensors lie in shared memory that the peers map (`comm_core.empty`).
     """
 
     def __init__(self, backend: str, rank: int, size: int, store: Path, direct: bool) -> None:

@@ -37,10 +37,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def run(main: Callable[[list[str]], int]) -> None:
-    """Runs a script's main and ends the process with its status.
+    """Runs a script's main and ends the process with the returned status.
 
-    A user error is one line and status 2. SIGTERM unwinds the stack, so that hosts are removed and
-    ranks ended.
+    A user error is printed as one line; the status is 2. SIGTERM raises an exception, so that
+    ranks are ended and virtual hosts removed.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

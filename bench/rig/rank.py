@@ -1,4 +1,4 @@
-"""Rank of an engine: joins the job and runs the functions that the parent process sends.
+"""Process of a rank: joins the engine's job and runs the functions that the parent process sends.
 
 `bench.rig.team` starts it as `python -m bench.rig.rank`.
 """
@@ -40,9 +40,8 @@ class Place:
     def barrier(self, value: float = 0.0) -> float:
         """Waits for all ranks and returns the `value` of rank 0.
 
-        The barrier uses no engine, so that every engine starts from the same state: all ranks run
-        on this machine and meet at rank 0 by Unix datagrams, which work across namespaces. Ranks
-        sleep while they wait.
+        The barrier uses Unix datagrams, not the engine, so that every engine starts from the same
+        state. All ranks run on this machine, and sleep while they wait.
         """
         if self.rank == 0:
             for _ in range(self.size - 1):
@@ -55,7 +54,7 @@ class Place:
         return float(_VALUE.unpack(self._socket.recv(_VALUE.size))[0])
 
     def meet(self) -> None:
-        """Waits for all ranks and for everything that they have started."""
+        """Waits until all ranks have called this, and all their operations have ended."""
         self.engine.fence()
         self.barrier()
 

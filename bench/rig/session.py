@@ -25,8 +25,8 @@ def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.Argume
     """Returns a parser with the options of a session and `--json`.
 
     Args:
-        names: engines by default.
-        world: number of ranks by default.
+        names: default of the engines.
+        world: default of the number of ranks.
     """
     parser = program.parser(doc)
     add = parser.add_argument
@@ -48,7 +48,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Returns the checked options; `num_hosts` is the number of virtual hosts, or 0.
 
     Raises:
-        UserError: an option is wrong or cannot be satisfied here.
+        UserError: an option is wrong or impossible on this machine.
         NeedsSandbox: the options need a sandbox, and the program is in none.
     """
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Sizes, bandwidths and ratios, and the tables that show them; no torch and no processes."""
+"""Sizes, bandwidths and ratios, and tables of them. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def bucket_bytes(text: str, world: int, item: int = 4) -> int:
 
 
 def bus_factor(op: str, world: int) -> float:
-    """Returns the bytes that leave each rank as a fraction of the bucket: busbw over algbw.
+    """Returns the bytes that leave each rank, divided by those of the bucket (busbw / algbw).
 
-    A reduce-scatter and an all-gather each move (n-1)/n of the bucket over every link; an
-    all-reduce, and the pair of the two, twice that.
+    This is (n-1)/n for a reduce-scatter and for an all-gather, and 2(n-1)/n for an all-reduce and
+    for a reduce-scatter followed by an all-gather.
     """
     part = (world - 1) / world
     return part if op in ("reduce_scatter", "all_gather") else 2 * part
@@ -47,12 +47,12 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 Rounds = Mapping[int, float] | Sequence[float]
-"""Values by round; a mapping may lack some."""
+"""Values by round; rounds may be missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Median of one quotient per round, with its range."""
+    """Median and range of a quotient that is computed once per round."""
 
     median: float
     low: float

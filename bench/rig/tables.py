@@ -1,4 +1,7 @@
-"""Simulated tables of trials whose true differences are known: how often are verdicts right?"""
+"""Simulated tables of trials whose true differences are known: how often are verdicts right?
+
+A plan is the number of repeats and steps; the effect of a trial is by how much it is faster.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ class Noise:
     name: str
     step: float
     start: float
-    """Deviation that the steps of a repeat share."""
+    """Deviation of whole repeats: all steps of a repeat share it."""
     round: float
-    """Deviation that all trials of a round share."""
+    """Deviation of whole rounds: all trials of a round share it."""
     base: Noise | None = None
     """Noise of the baseline, if it differs."""
 
@@ -45,12 +48,12 @@ NOISES = (
     Noise("real, ResNet-50 on 2 shared cores", 0.054, 0.089, 0.0),
     Noise("real, a CNN on 2 shared cores", 0.091, 0.043, 0.0),
 )
-"""Noise of the sweeps in docs/records (analysis of variance of the logarithms)."""
+"""Kinds of noise, as analysis of variance found them in the sweeps in docs/records."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Repeats (least and most), steps per repeat, and precision of the measurement of a cell."""
+    """Repeats (least and most), steps per repeat, and the precision at which repeats end."""
 
     repeats: tuple[int, int]
     steps: int
@@ -71,18 +74,18 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Shares of simulated tables with one noise and plan.
+    """Rates of verdicts in simulated tables with one kind of noise and one plan.
 
     Tables of equal trials compare nine trials with a tenth. Tables with an effect have a baseline
-    and two rivals, as the default sweep; one of the rivals is faster.
+    and two other trials, as the default sweep has; one of the two is faster than the baseline.
 
     Attributes:
         repeats: mean number of repeats.
-        coverage: share of intervals that contain the truth.
-        false_words: share of tables of equal trials with a FASTER or SLOWER.
-        false_leaders: share of tables of equal trials that tell a trial from the best.
-        same: share of equal comparisons that are SAME.
-        power: share of true differences that are FASTER, by effect.
+        coverage: share of intervals that contain the true ratio.
+        false_words: share of tables of equal trials with a verdict FASTER or SLOWER.
+        false_leaders: share of tables of equal trials that call a trial slower than the best.
+        same: share of equal comparisons with the verdict SAME.
+        power: share of true differences with the verdict FASTER, by effect.
     """
 
     noise: Noise
@@ -124,10 +127,10 @@ class Tally:
         )
 
     def missed(self, needed: float | None = None) -> list[str]:
-        """Returns the missed bars; shares of tables may exceed theirs by two standard errors.
+        """Returns the missed requirements; shares of tables have a margin of two standard errors.
 
         Args:
-            needed: effect that must be found with the probability `stats.POWER`.
+            needed: effect that must get the verdict FASTER with the probability `stats.POWER`.
         """
         low, high = COVERAGE
         most = FALSE_WORDS + 2 * (FALSE_WORDS * (1 - FALSE_WORDS) / self.tables) ** 0.5
@@ -153,10 +156,10 @@ class Tally:
 def _cell(
     rng: np.random.Generator, noise: Noise, plan: Plan, effects: Sequence[float]
 ) -> list[stats.Repeats]:
-    """Simulates the step times of a baseline and its rivals, with the repeats that the plan takes.
+    """Simulates the step times of a baseline and of one more trial per effect.
 
     Args:
-        effects: effect of each rival; 0.05 is 5 % faster than the baseline.
+        effects: effect of each of these trials; 0.05 is 5 % faster than the baseline.
     """
     least, most = plan.repeats
     rounds = rng.normal(0, noise.round, (most, 1))

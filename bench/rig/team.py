@@ -1,6 +1,7 @@
-"""Ranks of the engines on this machine or on virtual hosts with shaped links.
+"""Ranks of the engines, on this machine or on virtual hosts with links of limited speed.
 
-The parent process starts them once and calls functions on them; between calls they are stopped.
+The parent process starts the ranks once and calls functions on them. Between calls the ranks are
+stopped (SIGSTOP), so that they do not disturb the ranks of other engines.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _START_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class ThisMachine:
-    """Host interface of this machine, as that of `VirtualHost`."""
+    """Host that is this machine; has the interface of `VirtualHost`."""
 
     name: str = "local"
     ifname: str = "lo"
@@ -53,12 +54,12 @@ Host = ThisMachine | VirtualHost
 
 @contextlib.contextmanager
 def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> Iterator[list[Host]]:
-    """Builds the hosts of a session; removes virtual ones, and what runs on them, at the end.
+    """Builds the hosts of a session. At the end removes virtual hosts and the processes on them.
 
     Args:
-        args: options of the session. `congestion` reaches every engine; it needs a sandbox, as
-            virtual hosts do, so that nothing outside is changed.
-        profile: links of the virtual hosts, as trials have them, instead of `args.rate`.
+        args: options of the session. `congestion` is a setting of the kernel, for every engine;
+            it needs a sandbox, as virtual hosts do.
+        profile: network profile of the virtual hosts' links, instead of `args.rate`.
 
     Raises:
         RuntimeError: the program is not in a sandbox, but needs one.
@@ -66,7 +67,7 @@ def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> It
     if args.num_hosts == 0:
         if args.congestion is not None:
             if not sandbox.inside():
-                raise RuntimeError("a choice of the congestion control needs a sandbox")
+                raise RuntimeError("the option congestion needs a sandbox")
             network.batch("ip", network.loopback_commands(args.congestion))
         yield [ThisMachine()]
         return
@@ -75,9 +76,9 @@ def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> It
         hosts=args.num_hosts,
         profile=profile or network_profile("1gbit" if unlimited else args.rate),
         time_scale=args.time_scale,
-        # Every engine gets the machine's default, too.
+        # Without the option, every engine gets the machine's default.
         congestion=args.congestion or network.default_congestion(),
-        # At a bare rate, nothing but the kernel is between the engines.
+        # With --rate, the links are the kernel's, so that the switch program adds no cost.
         links="tc" if profile is None else "auto",
     ) as cluster:
         if profile is None and unlimited:
@@ -88,7 +89,7 @@ def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> It
 
 
 class TeamError(Exception):
-    """Engine that is missing or has failed; the message is one line."""
+    """Error of an engine that is missing or has failed; the message is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +121,8 @@ class Teams:
     """Ranks of all engines, from `with Teams(names, layout) as teams:` to its end.
 
     Attributes:
-        failures: reasons, for each engine that is missing or has failed.
-        started: other engines, by name.
+        failures: reason by engine, for each engine that is missing or has failed.
+        started: the other engines, by name.
     """
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
@@ -159,10 +160,10 @@ class Teams:
         *,
         backwards: bool = False,
     ) -> Iterator[tuple[Any, str, list[Any]]]:
-        """Calls a function on the ranks of every engine in turn, with each case's arguments.
+        """Calls a function for each case, on the ranks of one engine after the other.
 
-        Yields the key of the case, the engine, and the results in rank order. The function belongs
-        to a module's top level; its first argument is the rank's `Place`.
+        Yields the key of the case, the engine, and the results in rank order. The function is at
+        the top level of a module; it gets the rank's `Place` and the arguments of the case.
         """
         for key, arguments in cases.items():
             for name in reversed(self._names) if backwards else self._names:
@@ -179,8 +180,7 @@ class Teams:
 class Team:
     """Ranks of one engine, stopped by SIGSTOP except during `call`.
 
-    Horovod's threads wake up every millisecond; idle Gloo and MPI are quiet. All are stopped, so
-    that none disturbs another.
+    Without SIGSTOP, Horovod's threads would wake up every millisecond.
     """
 
     def __init__(self, name: str, layout: Layout, folder: Path) -> None:
@@ -291,7 +291,7 @@ class Team:
         return (errors or lines or ["without output"])[-1]
 
     def _commands(self) -> Iterator[tuple[list[str], dict[str, str]]]:
-        """Yields the command of each process, a rank or mpirun, and its environment."""
+        """Yields the command and the environment of each process (a rank, or mpirun)."""
         layout = self._layout
         env = {
             "OMP_NUM_THREADS": "1",
@@ -322,7 +322,7 @@ class Team:
             mpirun = find_mpirun()
         except UserError as error:
             raise TeamError(f"unavailable: {error}") from None
-        # A rank that spins would take the core from its neighbours.
+        # A rank that waits in a busy loop would take the core from others.
         chosen = {"mpi_yield_when_idle": "1"}
         tcp_only = layout.transport == "tcp" or layout.per_host == 1
         if len(layout.hosts) > 1 or tcp_only:
@@ -339,7 +339,7 @@ class Team:
 
 
 def _module(function: Callable[..., Any]) -> str:
-    """Returns the module that ranks import: that of a script is called `__main__` here."""
+    """Returns the module that ranks import. The module of a script is `__main__` only here."""
     if function.__module__ == "__main__":
         return f"bench.{Path(sys.argv[0]).stem}"
     return function.__module__

@@ -1,4 +1,4 @@
-"""The command line: finds the verb, and turns errors into one line and an exit status."""
+"""Command line: calls the verb (subcommand), and turns errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error.name} is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
         return Status.USER_ERROR
     except OSError as error:
-        # The user can correct a full disk, a closed folder or a wrong path. All other errors are
-        # bugs, so the traceback matters.
+        # A full disk, a closed folder or a wrong path is the user's to correct. All other errors
+        # are bugs and keep their traceback.
         if isinstance(error, BrokenPipeError):  # `| head`
             sys.stderr.close()
             return Status.OK
         if error.errno not in _OF_THE_USER:
             raise
-        # An error of `write` has no file's name.
+        # Errors of `write` do not contain the name of the file.
         place = error.filename or _full(options.logs, Path(tempfile.gettempdir()))
-        advice = "; make room and run it again: what has ended is kept"
+        advice = "; make room and run the command again: finished trials are kept"
         advice = advice if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         print(f"error: {place}: {error.strerror}{advice}", file=sys.stderr)
         return Status.USER_ERROR
@@ -73,10 +73,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_variables(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Runs the trial of `common.harness.variables`; returns the exit status.
+    """Runs the trial that environment variables describe (see `common.harness.variables`).
 
     Args:
-        arguments: further ones of `benchmarks.py run`.
+        arguments: further arguments of `benchmarks.py run`.
+
+    Returns:
+        The exit status.
     """
     planned = any(word in ("-n", "--dry-run") for word in arguments)
     try:
@@ -101,7 +104,7 @@ def _full(*folders: Path) -> Path | str:
 
 
 def _check_folder(flag: str, folder: Path | None) -> None:
-    """Raises `UserError` if a file is in the place of the folder, or of one above it."""
+    """Raises `UserError` if the path, or a part of it, is a file instead of a folder."""
     if folder is not None:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():

@@ -1,9 +1,9 @@
 """Models from outside the repository, and their profiles on GPUs.
 
-Models are named `file:PATH`, `hf:TYPE`, `timm:NAME`, or as in the registry. With a GPU beside the
-name, the times that the model takes on it are replayed. Profiles that do not come with the project
-are computed once and kept in the user's cache, `$XDG_CACHE_HOME/dear-bench/profiles`
-(`~/.cache/...`), never in the repository.
+Models are named `file:PATH`, `hf:TYPE`, `timm:NAME`, or as in the registry. If the user also names
+a GPU, the model does not compute but replays (waits for) the layer times of this GPU. A profile is
+a file with these times. New profiles are computed once and kept in the user's cache,
+`$XDG_CACHE_HOME/dear-bench/profiles` (`~/.cache/...`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from common.models.workload import Workload
 
 HERE = "here"
-"""Name of this machine's GPU, on which the model is measured."""
+"""Name that means this machine's GPU, on which the model is measured."""
 _SEED = 1
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers")
 _LEAST_S = 1e-6
@@ -42,14 +42,15 @@ _PROFILERS = Path(__file__).parents[1] / "profiling"
 def bring_model(
     name: str, batch_size: int | None, sentence_len: int | None, gpu: str | None
 ) -> tuple[str, int | None, int | None]:
-    """Makes a model known in this process; with a GPU also its profile, computed if it is new.
+    """Adds a model to the registry of this process, for a GPU together with its profile.
 
     Returns:
-        The model's name in trials and tables, its batch size and its sentence length. These stay
-        None if they were None and the registry knows the model's defaults.
+        The model's name in trials and tables, its batch size and its sentence length. The latter
+        two may be None if they were None; the registry then has the defaults.
 
     Raises:
-        UserError: no such model or GPU, a file that lacks a function, or a model that fails.
+        UserError: the model or the GPU does not exist, the file lacks a function, or the model
+            fails.
     """
     name, brought = _register(name)
     if gpu is None:
@@ -88,7 +89,7 @@ def cache() -> Path:
 
 
 def _register(name: str) -> tuple[str, Brought | None]:
-    """Makes the registry know a model, and returns its name in trials and tables."""
+    """Adds a model to the registry; returns its name in trials and tables, and its origin."""
     if name.startswith(FILE):
         path = Path(name.removeprefix(FILE))
         if re.fullmatch(r"[\w.+-]+\.py", path.name) is None:
@@ -108,7 +109,7 @@ def _register(name: str) -> tuple[str, Brought | None]:
 
 
 def _profiler(gpu: str) -> tuple[str, Callable[[str, int, int | None], Profile]]:
-    """Returns the device as written behind the `@`, and a function that profiles a model on it."""
+    """Returns the device's name after the `@`, and a function that profiles a model on it."""
     if gpu != HERE:
         choice = gpus.find(gpu)
         return choice.folder_name, lambda *model: _modelled(choice, *model)
@@ -125,7 +126,7 @@ def _profiler(gpu: str) -> tuple[str, Callable[[str, int, int | None], Profile]]
 
 
 def gpu_available() -> bool:
-    """Returns whether torch can use a GPU of this machine."""
+    """Returns True if torch can use a GPU of this machine."""
     devices = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd"))
     if not devices:  # the import of torch takes seconds
         return False
@@ -169,15 +170,15 @@ def _measured(name: str, batch_size: int, sentence_len: int | None) -> Profile:
 
 
 def _keep(profile: Profile, path: Path) -> None:
-    """Writes a profile so that a reader sees all of it or nothing.
+    """Writes a profile atomically.
 
     Raises:
-        UserError: it cannot be written, or is too short to be replayed.
+        UserError: the file cannot be written, or the times are too short to be replayed.
     """
     if profile.step_s < _LEAST_S:
         raise UserError(
             f"model {profile.model}: takes less than a microsecond for {profile.batch_size} "
-            f"samples on {profile.device_name}: too little to be replayed; take a larger batch"
+            f"samples on {profile.device_name}, too little to be replayed; use a larger batch"
         )
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:

@@ -1,4 +1,7 @@
-"""Keys of an experiment file, checks of their combinations, and the trials of the experiment."""
+"""Keys of an experiment file, checks of their combinations, and the trials of the experiment.
+
+A trial is one combination, for example of algorithm, model, network and number of workers.
+"""
 
 from __future__ import annotations
 
@@ -305,7 +308,7 @@ class Experiment:
 
     @property
     def worker_env(self) -> dict[str, str]:
-        """Variables that the workers need: where the data is."""
+        """Environment variables of the workers, which say where the data are."""
         path = self._data_path()
         return {} if path is None else {datasets.SOURCES[self.learn.data].variable: str(path)}
 
@@ -316,12 +319,12 @@ class Experiment:
 
     @functools.cached_property
     def _chosen(self) -> list[tuple[AlgorithmChoice, Options]]:
-        """The algorithms with all of their options."""
+        """Algorithms, each with all options, defaults included."""
         return [(a, algorithm_options(a.name, a.options)) for a in self.algorithms]
 
     @property
     def base(self) -> str:
-        """The label of what speed-ups are relative to.
+        """Label of the algorithm to which speed-ups are relative.
 
         Raises:
             UserError: `compare_to` names none of the algorithms, or several variants of one.
@@ -337,12 +340,13 @@ class Experiment:
         return variants[index][0]
 
     def trials(self, data_digest: str | None = None) -> list[Trial]:
-        """Every combination, by model and network; the baseline comes first.
+        """Returns all trials, ordered by model and network; the single worker comes first.
 
-        What stands there under two labels is measured twice: how far apart are equal trials?
+        Trials that differ only in their label are allowed; they show how far equal trials differ.
 
         Args:
-            data_digest: of what is learned from, where the files need not be; None: of the files.
+            data_digest: digest of the data set, if its files are not on this machine; None: it is
+                computed from the files.
         """
         if self.learn is None or self.learn.data is None:
             data_digest = None
@@ -369,7 +373,7 @@ class Experiment:
 
     @property
     def fallback(self) -> str | None:
-        """Reason why trials run over Gloo although nobody asked for it; None if they do not."""
+        """Reason why trials run over Gloo if the experiment does not name a backend, or None."""
         if self.backend is not None or self._default_backend != "gloo":
             return None
         return f"{missing_comm_core()}: trials run over gloo"

@@ -24,10 +24,13 @@ from dear.training.algorithm import load_plugin
 
 
 def find_experiment(given: str | Path) -> Path:
-    """Returns a file, or the one in configs/experiments with that name, with or without `.yaml`.
+    """Returns the path of an experiment file.
+
+    Args:
+        given: a path, or the name of a file in configs/experiments, with or without `.yaml`.
 
     Raises:
-        UserError: there is neither.
+        UserError: there is no such file.
     """
     path = Path(given)
     if path.exists() or path.parent != Path():
@@ -37,7 +40,7 @@ def find_experiment(given: str | Path) -> Path:
 
 
 def default_experiment() -> Path:
-    """Returns the sweep of a command without a verb: emulated where that is possible."""
+    """Returns the experiment of a command without a verb: on virtual hosts if possible."""
     reason = None if sandbox.inside() else unable_to_emulate()
     if reason:
         print(f"no virtual hosts here ({reason}): quick.yaml instead", file=sys.stderr)
@@ -51,7 +54,10 @@ def unable_to_emulate() -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """Models and plugins of the command line, which go before those of the experiment file."""
+    """Models and plugins that the user gave on the command line.
+
+    The models replace those of the experiment file; the plugins are added.
+    """
 
     name: str | None = None
     """Name of the sweep; None: the experiment's."""
@@ -87,7 +93,7 @@ class CommandLine:
         )
 
     def apply(self, values: dict[str, object]) -> None:
-        """Replaces the models and the name in an experiment's values, and adds the algorithms."""
+        """Replaces the models and the name in an experiment's values, and adds the plugins."""
         if self.models:
             size = {} if self.batch_size is None else {"batch_size": self.batch_size}
             values["models"] = [{"name": name, **size} for name in self.models]
@@ -101,10 +107,10 @@ class CommandLine:
             values["algorithms"] = [*algorithms, *added]
 
     def choose_gpus(self, values: dict[str, object]) -> None:
-        """Sets the GPU of the command line's models; those named by `--set` keep theirs.
+        """Sets the GPU of the command line's models, except where `--set` has set it.
 
-        On virtual hosts a model is replayed, as its compute would be that of this machine.
-        Elsewhere it computes, unless `--gpu` names a GPU.
+        On virtual hosts, models are always replayed: this machine would compute at another speed.
+        Elsewhere, models compute, unless `--gpu` names a GPU.
         """
         for model in _as_list(values.get("models")):
             if not isinstance(model, dict) or model.get("name") not in self.models:
@@ -115,7 +121,7 @@ class CommandLine:
                 model["gpu"] = custom.HERE if custom.gpu_available() else gpus.DEFAULT
 
     def assumption(self, names: Sequence[str]) -> str | None:
-        """Returns a line on the GPU that was chosen because no flag names any, or None.
+        """Returns a line that names the GPU that was chosen by default; None if none was.
 
         Args:
             names: models by their names in trials.
@@ -130,15 +136,17 @@ class CommandLine:
 def load(
     path: Path, overrides: Sequence[str] = (), command_line: CommandLine | None = None
 ) -> Experiment:
-    """Reads an experiment file; `overrides` are `key=value` with dots and list indices in keys.
+    """Reads an experiment file.
 
-    Files of models and algorithms are looked for beside it, then in the current folder.
+    Relative paths of models and plugins are searched in the folder of the experiment file, then in
+    the current folder.
 
     Args:
-        command_line: models and algorithms to add; overrides apply to them as well.
+        overrides: texts `key=value`, as `measure.repeats=5` or `models.0.batch_size=8`.
+        command_line: models and plugins of the command line; overrides apply to them, too.
 
     Raises:
-        UserError: no such file, no YAML, an unknown key, or a value that is not allowed.
+        UserError: the file does not exist or is no YAML, a key is unknown, or a value is wrong.
     """
     values = _read(path)
     command_line = command_line or CommandLine()
@@ -172,15 +180,15 @@ def _read(path: Path) -> dict[str, object]:
         raise UserError(f"experiment {path}{where}: not valid YAML: {problem}") from None
     if not isinstance(values, dict):
         raise UserError(f"experiment {path}: must be a mapping of keys to values")
-    # A key with a dot in front holds what other keys repeat.
+    # A key that begins with a dot is no setting: it holds values for YAML aliases.
     return {key: value for key, value in values.items() if not str(key).startswith(".")}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a key that stands twice; plain YAML silently takes the last."""
+    """YAML loader that refuses duplicate keys; the usual one silently takes the last."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        # Later, the keys of `<<: *base` stand among the others.
+        # This runs before `<<: *base` is resolved; afterwards, its keys would look like duplicates.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -216,7 +224,7 @@ def _override(values: dict[str, object], text: str) -> None:
 
 
 def _fix_repeats(values: dict[str, object], overrides: Sequence[str]) -> None:
-    """Drops the file's `precision`, which needs a range, if `--set` gives a number of repeats."""
+    """Drops the file's `precision` if `--set` gives a single number of repeats, not a range."""
     measure = values.get("measure")
     keys = {text.partition("=")[0] for text in overrides}
     asked = "measure.repeats" in keys and not {"measure", "measure.precision"} & keys
@@ -231,20 +239,20 @@ def _index(node: list[object], part: str, text: str) -> int:
 
 
 def _as_list(value: object) -> list[object]:
-    """Returns the values of a key that may have one value or a list."""
+    """Returns the value of a key as a list; a single value becomes a list of one."""
     return [] if value is None else [*value] if isinstance(value, list) else [value]
 
 
 def algorithm_of(path: str | Path) -> str:
-    """Returns the name of the algorithm in a file, which is the file's name."""
+    """Returns the name of the algorithm in a plugin, which follows from the file's name."""
     return Path(path).stem.replace("_", "-")
 
 
 def load_plugins(paths: Sequence[object], folder: Path) -> tuple[str, ...]:
-    """Loads algorithms from files, and returns the absolute paths.
+    """Loads algorithms from plugins (Python files), and returns the absolute paths.
 
     Args:
-        folder: that relative paths are tried from, before the current one.
+        folder: folder in which relative paths are searched, before the current folder.
 
     Raises:
         UserError: a file is no plugin, or has the name of another algorithm.

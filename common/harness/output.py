@@ -22,11 +22,11 @@ def find_sweep(name: str | None, logs: Path, *, begun: bool = False) -> Path:
     """Returns the folder of a sweep.
 
     Args:
-        name: a path, or the name of a folder in `logs`; None: the newest one there.
-        begun: whether a sweep without any record counts.
+        name: a path, or the name of a folder in `logs`; None: the newest sweep there.
+        begun: True to accept a sweep that has no record yet.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such sweep.
     """
     files = (RECORDS, "experiment.json") if begun else (RECORDS,)
     paths = [path for file in files for path in logs.glob(f"*/{file}")]
@@ -56,7 +56,7 @@ def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is whole at any moment; raises `UserError` if that is not possible."""
+    """Writes a file atomically; raises `UserError` if it cannot be written."""
     try:
         half = path.with_name(f".{path.name}.{os.getpid()}")
         half.write_text(text, encoding="utf-8")
@@ -66,7 +66,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
-    """Prints the table, its answers, all failures with their logs, and where to find more."""
+    """Prints the table, the sentences below it, all failures with their logs, and next commands."""
     summary = overview(records, compare_to)
     if not has_valid(records):
         print(no_answer(records))
@@ -88,7 +88,11 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
 
 
 def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> None:
-    """Prints the phases of each trial's step; raises `UserError` for trials that learn."""
+    """Prints the phases of each trial's step.
+
+    Raises:
+        UserError: the trials train for a time, so no steps were timed.
+    """
     if is_learning(records):
         raise UserError(f"--breakdown: {folder.name} has timed no single steps, but learned")
     table = rows.breakdown(rows.make_rows(records, compare_to))
@@ -100,7 +104,7 @@ def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> 
 
 
 def show_plans(folder: Path, records: Sequence[Record]) -> None:
-    """Prints the decisions of each trial's algorithm."""
+    """Prints each trial's plan: its buckets, their predicted times, and what a tuner tried."""
     from common.results.timed import plans
 
     print(_title(folder, records))

@@ -13,7 +13,7 @@ from dear.options import at_least, positive
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The same optimizer and settings for every algorithm of an experiment."""
+    """Optimizer and its settings, which are equal for every algorithm of an experiment."""
 
     name: Literal["sgd", "adamw"] = "sgd"
     """Optimizer of torch."""
@@ -38,9 +38,9 @@ class OptimizerConfig:
 
     @property
     def update_passes(self) -> int:
-        """Passes of an update over memory of the parameters' size.
+        """Number of times that an update reads or writes memory of the parameters' size.
 
-        It reads gradients, and reads and writes parameters and state.
+        An update reads gradients, and reads and writes parameters and state.
         """
         return 3 + 2 * self.state_copies
 
@@ -95,12 +95,12 @@ class MeasureConfig:
 
     @property
     def least_repeats(self) -> int:
-        """Number of repeats in any case."""
+        """Smallest number of repeats."""
         return self.repeats if isinstance(self.repeats, int) else self.repeats[0]
 
     @property
     def most_repeats(self) -> int:
-        """Number of repeats if the intervals stay too wide."""
+        """Largest number of repeats, which is reached if the intervals stay too wide."""
         return self.repeats if isinstance(self.repeats, int) else self.repeats[1]
 
     @property
@@ -144,7 +144,7 @@ class ScheduleConfig:
             raise UserError("learn.schedule: `milestones` and `kind: multistep` go together")
 
     def check(self, epochs: int) -> None:
-        """Raises `UserError` if not all of it comes within so many epochs."""
+        """Raises `UserError` if the warm-up or a milestone is not within `epochs` epochs."""
         if self.warmup_epochs >= epochs:
             raise UserError(
                 f"learn.schedule.warmup_epochs must be below learn.epochs, got "
@@ -234,7 +234,7 @@ class LearnConfig:
 
     @property
     def marks(self) -> tuple[float, ...]:
-        """Moments of the copies, from 0 to the end, in seconds of training or in epochs."""
+        """Times at which parameters are copied, from 0 to the end, in seconds or in epochs."""
         if self.epochs is not None:
             return (*range(0, self.epochs, self.eval_every_epochs), self.epochs)
         count = math.ceil(self.budget_s / self.eval_every_s - 1e-9)

@@ -1,4 +1,4 @@
-"""Trial: everything that can change a number, and nothing else; and the facts of one launch."""
+"""Trial: all settings that can change a result; and briefing: facts that a launch needs besides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dear.training.algorithm import (
 from dear.training.files import digest_of
 
 BASELINE = "none"
-"""Algorithm of the single worker: the plain optimizer, no communication."""
+"""Name of the single worker's algorithm: the plain optimizer, without communication."""
 SEED_PER_REPEAT = 100
 
 _TRIAL = "trial.json"
@@ -52,12 +52,12 @@ class Cuda:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Files that a trial depends on, most of them by a digest of their content."""
+    """Files on which a trial depends, most of them as a digest of their content."""
 
     data_digest: str | None = None
     """Digest of the data set; None for synthetic data."""
     profile_digest: str | None = None
-    """Digest of the layer profile; None if the model computes for real."""
+    """Digest of the layer profile that is replayed; None if the model computes."""
     network_digest: str | None = None
     """Digest of the network profile; None if nothing is emulated."""
     plugin: Plugin | None = None
@@ -68,9 +68,9 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Point of an experiment, without defaults that are left to fill in.
+    """Point of an experiment, with all settings resolved.
 
-    In JSON the fields of `cuda` and `sources` stand beside the others.
+    In JSON, the fields of `cuda` and `sources` are at the top level.
     """
 
     algorithm: str
@@ -94,30 +94,30 @@ class Trial:
     optimizer: OptimizerConfig
     measure: MeasureConfig
     label: str
-    """Name of the algorithm in tables; tells variants with different options apart."""
+    """Name of the algorithm in tables; it distinguishes variants with different options."""
     network: str | None = None
     """Network of the virtual hosts; None if nothing is emulated."""
     ranks_per_host: int | None = None
     """Ranks of each virtual host; None if nothing is emulated."""
     time_scale: float | None = None
-    """Given time scale of the emulated cluster. None: the harness chooses one for all trials of a
-    cell and writes it into their records."""
+    """Time scale of the emulated cluster that the user gave. None: the harness chooses one for all
+    trials of a cell (those that are compared) and writes it into their records."""
     collective_timeout_s: float = 300.0
     """Time limit of one collective, in seconds of this machine; then it fails."""
     fault: Fault | None = None
     """Fault of the cluster during each repeat."""
     learn: LearnConfig | None = None
-    """Training for a time instead of timed steps. Of `measure` only the repeats count then, and
-    without data the warm-up steps."""
+    """Training for a time instead of timed steps. Then only the repeats in `measure` are used, and
+    the warm-up steps if there are no data."""
     twin: int = 0
     """Number of earlier trials of the experiment that differ only in their label."""
     sources: Sources = field(default_factory=Sources)
 
     @property
     def hash(self) -> str:
-        """Identity of the trial: a digest of all fields but the label.
+        """Identity of the trial: a digest of all fields except the label.
 
-        A file counts by its digest, wherever it lies.
+        For files, their digest is used, not their path.
         """
         values = self.to_json()
         del values["label"]
@@ -129,22 +129,22 @@ class Trial:
 
     @property
     def id(self) -> str:
-        """Readable and unique; the name of the trial's folder."""
+        """Readable and unique name of the trial, and of its folder."""
         model = self.model.replace(":", "-")
         return f"{model}-bs{self.batch_size}-n{self.world_size}-{self.algorithm}-{self.hash[:8]}"
 
     @property
     def title(self) -> str:
-        """Description for people."""
+        """Description of the trial for readers."""
         text = f"{self.model} bs={self.batch} n={self.world_size} {self.label}"
         if self.network is not None:
             text += f" {self.network}"
         return text if self.fault is None else f"{text}, {self.fault.title}"
 
     def of_repeat(self, repeat: int) -> Trial:
-        """Returns the trial as a repeat trains it: if it learns, each repeat has another seed.
+        """Returns the trial with the seed of a repeat; only trials that train for a time change it.
 
-        Every epoch takes the next seed, so the seeds of repeats are further apart.
+        Each epoch uses the next seed, so the seeds of repeats are far apart.
         """
         if self.learn is None:
             return self
@@ -171,7 +171,7 @@ class Trial:
 
     @property
     def own_pace(self) -> bool:
-        """True if no rank waits for another, so that their numbers of steps may differ."""
+        """True if no rank waits for another, so that ranks may make different numbers of steps."""
         if self.learn is None or self.algorithm == BASELINE:
             return False
         consistency = algorithm_class(self.algorithm).capabilities.consistency
@@ -179,7 +179,7 @@ class Trial:
 
     @property
     def cell(self) -> Hashable:
-        """Key of the cell: everything that compared trials share, all but algorithm and size."""
+        """Key of the cell: all settings that compared trials share (not algorithm and size)."""
         same = dataclasses.replace(
             self,
             algorithm="",
@@ -202,9 +202,9 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> Trial:
-        """Returns the trial of which `to_json` gave the values.
+        """Returns the trial from the result of `to_json`.
 
-        Loads the plugin and the custom model, if this process has not.
+        Loads the plugin and the custom model, if this process has not loaded them.
 
         Raises:
             UserError: one of their files is missing or has changed.
@@ -225,7 +225,7 @@ class Trial:
         if model.profile is None and model.source.startswith(registry.FILE):
             path = Path(model.source.removeprefix(registry.FILE))
             if digest_of(path) != model.digest:
-                raise UserError(f"{path}: not what it was when the sweep began; start it again")
+                raise UserError(f"{path}: has changed since the sweep began; start the sweep again")
         registry.bring(self.model, model)
 
     def save(self, folder: Path) -> None:
@@ -240,24 +240,24 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Briefing:
-    """Facts of one launch that the workers need besides the trial.
+    """Facts about a launch that the workers need in addition to the trial.
 
-    The defaults are for one host without a name, at full speed.
+    The defaults describe one unnamed host at full speed.
     """
 
     folder: Path
     """Folder of the trial."""
     time_scale: float = 1.0
-    """Factor by which the emulated cluster is slower than the cluster that it stands for."""
+    """Factor by which the emulated cluster is slower than the modelled cluster."""
     hosts: Sequence[str] = ()
     ranks_per_host: int = 1
     burst_bytes: int = 0
-    """Bytes that the link of each host passes at once after a rest."""
+    """Bytes that the link of each host passes without delay after an idle period."""
     wire_bytes_per_s: float | None = None
-    """Payload that the link of each rank carries each way, in seconds of this machine; None if it
-    is not known, or if ranks share a link."""
+    """Payload bytes per real second that the link of each rank carries in each direction; None if
+    unknown, or if ranks share a link."""
     links_pid: int | None = None
-    """Process that is the links between virtual hosts, by its number in their /proc."""
+    """PID of the program that emulates the links, as the virtual hosts' /proc shows it."""
     costs: dict[str, CollectiveCost] | None = None
     """Costs of collectives that another trial measured, in seconds of the modelled cluster."""
 
@@ -273,7 +273,7 @@ class Briefing:
         (self.folder / _BRIEFING).write_text(json.dumps(values, indent=2), encoding="utf-8")
 
     def pace(self, rank: int) -> Pace:
-        """Returns the speed of replayed compute on the host of a rank."""
+        """Returns the pace of replayed compute on the host of a rank."""
         if not self.hosts:
             return Pace(self.time_scale, None)
         host = self.hosts[rank // self.ranks_per_host]

@@ -26,10 +26,10 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Stretch of the forward pass in which one module runs, and its backward pass."""
+    """Part (stretch) of the forward pass in which one module runs, with its backward time."""
 
     module: str
-    """Name in `named_modules()`; a container's stretches lie between the calls of its children."""
+    """Name in `named_modules()`; the stretches of a container are those between its children."""
     forward_s: float
     backward_s: float
 
@@ -61,8 +61,8 @@ class Profile:
     device_name: str
     """Full name of the device."""
     memory_bytes_per_s: float
-    """Bytes per second that the device reads and writes in its own memory; determines the time of
-    a replayed model's updates and of copies of gradients."""
+    """Bytes per second that the device reads from and writes to its memory. The replayed model's
+    updates and copies of gradients take the time that follows from it."""
     kind: Literal["measured", "modelled"]
     batch_size: int
     sentence_len: int | None
@@ -79,11 +79,11 @@ class Profile:
     parameters: tuple[ProfiledParameter, ...]
     """Parameters in the model's order."""
     shared: dict[str, str] = field(default_factory=dict)
-    """Further names of parameters, with their first names."""
+    """First name of each shared parameter, by its other names."""
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of everything that affects a replay; `device_name`, `flops` and `rule` do not."""
+        """Hash of all fields that affect a replay (not `device_name`, `flops` and `rule`)."""
         values = dataclasses.asdict(self)
         del values["device_name"], values["flops"], values["rule"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -113,9 +113,9 @@ class Profile:
 
     @functools.cached_property
     def first_calls(self) -> dict[str, int]:
-        """Position of the first call that reads a parameter, by the parameter's name.
+        """Index of the first call that reads a parameter, by the parameter's name.
 
-        The parameters of a module that is never called are read by the module around it.
+        If a module is never called, the module around it reads the parameters.
         """
         calls: dict[str, int] = {}
         for position, call in enumerate(self.calls):

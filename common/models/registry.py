@@ -1,8 +1,8 @@
 """Registry of models by name: builder, default sizes and sample unit. Imports no torch.
 
-`resnet50` computes; `resnet50@rtx2080ti-modelled` replays the times that are recorded in
-`configs/profiles/rtx2080ti-modelled/`. `bring` adds models that the project does not contain: from
-a user's file, by their type in transformers, or with a profile in another folder.
+`resnet50` computes. `resnet50@rtx2080ti-modelled` replays, that is, it waits for the times in
+`configs/profiles/rtx2080ti-modelled/` instead of computing. `bring` adds models that the project
+does not contain: from a user's file, from transformers or timm, or with a profile elsewhere.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dear.errors import UserError, unknown
 from dear.lazy import torch
 
 Kind = Literal["digits", "small images", "images", "text"]
-"""Input of a model: grey images of 28 x 28 pixels; colour images of 32 x 32; colour images of the
-model's own size; sequences of words."""
+"""Kind of a model's input. digits: grey, 28 x 28 pixels. small images: colour, 32 x 32 pixels.
+images: colour, of the model's size. text: sequences of words."""
 
 _MIXED = {"amp-bf16": "bfloat16", "amp-fp16": "float16"}
 DTYPES = ("float32", "float64", "bfloat16", *_MIXED)
@@ -108,7 +108,7 @@ _COMPUTED: dict[str, ModelEntry] = {
 }
 _REPLAY_BUILDER = "common.models.replay.model:build"
 _USUAL_BATCH = 64
-"""Default batch size of a model with a profile for it; of others, it is their smallest."""
+"""Default batch size of a replayed model that has a profile for it; others: their smallest."""
 
 
 def _replayed() -> dict[str, ModelEntry]:
@@ -128,8 +128,8 @@ MODELS: dict[str, ModelEntry] = {**_COMPUTED, **_replayed()}
 
 
 FILE, HF, TIMM = "file:", "hf:", "timm:"
-"""Prefixes of models that the registry does not contain: a file's path, a type of transformers, a
-name of timm."""
+"""Prefixes of models that the registry does not contain: of a file's path, of a model type of
+transformers, and of a model name of timm."""
 _LIBRARIES = {
     HF: f"{_PACKAGE}.huggingface",
     TIMM: f"{_PACKAGE}.any_timm",
@@ -140,13 +140,13 @@ _ANY_SIZE = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Brought:
-    """Origin of a model that the project does not contain; workers need it."""
+    """Origin of a model that the project does not contain; workers build the model from it."""
 
     source: str
     """`file:PATH` (absolute, the same on every host), `hf:TYPE`, `timm:NAME`, or a name of the
     registry."""
     digest: str | None = None
-    """Digest of the file and of the modules in its folder that it imports."""
+    """Digest of the file, and of the modules in its folder that the file imports."""
     profile: str | None = None
     """Absolute path of the profile that is replayed; None: the model computes."""
 
@@ -172,7 +172,8 @@ def bring(name: str, brought: Brought) -> None:
         size = profiles.load(Path(brought.profile)).batch_size
     if known.get(size, brought) != brought:
         raise UserError(
-            f"model {name}: given twice with batch_size {size}, but with different sentence_len"
+            f"model {name}: there are two profiles for batch_size {size}, with different "
+            "sentence_len"
         )
     _brought[name] = known | {size: brought}
 
@@ -229,7 +230,7 @@ def model_entry(name: str) -> ModelEntry:
 
 
 def is_replay(name: str) -> bool:
-    """Returns True for a model that waits recorded times instead of computing."""
+    """Returns True for a model that waits for recorded times instead of computing."""
     return model_entry(name).builder == _REPLAY_BUILDER
 
 
@@ -241,7 +242,10 @@ def profile_of(name: str, batch_size: int, sentence_len: int | None = None) -> P
             or its file is invalid.
     """
     if not is_replay(name):
-        raise UserError(f"model {name} is computed, not replayed; a replayed one is MODEL@DEVICE")
+        raise UserError(
+            f"model {name} computes, but a replayed model is needed: MODEL@DEVICE, for example "
+            "resnet50@rtx2080ti-modelled"
+        )
     paths = _paths(name)
     if batch_size not in paths:
         raise UserError(

@@ -1,8 +1,8 @@
-"""Makes the published torchvision wheel importable together with a CPU build of torch.
+"""Workaround: makes torchvision's published wheel importable with a CPU build of torch.
 
-That wheel is built for CUDA. With a CPU torch its C++ operators do not load, and its import fails
-when it registers a fake kernel for `nms` and `qnms`. It suffices to declare these two operators,
-which the classification models do not use. This module does nothing if the operators exist.
+The wheel is built for CUDA. With a CPU build of torch, the wheel's C++ operators do not load, and
+`import torchvision` fails at the fake kernels of `nms` and `qnms`. This module declares these two
+operators, which classification models do not use. It does nothing if the operators exist.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def build(
 ) -> Workload:
     """Returns the model of a file that was added to the registry, with one batch from the file.
 
-    Weights come from torch's global random state, as for any model. `batch` draws from that state
-    too, which is seeded from `generator` during the call.
+    The file's functions use torch's global random state. During the call of `batch`, `generator`
+    seeds this state.
 
     Raises:
         UserError: the file lacks a function, or one of its functions raises an exception.
@@ -99,8 +99,8 @@ def _maker(path: Path, file: ModuleType) -> Callable[[], Any]:
     if len(kinds) != 1:
         names = ", ".join(kind.__name__ for kind in kinds) or "none"
         raise UserError(
-            f"{path}: has no function model() and not exactly one class of torch.nn.Module "
-            f"(classes of modules: {names})"
+            f"{path}: must have a function model() or exactly one subclass of torch.nn.Module "
+            f"(it has: {names})"
         )
     needed = [
         param.name

@@ -21,9 +21,9 @@ class Workload:
     criterion: Callable[..., torch.Tensor]
     """Function of the model's output and the targets that returns the scalar loss."""
     autocast: torch.dtype | None = None
-    """Type that torch.autocast computes in (mixed precision); None: no autocast."""
+    """Dtype in which torch.autocast computes (mixed precision); None: no autocast."""
     scaler: torch.amp.GradScaler | None = None
-    """Scaler of the loss, if gradients in the type of `autocast` may leave its range."""
+    """Scaler of the loss, if gradients may leave the range of the dtype `autocast`."""
 
     def to(
         self, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None = None
@@ -64,7 +64,7 @@ class Workload:
             return self.criterion(output, *self.targets)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Runs the backward pass; with a scaler, gradients are those of the scaled loss."""
+        """Runs the backward pass; with a scaler, of the scaled loss."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,1 +1,1 @@
-"""Measures what a training step is made of: a model's layers, and the network between ranks."""
+"""Times of a model's layers and of a network's collectives, measured or modelled."""

@@ -1,6 +1,6 @@
-"""Writes tables into docs/emulation.md that compare modelled profiles with published times.
+"""Tables in docs/emulation.md that compare modelled profiles with published times.
 
-Run it with `python -m common.profiling.compared`; a test checks that the page is up to date.
+`python -m common.profiling.compared` writes them; a test checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ELSEWHERE = ("rtx3090-fp16", "l4-tf32")
 
 
 def times() -> str:
-    """Returns a table of all profiles, the first of a model followed by its published times."""
+    """Returns a table of all profiles; below the first profile of a model are published times."""
     lines = [
         "| model | of what | batch | forward ms | backward ms | backward / forward | samples/s |",
         "|---|---|--:|--:|--:|--:|--:|",
@@ -72,7 +72,7 @@ def _rate(row: Published) -> str:
 
 
 def elsewhere() -> str:
-    """Returns a table of speeds relative to ResNet-50 on GPUs that no factor is derived from."""
+    """Returns a table of speeds relative to ResNet-50, for GPUs that no factor comes from."""
     lines = [
         f"| GPU | model | published, beside {_REFERENCE} | counted, beside {_REFERENCE} | off |",
         "|---|---|--:|--:|--:|",

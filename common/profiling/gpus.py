@@ -14,17 +14,16 @@ from dear.options import build_options, positive
 
 TABLE = CONFIGS / "gpus.yaml"
 DEFAULT = "rtx2080ti"
-"""GPU that is modelled by default, if there is no GPU to measure: efficiencies of training steps
-are known for it."""
+"""GPU that is modelled by default: for it, published times of training steps are known."""
 PRECISIONS = ("fp32", "tf32", "fp16")
-"""Precisions of matrix products; with `fp16`, everything has 16 bits."""
+"""Precisions of matrix products; with `fp16`, all other operations have 16 bits, too."""
 MODELLED = "-modelled"
 """Suffix of the names of devices that were not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Entry of the table: peak rates of a device for dense matrices, with their source."""
+    """Entry of configs/gpus.yaml: peak rates of a GPU for dense matrices, with their source."""
 
     name: str
     """Name by its manufacturer."""
@@ -37,7 +36,7 @@ class Gpu:
     memory_gb_per_s: float
     """10^9 bytes per second."""
     source: str
-    """Document and position in it."""
+    """Document with these numbers, and the page or table in it."""
     cuda_names: tuple[str, ...] = ()
     """Further names, by which CUDA reports the device."""
 
@@ -91,8 +90,8 @@ def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | N
 
     Args:
         device_name: name of a device by its manufacturer or by CUDA.
-        dtype: type of a trial or a profile; mixed precision multiplies in 16 bits.
-        tf32: products of float32 may use units for tf32.
+        dtype: dtype of a trial or a profile; mixed precision multiplies in 16 bits.
+        tf32: True if products of float32 may use units for tf32.
     """
     for gpu in table().values():
         if device_name in (gpu.name, *gpu.cuda_names):

@@ -64,9 +64,10 @@ FOLDER_NAME, RTX_2080_TI = _RTX_2080_TI.folder_name, _RTX_2080_TI.device
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Factors by which the passes of a step take longer than counted at a GPU's peak rates. They
-    are below 1 for algorithms with fewer operations than counted, such as Winograd's for 3 x 3
-    kernels."""
+    """Factors from the counted times at a GPU's peak rates to the real times of the two passes.
+
+    A factor below 1 means fewer operations than counted, as with Winograd's 3 x 3 convolutions.
+    """
 
     forward: float
     backward: float
@@ -79,22 +80,22 @@ EFFICIENCIES = {
     "bert_base-bs64": Efficiency(forward=1.2556, backward=1.2556),
     "bert-bs8": Efficiency(forward=1.8323, backward=1.8323),
 }
-"""Results of `efficiency` for the cases with a published time."""
+"""Results of `efficiency` for the cases with published times, by name of the case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Modelled profile, with the batch sizes of published times of an RTX 2080 Ti."""
+    """Modelled profile, and which published times of an RTX 2080 Ti scale it."""
 
     model: str
     batch_size: int
     total: int | None = None
-    """Batch size with a published time of a training step."""
+    """Batch size for which the time of a training step is published."""
     split: int | None = None
-    """Batch size with published times of a training step and of inference from the same source;
-    None: both passes are equally efficient."""
+    """Batch size for which one source has published the times of a training step and of inference;
+    None: both passes get the same factor."""
     like: str | None = None
-    """Case with the same efficiency, if nothing is published for this one."""
+    """Name of the case whose factors are used, if nothing is published for this one."""
 
     @property
     def name(self) -> str:
@@ -193,7 +194,7 @@ def _reason(case: Case) -> str:
 
 
 def efficiency(case: Case) -> Efficiency:
-    """Returns the factors of a case from its published times; the case has no `like`."""
+    """Returns the factors of a case from its published times; for cases without `like`."""
     forward = backward = 1.0
     if case.split is not None:
         split = published.find(case.model, gpus.DEFAULT, case.split)
@@ -240,7 +241,8 @@ def _dtype(gpu: gpus.Choice) -> torch.dtype:
 def _layers(workload: Workload, device: Device) -> Layers:
     """Returns the counted times of one step, by module."""
     if isinstance(workload.inputs, dict):
-        # All ones. transformers reads its values, which do not exist on `meta`, to skip the mask.
+        # The mask is all ones, so it is left out: transformers would read its values, which do not
+        # exist on `meta`.
         workload.inputs.pop("attention_mask", None)
     workload.model.train()
     clock = Roofline(device)
@@ -265,11 +267,11 @@ def profile_of_any(
 ) -> Profile:
     """Returns a modelled profile of any model for any GPU: counted work times an efficiency.
 
-    The efficiency is that of the same model on an RTX 2080 Ti, or else of ResNet-50 there.
+    The efficiency is the same model's on an RTX 2080 Ti; if it is not known, ResNet-50's.
 
     Args:
         name: name of the model, without a device.
-        build: returns the model with its batch; called again if counting on `meta` fails.
+        build: returns the model and a batch; called again on the CPU if counting on `meta` fails.
 
     Raises:
         UserError: the model fails in its forward or backward pass, or has no parameter to train.
@@ -295,7 +297,8 @@ def profile_of_any(
 def step_flops(name: str, build: Callable[[], Workload]) -> int | None:
     """Returns the multiplications and additions of a training step on the batch of `build`.
 
-    Attention is two matrix products, and four in the backward pass; nothing recomputed counts.
+    Attention counts as two matrix products, and as four in the backward pass. Operations that are
+    recomputed in the backward pass do not count.
 
     Raises:
         UserError: the model cannot be counted, as in `profile_of_any`.

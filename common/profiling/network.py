@@ -3,8 +3,9 @@
   python -m common.profiling.network --ranks 4
   torchrun --nproc-per-node 4 -m common.profiling.network --json network.json
 
-Without a launcher it starts `--ranks` processes on this machine; under torchrun, mpirun or srun it
-is one rank. A time is the lower quartile of the repeats, each of which is the maximum over ranks.
+Without a launcher, the program starts `--ranks` processes on this machine; under torchrun, mpirun
+or srun it is one rank. The time of a repeat is the slowest rank's. The reported time is the lower
+quartile of the repeats. alpha is the start-up time, beta the time per byte.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def table(results: list[Measurement]) -> list[str]:
         name = fit.name or ("larger ones" if fit.smaller else "all sizes")
         off = result.agreement()
         lines.append(
-            f"{result.operation}: {name}: {_line(fit)}; one half of the repeats differs by "
-            f"{off.error:.1%} from the fit to the other half, and by {off.noise:.1%} from that half"
+            f"{result.operation}: {name}: {_line(fit)}; a fit to half of the repeats differs from "
+            f"the other half by {off.error:.1%}; the halves differ by {off.noise:.1%}"
         )
     return lines
 

@@ -41,7 +41,7 @@ class Clock(ABC, Generic[Mark]):
 
 
 class WallClock(Clock[float]):
-    """Clock of a CPU, which has finished its work when a call returns."""
+    """Clock of a CPU: a call returns when its work has ended, so the wall time is right."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -51,10 +51,10 @@ class WallClock(Clock[float]):
 
 
 class CudaClock(Clock[torch.cuda.Event]):
-    """Clock of events in the current stream, which measures the GPU's time without waiting."""
+    """Clock of CUDA events in the current stream, which reads the GPU's time without waiting."""
 
     def prepare(self) -> None:
-        """Keeps the GPU busy for about 0.1 s, so that the slower host gets ahead of it."""
+        """Keeps the GPU busy for about 0.1 s, so that it never waits for the host in the step."""
         torch.cuda._sleep(150_000_000)
 
     def mark(self) -> torch.cuda.Event:
@@ -70,7 +70,10 @@ class CudaClock(Clock[torch.cuda.Event]):
 def record(
     workload: Workload, device: torch.device, *, warmup: int, steps: int
 ) -> tuple[Layers, float]:
-    """Times `steps` plain steps for the totals, and as many with hooks for the shares of layers.
+    """Times the layers of a model.
+
+    The duration of the passes comes from `steps` steps without hooks, and the share of each layer
+    from as many steps with hooks.
 
     Returns:
         The layers, and the factor by which the hooks made the step longer.
@@ -78,7 +81,7 @@ def record(
     clock = _clock_of(device)
     for _ in range(warmup):
         _plain_step(workload, clock)
-    # Evaluated afterwards, because this waits for the GPU.
+    # Readings are evaluated at the end, because this waits for the GPU.
     marks = [_plain_step(workload, clock) for _ in range(steps)]
     plain = [[clock.seconds(*pair) for pair in pairwise(step)] for step in marks]
     stretches = Stretches(workload.model, clock)
@@ -138,7 +141,10 @@ def _plain_step(workload: Workload, clock: Clock[Mark]) -> list[Mark]:
 
 
 def hooked_step(workload: Workload, stretches: Stretches[Mark]) -> Step:
-    """Runs one forward and backward pass, and returns the times of their stretches."""
+    """Runs one forward and backward pass, and returns the times of their stretches.
+
+    A stretch is the time between two hooks, in which one module runs.
+    """
     workload.model.zero_grad()
     stretches.begin_forward()
     loss = workload.loss()
@@ -263,8 +269,8 @@ class Step:
 class Stretches(Generic[Mark]):
     """Hooks that read a clock whenever a module of a model begins or ends, in both passes.
 
-    In the backward pass, a stretch begins when the gradient of a tensor that it made is complete,
-    because the first node of its part of the graph runs next.
+    In the backward pass, a stretch begins when the gradient of a tensor that the stretch has
+    computed in the forward pass is complete: then its part of the graph runs next.
     """
 
     def __init__(self, model: torch.nn.Module, clock: Clock[Mark]) -> None:

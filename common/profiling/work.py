@@ -1,8 +1,8 @@
-"""Counts the operations and bytes of memory of torch's operators on a device.
+"""Operations and memory traffic of torch's operators on a device.
 
-An operator is one kernel or several. `_FLOPS` contains formulas for operators that torch's counter
-(`torch.utils.flop_counter`) lacks or counts wrongly. Further tables list the operators that consist
-of several kernels, and arguments that are read in part or not at all.
+An operator runs one kernel or several. `_FLOPS` has formulas for operators that torch's counter
+(`torch.utils.flop_counter`) lacks or counts wrongly. Other tables list the operators with several
+kernels, and the arguments that an operator reads in part or not at all.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ def _is_free(func: OpOverload) -> bool:
 
 
 def _convolution_backward(args: Args, out: object) -> int:
-    """Counts, for each of the two gradients, a product with all elements of the weight at every
-    position of the output, or of the input if the convolution is transposed. With groups the weight
-    is (channels, channels of one group, *kernel), so no factor is needed; torch counts it as dense.
+    """Returns the operations of a convolution's backward pass.
+
+    Each of the two gradients multiplies all elements of the weight at every position of the output
+    (transposed: of the input). torch's own formula is wrong for groups: it ignores that the shape
+    of the weight, (channels, channels of one group, *kernel), contains them already.
     """
     grad, x, weight = args[:3]
     transposed, mask = args[7], args[10]
@@ -77,8 +79,10 @@ def _convolution_backward(args: Args, out: object) -> int:
 
 
 def _trilinear(args: Args, out: object) -> int:
-    """Counts two multiplications and an addition for each element of three tensors, expanded to
-    one shape; `args` are the tensors, and the dimensions in which each is expanded."""
+    """Counts two multiplications and an addition per element of three tensors of one shape.
+
+    `args` are the three tensors, and the dimensions in which each is expanded.
+    """
     shapes = []
     for tensor, expanded in zip(args[:3], args[3:6], strict=True):
         shape = list(tensor.shape)
@@ -89,17 +93,19 @@ def _trilinear(args: Args, out: object) -> int:
 
 
 def _recurrent(args: Args, out: object) -> int:
-    """Counts products with two matrices at each step of each sample; the first argument is (steps,
-    samples, features), and the matrices follow."""
+    """Counts the products with two matrices, for each step of each sample.
+
+    The first argument has the shape (steps, samples, features); the matrices follow.
+    """
     x, *weights = args[:3]
     return 2 * x.shape[0] * x.shape[1] * sum(weight.numel() for weight in weights)
 
 
 _FLOPS: dict[object, Callable[[Args, Any], int]] = {
     aten.convolution_backward: _convolution_backward,
-    # torch has no formulas for the others.
-    # Attention: two matrix products for each head, and five backward (the scores again, and four
-    # gradients).
+    # torch has no formulas for the following operators.
+    # Attention: two matrix products for each head. The backward pass has five: it computes the
+    # scores again, and four gradients.
     aten._scaled_dot_product_flash_attention_for_cpu: lambda args, _: sdpa_flop_count(
         *(tensor.shape for tensor in args[:3])
     ),
@@ -201,7 +207,7 @@ def _convolution_gradients(args: Args, out: Args) -> list[Kernel]:
 
 
 def _normalization(args: Args, out: Args) -> list[Kernel]:
-    """Returns a kernel for mean and variance, which reads the whole input, and one for the rest."""
+    """Returns a kernel that computes mean and variance, and one that applies them."""
     return [Kernel(nbytes=_nbytes(args[0])), Kernel(nbytes=_nbytes(args[0], out[0]))]
 
 
@@ -211,8 +217,7 @@ def _batch_norm(args: Args, out: Args) -> list[Kernel]:
 
 
 def _norm_gradients(args: Args, out: Args) -> list[Kernel]:
-    """Returns a kernel for the sums and one for the input's gradient; both read gradient and
-    input."""
+    """Returns a kernel for sums and one for the input's gradient; both read gradient and input."""
     grad, x = args[:2]
     return [Kernel(nbytes=_nbytes(grad, x, out[1:])), Kernel(nbytes=_nbytes(grad, x, out[0]))]
 

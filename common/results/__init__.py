@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """Loads pandas only for callers that ask for a frame."""
+    """Imports the functions that need pandas when they are first used."""
     if name not in ("frame", "steps"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.exports.frames"), name)

@@ -1,18 +1,19 @@
 """Fills README.md and docs with numbers of records: `python -m common.results.readme`.
 
-Comments in the Markdown mark the places, for a record NAME (docs/records/NAME):
+A place is a comment in the Markdown that says what follows, for a record NAME (docs/records/NAME):
 
     <!-- standing of NAME -->      commit, machine and folder of the record
-    <!-- table of NAME -->         the comparison of its sweep, and the sentences below it
+    <!-- table of NAME -->         the table of its sweep, and the sentences below it
     <!-- table of NAME: speedup, of_bound -->     these fields by cell and algorithm
-    <!-- output of NAME: FILE -->  a file of the record, as it is
+    <!-- output of NAME: FILE -->  a file of the record, unchanged
     <!-- figure of NAME: FILE | WHAT IT SHOWS -->
+    <!-- withdrawn records -->     the withdrawn (outdated) records, with the reasons
 
-The text follows, up to `<!-- end -->`. `<!-- withdrawn records -->` lists those records with their
-reasons. A number in a sentence is followed by its source, `1.84<!-- delayed: speedup of dadt, bert
--->`: a field of the row that these words choose, with `as .0%` for another format. Every section
-that quotes a record shows its standing. The places of a withdrawn record are empty, and a number or
-link that needs one is refused. Numbers of flagged rows are crossed out.
+The generated text ends at `<!-- end -->`. A number in a sentence is followed by its source, as in
+`1.84<!-- delayed: speedup of dadt, bert -->`: the record, the field, and words that choose the row;
+`as .0%` at the end changes the format. Every section that quotes a record must have its standing.
+The places of a withdrawn record are left empty; a number from one, or a link to one, is an error.
+Numbers of flagged rows are crossed out.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _QUERY = re.compile(r"(?P<field>\w+) of (?P<words>.+?)(?: as (?P<form>\S+))?$")
 
 @dataclass(frozen=True)
 class Place:
-    """Marked place, and what it needs of a record."""
+    """Place in a document, and what it shows of which record."""
 
     kind: str
     """standing, table, output, figure or number."""
@@ -63,7 +64,7 @@ class Place:
 
 
 class PlaceError(UserError):
-    """A marked place needs something that its record does not have."""
+    """Error of a place that needs something which its record does not have."""
 
 
 def documents() -> list[Path]:
@@ -80,7 +81,7 @@ def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
     """Returns `text`, a document of the folder `place`, with all marked places filled.
 
     Raises:
-        PlaceError: a place needs something that is not there.
+        PlaceError: a place needs something that its record does not have.
     """
     withdrawn = catalogue.withdrawn(folder)
 
@@ -115,7 +116,7 @@ def _existing(folder: Path, name: str) -> Path:
 
 
 def without_blocks(text: str) -> str:
-    """Returns a text without its marked blocks."""
+    """Returns a text without the generated blocks."""
     return _BLOCK.sub("", text)
 
 
@@ -143,7 +144,7 @@ def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
 
 
 def places(text: str) -> list[Place]:
-    """Returns all marked places of a text."""
+    """Returns all places of a text, numbers included."""
     blocks = [Place(match["kind"], match["name"], match["what"]) for match in _BLOCK.finditer(text)]
     return blocks + [
         Place("number", match["name"], match["what"]) for match in _NUMBER.finditer(text)
@@ -151,9 +152,9 @@ def places(text: str) -> list[Place]:
 
 
 def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
-    """Returns heading, quoted records and shown standings of each section with a record.
+    """Returns, for each section with a record, its heading, quoted records, and shown standings.
 
-    A link to a record's folder or files quotes the record, too.
+    A link to a record's folder or file counts as a quotation.
     """
     sections = []
     for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
@@ -167,7 +168,10 @@ def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
 
 
 def value_of(folder: Path, query: str) -> str | None:
-    """Returns the text of a number of a sweep (see the module); None for a flagged row."""
+    """Returns the text of a number of a sweep; None for a flagged row.
+
+    `query` is the source of the number, as in the module's docstring.
+    """
     row, match = chosen_row(folder, query)
     if row.flag:
         return None
@@ -201,7 +205,7 @@ def _check_fields(row: Row | LearnRow, fields: Iterable[str], folder: Path) -> N
 
 
 def _is_of(row: Row | LearnRow, word: str) -> bool:
-    """Matches an algorithm by its label, and a model, network or fault by its beginning."""
+    """Returns True if the word is the row's label, or the start of its model, network or fault."""
     parts = [row.model, row.network or "", row.fault or "no fault"]
     return row.algorithm == word or any(part.startswith(word) for part in parts)
 
@@ -268,7 +272,7 @@ def _figure(folder: Path, what: str | None, place: Path) -> str:
 
 
 def _way(path: Path, place: Path) -> str:
-    """Returns the path of a link in a document of the folder `place`."""
+    """Returns a path as a link in a document of the folder `place`."""
     return Path(os.path.relpath(path.resolve(), place.resolve())).as_posix()
 
 
@@ -283,7 +287,7 @@ def fill() -> list[Path]:
     """Fills every document and returns those that changed.
 
     Raises:
-        PlaceError: like `filled`; then nothing is written.
+        PlaceError: a place cannot be filled (see `filled`); then no document is written.
     """
     texts = {path: path.read_text(encoding="utf-8") for path in documents()}
     new = {path: _filled_file(path, text) for path, text in texts.items()}

@@ -2,12 +2,13 @@
 
 Samples are step times grouped in repeats (separate starts of the workers). Each repeat gives one
 value, its elapsed time per step, because the steps of one repeat are not independent. All intervals
-are t intervals over these values on the log scale. Repeats of compared trials take turns in rounds,
-and ratios are taken by round: a slow period of the machine affects both trials.
+are t intervals over these values on the log scale. Trials that are compared (a cell) take turns: a
+round runs one repeat of each. Ratios are computed per round, so that a slow period of the machine
+affects both trials.
 
 The interval of a single step time or throughput describes *this run*: in 95 of 100 runs it contains
-the median repeat, on the machine as it was during the run. It does not cover events that are too
-rare for the number of repeats, nor the machine at another hour (`bench/words.py`).
+the median of very many repeats on the machine as it was during the run. Events that are too rare
+for the number of repeats, and the machine at another hour, are not covered (`bench/words.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ Repeats = Sequence[Sequence[float]]
 """Step times in seconds: one sequence per repeat."""
 
 ALPHA = 0.05
-"""Share of intervals that miss, and of tables of equal trials that get a verdict."""
+"""Share of intervals that do not contain the true value, and of tables of equal trials with a false
+verdict."""
 POWER = 0.8
-"""Probability with which a detectable difference gets its verdict."""
+"""Probability with which a detectable difference gets the verdict FASTER or SLOWER."""
 NOTABLE = 0.02
 """Smallest relative difference that gets the verdict FASTER or SLOWER."""
 EQUAL = 0.05
-"""Largest distance from 1 of an interval with the verdict SAME."""
+"""Largest distance from 1 that the interval of a ratio with the verdict SAME may have."""
 MIN_REPEATS = 3
 """Smallest number of repeats for a verdict."""
 PRECISE = 0.02
@@ -61,7 +63,7 @@ class Difference:
     """Ratio of two trials' speeds, on the log scale."""
 
     log_ratio: float
-    """Log of the baseline's step time over the trial's; positive: the trial is faster."""
+    """log(step time of the baseline / step time of the trial); positive: the trial is faster."""
     error: float | None
     """Standard error of `log_ratio`; None with a single repeat."""
     freedom: float
@@ -85,7 +87,7 @@ class Difference:
 
     @property
     def p_value(self) -> float:
-        """Probability of a log ratio at least this far from 0 between equal trials."""
+        """Probability that equal trials have a log ratio at least this far from 0."""
         if self.error is None:
             return 1.0
         if self.error == 0:
@@ -93,9 +95,9 @@ class Difference:
         return 2 * float(stdtr(self.freedom, -abs(self.log_ratio) / self.error))
 
     def with_repeats(self, count: int) -> Difference:
-        """Returns the expected difference for `count` repeats: same ratio, same spread.
+        """Returns the expected difference for `count` repeats with the same ratio and spread.
 
-        The difference must have an `error`.
+        `error` must not be None.
         """
         return dataclasses.replace(
             self,
@@ -105,9 +107,10 @@ class Difference:
         )
 
     def repeats_to(self, precision: float) -> int | None:
-        """Returns the number of further repeats that would probably give that half width.
+        """Returns how many more repeats would probably narrow the interval to `precision`.
 
-        Returns 0 if it is reached, and None for more than `MOST_REPEATS` or an unknown spread.
+        Returns 0 if it is narrow enough, and None for more than `MOST_REPEATS` or an unknown
+        spread.
 
         Args:
             precision: half width of the interval, relative to the ratio.
@@ -146,8 +149,8 @@ def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
     """Compares a trial with its baseline.
 
     Args:
-        paired: whether repeats of the same number ran in the same round. If so, the difference is
-            taken by round; if not, it is Welch's, for unequal variances.
+        paired: True if repeats with the same number ran in the same round; the difference is then
+            computed per round. False: Welch's comparison of means with unequal variances.
     """
     ours, theirs = (list(map(math.log, _times(trial))) for trial in (repeats, base))
     if paired:
@@ -167,10 +170,10 @@ def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
 
 
 def shift(repeats: Repeats, others: Repeats) -> Estimate:
-    """Returns the relative distance of the mean step of `others` from that of `repeats`.
+    """Returns the relative distance of the mean step times of `others` and `repeats`.
 
-    The interval is Student's with pooled variance, so that a single repeat of `others` has one. Its
-    lower end is 0 if sampling error explains the distance.
+    The interval is Student's with pooled variance, so it exists for a single repeat of `others`,
+    too. The lower end is 0 if sampling error explains the distance.
     """
     groups = [list(map(math.log, _times(given))) for given in (repeats, others)]
     value = abs(statistics.fmean(_times(others)) / statistics.fmean(_times(repeats)) - 1)
@@ -190,8 +193,8 @@ def verdicts(differences: Sequence[Difference]) -> list[str]:
     """Returns a verdict for each difference: FASTER, SLOWER, SAME or UNSURE.
 
     Args:
-        differences: all comparisons of a cell. FASTER and SLOWER are corrected for their number
-            (Holm 1979), so that at most one table in 20 of equal trials has a false verdict.
+        differences: all comparisons of a cell. FASTER and SLOWER are corrected for the number of
+            comparisons (Holm 1979): of 20 tables of equal trials, at most one has a false verdict.
     """
     enough = [difference for difference in differences if difference.repeats >= MIN_REPEATS]
     adjusted = iter(holm([difference.p_value for difference in enough]))
@@ -211,9 +214,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def leaders(trials: Sequence[Repeats], paired: Callable[[int, int], bool]) -> list[int]:
-    """Returns the index of a cell's fastest trial, and of those not distinguishable from it.
+    """Returns the indices of the fastest trial and of those not distinguishable from it.
 
-    The choice of the fastest trial depends on sampling error. So the differences from it are
+    Which trial is the fastest depends on sampling error. So the differences from this trial are
     corrected for the number of all pairs of the cell (Holm).
 
     Args:
@@ -229,18 +232,18 @@ def leaders(trials: Sequence[Repeats], paired: Callable[[int, int], bool]) -> li
 
 
 def detectable(difference: Difference, comparisons: int) -> float | None:
-    """Returns the relative difference that gets its verdict with a probability of 80 %.
+    """Returns the smallest relative difference that gets a verdict with a probability of 80 %.
 
-    It follows from the spread of the repeats. Returns None for too few repeats.
+    Computed from the spread of the repeats; None for too few repeats.
 
     Args:
-        comparisons: number of comparisons in the cell (for Holm's strictest step, as if all other
-            trials were equal).
+        comparisons: number of comparisons in the cell. Holm's correction is taken at its strictest,
+            as if all other trials were equal.
     """
     if difference.repeats < MIN_REPEATS or difference.error is None:
         return None
     error, freedom = difference.error, difference.freedom
-    # Estimates of the error in other sweeps: quantiles of chi over its degrees of freedom.
+    # Errors that other sweeps would estimate: quantiles of chi over its degrees of freedom.
     chance = np.sqrt(2 * gammaincinv(freedom / 2, (np.arange(200) + 0.5) / 200) / freedom)
     critical = -stdtrit(freedom, ALPHA / 2 / comparisons) * error * chance
     needed = np.maximum(critical, math.log(1 + NOTABLE))
@@ -256,13 +259,13 @@ def detectable(difference: Difference, comparisons: int) -> float | None:
 def precise_enough(
     trials: Sequence[Repeats], precision: float, base: Repeats | None = None
 ) -> bool:
-    """Returns whether the intervals are narrow enough; the rule never looks at the results.
+    """Returns True if the intervals are narrow enough; which trial is faster has no influence.
 
     Args:
         trials: repeats of trials that took turns.
-        precision: largest half width of a 95 % interval, relative to its value: of each trial's
-            ratio to `base`, or of its step time without a baseline.
-        base: repeats of the baseline.
+        precision: largest half width of a 95 % interval, relative to the value. The value is each
+            trial's ratio to `base`, or its step time if there is no baseline.
+        base: repeats of the baseline; None: there is no baseline.
     """
 
     def width(repeats: Repeats) -> float:
@@ -320,7 +323,7 @@ def _verdict(difference: Difference, p_value: float) -> str:
     far, near = math.log(1 + NOTABLE), math.log(1 + EQUAL)
     if p_value <= ALPHA and abs(difference.log_ratio) >= far:
         return "FASTER" if difference.log_ratio > 0 else "SLOWER"
-    # Two one-sided tests at half of the needed level: this is the interval that is shown.
+    # Two one-sided tests at half of the needed level are equivalent to the interval that is shown.
     if abs(difference.log_ratio) + difference.half_width <= near:
         return "SAME"
     return "UNSURE"

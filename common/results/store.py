@@ -1,4 +1,4 @@
-"""Files of a sweep: its records, its comparison, and its runs."""
+"""Files of a sweep: its records, the list of its trials, and the commands that ran it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def append(path: Path, record: Record) -> None:
-    """Appends one line and forces it to disk, so that no later failure can lose it."""
+    """Appends a record as one line and syncs the file, so that no later failure can lose it."""
     line = json.dumps(record.to_json(), separators=(",", ":"), allow_nan=False) + "\n"
     with path.open("a", encoding="utf-8") as file:
         file.write(line)
@@ -41,12 +41,13 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """Reads all records of a file, oldest first, without a last line that a crash cut off.
+    """Reads all records of a file, oldest first.
 
-    Damaged lines are left out. The log of this module names them once.
+    Damaged lines are left out; the module's logger warns of them once. An incomplete last line,
+    which a crash has cut off, is left out silently.
 
     Raises:
-        UserError: a record has a schema that this code does not read.
+        UserError: a record has a version of the format that this code cannot read.
     """
     if not path.exists():
         return []
@@ -56,14 +57,14 @@ def load(path: Path) -> list[Record]:
 
 @functools.lru_cache(maxsize=2)
 def _loaded(path: Path, *_: int) -> tuple[Record, ...]:
-    """Caches the records by the file's state: all figures of a page read the same file."""
+    """Reads a file, with a cache by path and state of the file, for the figures of a page."""
     with no_collector():
         return tuple(_read(path))
 
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """Turns Python's search for reference cycles off: it takes half of the time of reading."""
+    """Turns Python's search for reference cycles off, which would double the time of reading."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -136,7 +137,8 @@ def mend(path: Path) -> None:
 def merge(parts: Sequence[Path], into: Path) -> Comparison:
     """Merges the records of several parts of one experiment into a new folder.
 
-    If several parts have a trial, its last record with status ok counts, or else its last one.
+    If several parts have a record of a trial, the last one with status ok is used, or else the
+    last one.
 
     Raises:
         UserError: a part is no sweep or belongs to another experiment, or `into` exists.
@@ -169,7 +171,7 @@ class Run:
     command: str
     """Command line with its paths, quoted for a shell."""
     experiment: str
-    """Text of the experiment file. The command's flags change it."""
+    """Text of the experiment file, without the changes by the command's flags."""
     commit: str | None = None
 
     def save(self, folder: Path) -> None:
@@ -187,16 +189,16 @@ def runs(folder: Path) -> list[Run]:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Trials of an experiment, by hash and in its order, and the baseline of its speed-ups.
+    """Hashes of an experiment's trials, in order, and the label of the baseline.
 
-    A folder's records may hold trials of earlier versions of its experiment. They stay in the file,
-    but tables leave them out.
+    Records of trials that earlier versions of the experiment had stay in the file, but tables leave
+    them out.
     """
 
     compare_to: str
     trials: tuple[str, ...]
     worlds: tuple[int, ...] = ()
-    """Numbers of workers of the trials, but for the single worker's."""
+    """Numbers of workers of the trials, without the single worker's."""
 
     def save(self, folder: Path) -> None:
         """Writes the comparison beside the records."""

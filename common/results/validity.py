@@ -1,7 +1,6 @@
-"""Validity of a record: the reason why its number may not be used, if there is one.
+"""Validity of a record: is there a reason (a flag) why its result may not be used?
 
-A flagged number is shown in grey with its reason. It gets no verdict, and nothing is compared with
-it.
+A flagged result is shown in grey with its reason. It gets no verdict and is compared with nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import Literal
 from common.results.records import Record
 
 APART = 0.05
-"""Relative difference between the measured step and the event model's above which both are
+"""Largest relative difference between the measured step and the event model's that is not
 flagged."""
 BEYOND = 1.1
-"""Lower bound over step time above which a record is flagged. Measured costs have errors of some
-per cent; beyond these, compute, costs, bytes or the step are wrong."""
+"""Largest ratio of lower bound to step time that is not flagged. Measured costs have errors of some
+per cent. A larger ratio means that compute, costs, bytes or the step are wrong."""
 OVERSUBSCRIBED = 0.1
 """Largest share of the time for which a training thread may wait for a core on a real machine."""
 
@@ -33,8 +32,8 @@ FlagKind = Literal[
     "unchecked",
 ]
 _NOTES: tuple[FlagKind, ...] = ("unfaithful", "disturbed", "not stationary", "stopped")
-"""Kinds of notes after which the number is not that of the trial. Notes of other kinds leave it
-valid."""
+"""Kinds of notes that make a result invalid: it is not a result of the trial as requested. Notes of
+other kinds do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ def flag(record: Record) -> Flag | None:
 
 
 def passing_flag(record: Record) -> Flag | None:
-    """Returns the record's flag if a new measurement may remove it."""
+    """Returns the record's flag if a new measurement could be without it; else None."""
     if not record.ok:
         text = record.error.message if record.error else record.status
         if record.throughput is not None:
@@ -91,7 +90,7 @@ def _off_the_model(record: Record) -> Flag | None:
 
 
 def _beyond_the_bound(record: Record) -> Flag | None:
-    """Either the bound or the step is wrong, and nothing tells which."""
+    """Returns a flag if the step is shorter than its bound, so that one of the two is wrong."""
     bound = record.bound and record.bound.step_s
     if bound is None or not record.timed or bound / record.step_s <= BEYOND:
         return None
@@ -103,7 +102,7 @@ def _beyond_the_bound(record: Record) -> Flag | None:
 
 
 def _short_of_cores(record: Record) -> Flag | None:
-    """Real ranks without cores measure the machine instead of the algorithm."""
+    """Returns a flag if real ranks waited for cores: they measure the machine instead."""
     waits = [strain.main_wait for strain in record.strain if strain.main_wait is not None]
     if record.fabric.kind != "real" or max(waits, default=0.0) <= OVERSUBSCRIBED:
         return None
@@ -121,7 +120,7 @@ def _unchecked(record: Record) -> Flag | None:
 
 
 def incorrect(record: Record) -> bool:
-    """Returns True if the check found a wrong training."""
+    """Returns True if the comparison with plain training found an error."""
     return record.ok and record.check is not None and record.check.verdict == "NO"
 
 

@@ -1,1 +1,1 @@
-"""A job on a virtual cluster: what a step takes by the plan of its messages, without running it."""
+"""Event model: computes the time of a training step on a cluster without running it."""

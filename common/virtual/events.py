@@ -10,7 +10,7 @@ from dear.errors import UserError
 
 
 class Events:
-    """Queue of events in order of time; events at the same time run in the order of the calls."""
+    """Queue of events in order of time; events at the same time run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -18,7 +18,7 @@ class Events:
         self._count = itertools.count()
 
     def at(self, moment_s: float, action: Callable[[], None]) -> None:
-        """Schedules `action` for this time, or for now if the time has passed."""
+        """Schedules `action` for the time `moment_s`, or for now if that time has passed."""
         heapq.heappush(self._queue, (max(moment_s, self.now_s), next(self._count), action))
 
     def run_for(self, seconds: float) -> None:
@@ -32,7 +32,7 @@ class Events:
         """Runs events until `over()` returns True.
 
         Raises:
-            UserError: no event is left.
+            UserError: no event is left before that.
         """
         while not over():
             if not self._queue:

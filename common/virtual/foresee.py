@@ -33,22 +33,23 @@ def foresee(
     world_size: int,
     update_s: float | None = None,
 ) -> Prediction:
-    """Predicts the steady step of an algorithm on equal ranks, each with its own link.
+    """Predicts a step of an algorithm on equal ranks, each with its own link, after some steps.
 
     Args:
         options: the algorithm's options (`dear.training.algorithm.algorithm_options`).
-        costs: cost by operation. Queued messages overlap the part of a cost that is not in its
-            `occupancy_s` (see `common.virtual.link`), and nothing of a cost without `occupancy_s`.
+        costs: cost by operation. A cost may have an `occupancy_s`, the time for which it occupies
+            the link; queued messages overlap the rest (see `common.virtual.link`). A cost without
+            it occupies the link all the time.
         update_s: seconds of the optimizer's step for all parameters; None: SGD with momentum.
 
     Raises:
-        UnmodelledError: the algorithm does not state its order or its groups.
+        UnmodelledError: the algorithm does not state the order or the groups of its messages.
         UserError: the algorithm does not exist.
     """
     kind = algorithm_class(algorithm)
     passes = passes_of(profile, update_s_of(profile) if update_s is None else update_s)
     if kind.traffic(options, world_size, 1) is not None:
-        raise UnmodelledError("its ranks average in groups")
+        raise UnmodelledError("the algorithm's ranks average in groups")
     share = share_on_wire(options)
     reduced = costs.get("all_reduce")
     if reduced is None:
@@ -61,7 +62,7 @@ def foresee(
 
 
 def arrived(passes: Passes) -> Arrived:
-    """Returns the gradients as input of the rules of grouping; the owner of each is its module."""
+    """Returns the gradients as the rules of grouping (`dear.buckets.grouping`) expect them."""
     gradients = passes.gradients
     return Arrived(
         sizes=[gradient.nbytes for gradient in gradients],
@@ -75,18 +76,20 @@ def share_on_wire(options: Any) -> float:
     """Returns the bytes on the wire per byte of float32 gradients.
 
     Raises:
-        UnmodelledError: the algorithm compresses, and the time of this is not modelled.
+        UnmodelledError: the options choose a compression whose compute time is not modelled.
     """
     compression = getattr(options, "compression", "none")
     if compression in ("fp16", "bf16"):
         return 0.5
     if compression != "none":
-        raise UnmodelledError(f"the work of compressing by {compression} is not modelled")
+        raise UnmodelledError(f"the compute time of compression {compression} is not modelled")
     return 1.0
 
 
 def halved(all_reduce: AlphaBeta) -> dict[str, AlphaBeta]:
-    """Returns costs of all three collectives from the all-reduce's: each of its two halves has
-    half of its steps and half of its bytes."""
+    """Returns the costs of all three collectives, from the cost of an all-reduce.
+
+    A reduce-scatter and an all-gather each have half of its steps and half of its bytes.
+    """
     half = AlphaBeta(alpha_s=all_reduce.alpha_s / 2, beta_s_per_byte=all_reduce.beta_s_per_byte / 2)
     return {"all_reduce": all_reduce, "reduce_scatter": half, "all_gather": half}

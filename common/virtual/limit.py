@@ -1,4 +1,4 @@
-"""Lower bound of the step time from the moments at which gradients come and parameters are read."""
+"""Lower bound of the step time, from when gradients are ready and when parameters are read."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from dear.cost.bounds import CommTimes
 
 
 def limit_s(passes: Passes, kind: str, comm: CommTimes, wire_s: float = 0.0) -> float | None:
-    """Returns the lower bound of the seconds per step for an algorithm whose bound is of this kind.
+    """Returns the lower bound of the seconds per step, for an algorithm's kind of bound.
 
-    `dear.cost.bounds.step_bound_s` knows only how long each pass takes. This bound also knows that
-    a gradient cannot be sent before it is there, and that a layer waits only for its own
-    parameters.
+    `dear.cost.bounds.step_bound_s` uses only the duration of each pass. This bound also uses that a
+    gradient cannot be sent before it is ready, and that a layer waits only for its own parameters.
 
-    - `wfbp`: all gradients that come at t or later are sent between t and the update.
-    - `dear` and `cross_iteration`: those of them that the next forward pass reads by u are sent
-      between t and u. The device computes from u to the next t besides.
+    - `wfbp`: gradients that are ready at time t or later are sent between t and the update.
+    - `dear` and `cross_iteration`: those of them whose parameters the next forward pass reads
+      before time u are sent between t and u. From u to the next t, the device computes.
 
-    Each step takes at least as long as the worst of these stretches and the compute outside it.
+    A step takes at least the longest of these intervals plus the compute outside it.
 
     Args:
         kind: bound of the algorithm (`dear.cost.bounds.Bound`).
@@ -57,7 +56,7 @@ def limit_s(passes: Passes, kind: str, comm: CommTimes, wire_s: float = 0.0) -> 
 
 
 def _longest(nbytes_by_layer: Sequence[int], starts_s: Sequence[float], per_byte_s: float) -> float:
-    """Returns the largest of the seconds to send what layers up to one need, less its start."""
+    """Returns the largest delay of a layer: time to send the bytes up to it, minus its start."""
     sent = accumulate(nbytes_by_layer)
     return max(
         per_byte_s * nbytes - start_s for nbytes, start_s in zip(sent, starts_s, strict=True)

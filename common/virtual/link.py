@@ -1,7 +1,7 @@
-"""Link as collectives use it: several queues, with preemption by more urgent messages.
+"""Link as collectives use it: several queues (channels), with preemption by urgent messages.
 
-A message costs a start-up, which later messages of its queue overlap, and the occupancy of the
-link, which nothing overlaps. A single message takes the sum of both.
+The time of a message is its start-up plus its occupancy of the link. Later messages of the queue
+overlap the start-up; no message overlaps the occupancy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from common.virtual.events import Events
 
 CHUNK_BYTES = 128 * 1024
-"""Unit of preemption: the comm core moves a buffer in pieces of this size."""
+"""Unit of preemption: the comm core sends a buffer in pieces of this size."""
 
 Cost = Callable[[float], float]
 """Function from the bytes of the full buffer to the seconds of a single collective."""
@@ -23,13 +23,13 @@ Cost = Callable[[float], float]
 
 @runtime_checkable
 class Occupying(Protocol):
-    """Cost with a known part that queued messages cannot overlap."""
+    """Cost whose `occupancy_s` is known, the part that queued messages cannot overlap."""
 
     def occupancy_s(self, nbytes: float) -> float: ...
 
 
 def occupancy_s(cost: Cost, nbytes: float) -> float:
-    """Returns the seconds for which the link is busy: the whole cost, if the part is not known."""
+    """Returns the seconds for which a message occupies the link; if not known, the whole cost."""
     return cost.occupancy_s(nbytes) if isinstance(cost, Occupying) else cost(nbytes)
 
 
@@ -67,11 +67,11 @@ class Sending:
 
 
 class Link:
-    """Link that serves the first messages of its channels: the most urgent one, then the oldest.
+    """Link that serves the first message of each channel: the most urgent first, then the oldest.
 
     Args:
         events: the virtual clock.
-        chunk_bytes: unit after which a more urgent message takes over.
+        chunk_bytes: bytes after which a more urgent message may preempt the current one.
     """
 
     def __init__(self, events: Events, chunk_bytes: float = CHUNK_BYTES) -> None:
@@ -82,7 +82,7 @@ class Link:
         self._served: Sending | None = None
         self._since_s = 0.0
         self._turn = 0
-        """Number of the current turn; an end that was planned in an earlier turn is ignored."""
+        """Number of the current turn; the end that an earlier turn has scheduled is ignored."""
         self.busy_s = 0.0
 
     def send(
@@ -139,7 +139,7 @@ class Link:
         self._events.at(end_s, end)
 
     def _yield(self) -> None:
-        """Lets the current message continue to the end of its chunk."""
+        """Stops the current message at the end of its current chunk."""
         served = self._served
         gone_s = self._events.now_s - self._since_s
         chunks = math.ceil(gone_s / served.chunk_s - 1e-9) if served.chunk_s else 1

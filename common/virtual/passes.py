@@ -1,4 +1,8 @@
-"""Compute and messages of a training step, from a layer profile and the sizes of a plan."""
+"""Compute and messages of a training step, from a layer profile and a plan.
+
+A plan is the list of the messages of a step: the record of a trial has the size and the first and
+last gradient of each.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from common.models.profile import Profile
 
 
 class UnmodelledError(Exception):
-    """Reason why the event model cannot compute a step; a sentence without its full stop."""
+    """Reason why the event model cannot compute a step, as a sentence without a full stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,7 @@ class Gradient:
     ready_s: float
     """Seconds from the start of the backward pass."""
     layer: int
-    """Index of the first stretch of the forward pass that reads the parameter."""
+    """Index of the first layer of the forward pass that reads the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,7 @@ class Passes:
     """Compute of one rank in a step."""
 
     forward_s: tuple[float, ...]
-    """Stretches of the forward pass, one per layer."""
+    """Seconds of each layer in the forward pass."""
     backward_s: float
     update_s: float
     """Time of the optimizer's step for all parameters."""
@@ -51,18 +55,19 @@ class Message:
     nbytes: float
     """Bytes on the wire."""
     some: bool | None = None
-    """True for a message with the transfers that only some messages have; None: not known."""
+    """True if the message has the transfers with `buckets="some"` (`dear.cost.overlap.Transfer`),
+    such as a second all-gather; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Message in a recorded plan."""
+    """Message of a step, as a trial's record describes it."""
 
     nbytes: int
     tensors: int = 0
     """Number of tensors; 0: not known."""
     names: tuple[str, ...] = ()
-    """Names of its first and last parameter, if they are known."""
+    """Names of the message's first and last parameter; empty: not known."""
     some: bool | None = None
     """Same as `Message.some`."""
 
@@ -71,7 +76,7 @@ def passes_of(profile: Profile, update_s: float) -> Passes:
     """Returns the passes of a profile.
 
     Args:
-        update_s: seconds of the optimizer's step for all parameters (`update_s_of`, or measured).
+        update_s: seconds of the optimizer's step for all parameters: measured, or `update_s_of`.
     """
     return Passes(
         forward_s=tuple(call.forward_s for call in profile.calls),
@@ -100,10 +105,10 @@ def update_s_of(profile: Profile, tensors: int = 5) -> float:
 
 
 def messages_of(passes: Passes, plan: Sequence[Bundle], share: float = 1.0) -> tuple[Message, ...]:
-    """Returns the messages of a recorded plan, in the plan's order.
+    """Returns the messages of a plan, in the plan's order, each with its gradients.
 
-    A plan has sizes, and usually the first and last name of each message. Gradients of a message
-    become ready one after the other, so each message is a contiguous part of the remaining ones.
+    A plan does not list all gradients of a message. But they become ready one after the other, so a
+    message is a contiguous part of the gradients that are not yet in another message.
 
     Args:
         share: bytes on the wire per byte of gradients.
@@ -116,12 +121,13 @@ def messages_of(passes: Passes, plan: Sequence[Bundle], share: float = 1.0) -> t
     for bundle in plan:
         stretch = _stretch(passes, left, bundle)
         if stretch is None:
-            raise UnmodelledError("its plan does not fit the gradients of its profile")
+            raise UnmodelledError("the recorded messages do not fit the gradients of the profile")
         members = tuple(left[stretch])
         del left[stretch]
         messages.append(Message(members=members, nbytes=bundle.nbytes * share, some=bundle.some))
     if left:
-        raise UnmodelledError(f"its plan lacks {len(left)} of {len(passes.gradients)} gradients")
+        lacking = f"{len(left)} of {len(passes.gradients)} gradients"
+        raise UnmodelledError(f"the recorded messages lack {lacking}")
     return tuple(messages)
 
 
@@ -145,7 +151,7 @@ def _stretch(passes: Passes, left: Sequence[int], bundle: Bundle) -> slice | Non
 def grouped(
     passes: Passes, groups: Sequence[Sequence[int]], share: float = 1.0
 ) -> tuple[Message, ...]:
-    """Returns the messages of groups of gradients.
+    """Returns one message for each group of gradients.
 
     Args:
         groups: indices in `passes.gradients`, as from the rules of `dear.buckets.grouping`.

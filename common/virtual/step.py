@@ -1,4 +1,8 @@
-"""Event model of a training step on one of many equal ranks, by the algorithm's `Overlap`."""
+"""Event model of a training step on one of many equal ranks.
+
+An algorithm states by its `Overlap` at which moments of a step (gradient ready, end of the backward
+pass, ...) it starts and awaits the transfers of a message.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,17 @@ OPERATIONS: dict[Kind, str] = {
     "reduce": "reduce_scatter",
     "gather": "all_gather",
 }
-"""Collective of each kind of transfer; other kinds are not collectives."""
+"""Collective of each kind of transfer; a kind that is missing here is no collective."""
 
 FUSED = "fused_all_reduce"
-"""All-reduce of several tensors, which are copied into one buffer and out of it."""
+"""Key of the cost of an all-reduce of several tensors, with their copies to and from a buffer."""
 
 LONGEST = 64
-"""Number of steps after which the mean of the second half is the result, if no period is found."""
+"""Number of steps to run if the step times do not repeat; the second half is then averaged."""
 PERIODS = 4
-"""Largest number of steps of a period."""
+"""Largest number of steps after which the step times may repeat."""
 SAME = 1e-9
-"""Largest relative difference of equal steps."""
+"""Largest relative difference of two step times that count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Steady step; seconds."""
+    """Predicted step in the steady state, in seconds."""
 
     step_s: float
     exposed_s: float
@@ -58,12 +62,12 @@ def predict(
     world_size: int,
     chunk_bytes: float = CHUNK_BYTES,
 ) -> Prediction:
-    """Predicts the steady step of an algorithm on `world_size` equal ranks, each with its own link.
+    """Predicts the step of an algorithm on `world_size` equal ranks, each with its own link.
 
     Args:
-        messages: messages in the order of the plan (`messages_of`, `grouped`).
-        statement: the algorithm's statement of their order (`Algorithm.overlap_of`).
-        costs: cost by operation (`all_reduce`, ...) of the engine that sends; without a cost of
+        messages: messages in order (`messages_of`, `grouped`).
+        statement: when the algorithm starts and awaits transfers (`Algorithm.overlap_of`).
+        costs: cost by operation (`all_reduce`, ...) of the library that sends; without a cost of
             `FUSED`, copies cost nothing.
 
     Raises:
@@ -73,7 +77,7 @@ def predict(
         _check_costs(["average"], costs)
         return _steady(_InCycles(passes, messages, statement.cycles, costs))
     if not isinstance(statement, Overlap):
-        raise UnmodelledError("its algorithm does not state when messages start")
+        raise UnmodelledError("the algorithm does not state when messages start")
     kinds = [transfer.kind for transfer in statement.transfers]
     _check_costs(kinds, costs)
     return _steady(_Stated(passes, messages, statement, costs, world_size, chunk_bytes))
@@ -83,7 +87,7 @@ def _check_costs(kinds: Sequence[Kind], costs: Mapping[str, Cost]) -> None:
     for kind in kinds:
         operation = OPERATIONS.get(kind)
         if operation is None:
-            raise UnmodelledError(f"its ranks {kind} with a few others, which is not a collective")
+            raise UnmodelledError(f"each rank uses {kind} with a few others, not a collective")
         if operation not in costs:
             raise UnmodelledError(f"no cost of {operation} is known")
 
@@ -105,8 +109,10 @@ def _steady(rank: _Rank) -> Prediction:
 
 
 def _repeats(lengths: Sequence[float], period: int) -> bool:
-    """Returns True if the last steps are twice the same period. The very first step, in which
-    nothing is awaited, does not count."""
+    """Returns True if the last `period` step times equal the `period` before them.
+
+    The very first step awaits nothing, so it does not count.
+    """
     if len(lengths) < 2 * period + 1:
         return False
     pairs = zip(lengths[-2 * period : -period], lengths[-period:], strict=True)
@@ -201,7 +207,7 @@ class _Stated(_Rank):
         self.events.run_for(max(0.0, self.passes.backward_s - at_s))
 
     def _end(self) -> None:
-        """Runs the optimizer's `step()`: waits and updates by message, then new messages."""
+        """Runs the optimizer's `step()`: awaits and updates each message, then starts new ones."""
         every = range(len(self.messages))
         for i in every:
             self._await([i], "step", began_before=True)
@@ -212,8 +218,7 @@ class _Stated(_Rank):
         self._await(every, "step")
 
     def _do(self, messages: Sequence[int], moment: Moment, layer: int | None = None) -> None:
-        """Runs one moment: waits for messages that started earlier, starts messages, and waits for
-        those that are awaited at once."""
+        """Runs one moment: waits for earlier transfers, starts new ones, awaits some of these."""
         self._await(messages, moment, layer, began_before=True)
         self._start(messages, moment)
         self._await(messages, moment, layer)
@@ -261,10 +266,10 @@ class _Stated(_Rank):
 
 
 def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:
-    """Returns the messages that are fetched ahead, by the index of a gradient.
+    """Returns which messages are fetched just before the backward pass computes a gradient.
 
-    Just before the backward pass computes the gradient, the messages of the next layers are
-    fetched. The first message is fetched at the start of the pass, together with the second.
+    These are the messages of the next layers, by the gradient's index. The first and the second
+    message are fetched at the start of the pass.
     """
     reached = sorted(range(len(messages)), key=lambda i: min(messages[i].members))
     ahead: dict[int, list[int]] = {}
@@ -285,7 +290,7 @@ def _transfers_of(message: Message, overlap: Overlap) -> tuple[Transfer, ...]:
 
 
 class _InCycles(_Rank):
-    """Rank with a separate thread that sends ready tensors in cycles."""
+    """Rank with a separate thread that sends ready tensors in cycles, as Horovod's."""
 
     def __init__(
         self,

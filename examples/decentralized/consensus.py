@@ -1,4 +1,4 @@
-"""Average consensus: ranks compute the mean of all their numbers by exchanges with neighbours.
+"""Average consensus: ranks compute the mean of their numbers, by exchanges with neighbours only.
 
     torchrun --standalone --nproc-per-node 8 examples/decentralized/consensus.py --out logs/curves
 
@@ -27,7 +27,7 @@ T = bf.topology_util
 NUMBERS = 10
 WANTED = 1e-6
 NOISE = 1e-13
-"""Smaller distances are rounding errors."""
+"""Largest distance that may be only a rounding error."""
 
 STATIC = {
     "ring": T.RingGraph,
@@ -43,7 +43,7 @@ def iterates(x: torch.Tensor, weights: Iterator[dict], iterations: int) -> list[
     """Returns the values before and after each iteration.
 
     Args:
-        weights: weights of each iteration; empty for those of the topology.
+        weights: keyword arguments with the weights of each iteration; empty: the topology's.
     """
     history = [x]
     for kwargs in itertools.islice(weights, iterations):
@@ -52,7 +52,7 @@ def iterates(x: torch.Tensor, weights: Iterator[dict], iterations: int) -> list[
 
 
 def one_peer() -> Iterator[dict]:
-    """Yields weights for sending to one other rank, at distance 1, 2, 4, ... in turn."""
+    """Yields the weights of iterations in which a rank sends to rank + 1, + 2, + 4, ... in turn."""
     peers = T.GetDynamicOnePeerSendRecvRanks(T.ExponentialTwoGraph(bf.size()), bf.rank())
     for to, sources in peers:
         theirs = dict.fromkeys(sources, 0.5)
@@ -68,7 +68,7 @@ def distances(history: list[torch.Tensor]) -> list[float]:
 
 
 def one_peer_rate(size: int) -> float:
-    """Returns the rate per iteration, over all distances; 0 if the world size is a power of 2."""
+    """Returns the mixing rate of `one_peer` per iteration; 0 if `size` is a power of 2."""
     matrices = [matrix(circulant(size, [distance])) for distance in powers(2, size)]
     remainder = functools.reduce(np.matmul, matrices) - 1 / size
     return rounded(np.linalg.norm(remainder, 2)) ** (1 / len(matrices))
@@ -80,14 +80,14 @@ def rounded(rate: float) -> float:
 
 
 def measured_rate(curve: list[float]) -> float:
-    """Returns the rate per iteration in the later half of the curve, above rounding errors."""
+    """Returns the rate per iteration in the second half of the curve, without rounding errors."""
     last = max(k for k, distance in enumerate(curve) if distance > NOISE)
     first = last // 2
     return (curve[last] / curve[first]) ** (1 / max(1, last - first))
 
 
 def row(name: str, curve: list[float], rate: float) -> list[str]:
-    """Returns a row of the table: the prediction by the spectral gap, and the measurement."""
+    """Returns a row of the table: the spectral gap, and the predicted and the measured rate."""
     if rate:
         needed = math.ceil(math.log(WANTED) / math.log(rate))
         measured = f"{measured_rate(curve):.3f}"
@@ -103,7 +103,7 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0], iterations=120).parse_args()
     bf.init()
     if bf.size() == 1:
-        raise UserError("one rank agrees with itself; start several: torchrun --nproc-per-node 8")
+        raise UserError("consensus needs at least 2 ranks, got 1: torchrun --nproc-per-node 8 ...")
     generator = torch.Generator().manual_seed(options.seed * bf.size() + bf.rank())
     start = torch.randn(NUMBERS, generator=generator, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Shared code of these examples: training by one method; a table, a CSV and a figure."""
+"""Shared code of these examples: trains by one method, and writes a table, a CSV and a figure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ METHODS = {
     "gradient tracking": ("gradient-tracking", {"topology": "ring"}),
     "push-DIGing (directed)": ("push-diging", {"topology": "exp2"}),
 }
-"""Decentralized algorithms and their options. The first two are biased, the others are not."""
+"""Algorithm and options of each method. The first two methods stop near the optimum (they are
+biased); the others reach it."""
 
 COLOURS = ["#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9"]
 FLOOR = 1e-15
-"""Smaller relative distances are rounding errors."""
+"""Largest relative distance that may be only a rounding error."""
 
 
 def arguments(description: str, iterations: int) -> argparse.ArgumentParser:
@@ -43,14 +44,14 @@ def distances(
     lr: float,
     iterations: int,
 ) -> list[float]:
-    """Trains a linear model from zero, and measures its distance to `optimum` around each step.
+    """Trains a linear model from zero; measures its distance to `optimum` before and after steps.
 
     Args:
         loss: loss on this rank's data; `optimum` minimises the mean of all ranks' losses.
         optimum: weights `[n]`.
 
     Returns:
-        Root mean square over the ranks, relative to the norm of `optimum`; the same on all ranks.
+        Distances by step, equal on all ranks: root mean square over ranks / norm of `optimum`.
     """
     model = nn.Linear(optimum.numel(), 1, bias=False).to(optimum.dtype)
     nn.init.zeros_(model.weight)
@@ -136,7 +137,7 @@ def save(
 
 
 def above_floor(curve: list[float]) -> list[float]:
-    """Returns the part of `curve` before it reaches rounding errors."""
+    """Returns the part of `curve` before the first value that may be a rounding error."""
     length = next((k for k, value in enumerate(curve) if value < FLOOR), len(curve))
     return [*curve[:length], *([FLOOR] if length < len(curve) else [])]
 

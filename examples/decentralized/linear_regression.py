@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 8 examples/decentralized/linear_regression.py \\
         --out logs/curves
 
-Every rank measures a relation that differs a little from rank to rank. The ranks search for the
-model that fits all data best. Plain neighbour averaging with a constant step size stops near it,
-because each rank's own gradient pulls it away. Exact diffusion, gradient tracking and push-DIGing
-correct that and converge linearly.
+The data of each rank follow a slightly different relation. The ranks search for the model that fits
+all data best. With a constant step size, plain neighbour averaging stops near this model, because
+each rank's own gradient pulls it away. Exact diffusion, gradient tracking and push-DIGing correct
+this error and converge linearly.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 8 examples/decentralized/logistic_regression.py \\
         --out logs/curves
 
-Differs from `linear_regression.py` in its loss, which is not quadratic: answers are yes or no, each
-rank answers by a different rule, and large weights are penalised.
+The loss is not quadratic, unlike that of `linear_regression.py`: the answers are yes or no. Each
+rank has a different rule for the answers, and large weights are penalised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dear.bluefog as bf
 
 ROWS, FEATURES = 100, 10
 PENALTY = 0.1
-"""Factor of half the squared norm of the weights."""
+"""Factor of the penalty, which is half the squared norm of the weights."""
 TOLERANCE = 1e-12
 
 
@@ -35,7 +35,7 @@ def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def newton(features: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Returns the weights that minimise the mean loss with penalty, to a gradient of TOLERANCE."""
+    """Returns the weights that minimise the mean loss with penalty (gradient below TOLERANCE)."""
     weights = torch.zeros(features.shape[1], dtype=features.dtype)
     for _ in range(50):
         probability = torch.sigmoid(-answers * (features @ weights))
@@ -45,7 +45,7 @@ def newton(features: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         curvature = (probability * (1 - probability) / len(answers)).unsqueeze(1)
         hessian = features.T @ (curvature * features) + PENALTY * torch.eye(len(weights)).double()
         weights = weights - torch.linalg.solve(hessian, gradient)
-    raise RuntimeError(f"Newton's method stopped at a gradient of {gradient.norm():.1e}")
+    raise RuntimeError(f"Newton's method did not converge: gradient {gradient.norm():.1e}")
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def train_epoch(
 
 
 def accuracy(model: nn.Module, test: Dataset, device: torch.device) -> float:
-    """Returns the share of right answers; each rank evaluates a part of the images."""
+    """Returns the share of right answers on all test images; each rank evaluates a part of them."""
     model.eval()
     counts = torch.zeros(2, dtype=torch.float64)
     part = torch.utils.data.Subset(test, range(dear.rank(), len(test), dear.size()))

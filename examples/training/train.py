@@ -4,10 +4,10 @@
         --data cifar10 --data-dir DIR --model resnet20 --amp bf16 --epochs 100 --warmup-epochs 5
 
 `--data-dir` is the folder with CIFAR's unpacked files, a folder with `train/CLASS` and `val/CLASS`,
-or a text file. Nothing is downloaded. The learning rate rises during a warm-up to the given rate
-times the number of processes (Goyal et al. 2017, arXiv 1706.02677), then falls like a cosine. After
-each epoch, the model is evaluated on all test samples: top-1 and top-5 accuracy, and the perplexity
-of a text.
+or a text file. Nothing is downloaded. During the warm-up, the learning rate rises to the given rate
+times the number of processes (Goyal et al. 2017, arXiv 1706.02677); then it falls like a cosine.
+After each epoch, the script evaluates all test samples: top-1 accuracy, and top-5 accuracy or, for
+a text, perplexity.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRECISIONS = {"none": "float32", "bf16": "amp-bf16", "fp16": "amp-fp16"}
 def rates(
     optimizer: torch.optim.Optimizer, warmup_steps: int, steps: int
 ) -> lr_scheduler.LRScheduler:
-    """Returns a schedule: up to the rate times the number of processes, then down to 0."""
+    """Returns the schedule: a warm-up to the rate times the number of processes, then down to 0."""
     size = dear.size()
     for group in optimizer.param_groups:
         group["lr"] *= size
@@ -49,7 +49,10 @@ def rates(
 
 @torch.inference_mode()
 def evaluate(workload: Workload, test: datasets.Samples, batch_size: int) -> tuple[float, ...]:
-    """Returns top-1, top-5 and loss over all test samples; each rank evaluates a part."""
+    """Returns top-1 accuracy, top-5 accuracy and loss over all test samples, on all ranks.
+
+    Each rank evaluates a part of the samples.
+    """
     workload.model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
     indices = range(dear.rank(), len(test), dear.size())

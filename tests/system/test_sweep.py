@@ -322,9 +322,9 @@ def test_a_stopped_trial_begins_again_if_what_it_uses_has_changed(
 def test_changed_settings_that_need_new_measurements_are_named(line, capsys):
     assert line.run(*ONE_CELL, "--set", "measure.repeats=1") == 0
     assert line.run(*ONE_CELL, "--set", "measure.repeats=1", "--set", "timeout_s=99") == 0
-    assert line.fabric.started == [] and "do not count" not in capsys.readouterr().err
+    assert line.fabric.started == [] and "are not used" not in capsys.readouterr().err
     assert line.run(*ONE_CELL, "--set", "measure.repeats=2") == 0
-    words = "earlier results of 2 trials do not count, as this has changed: measure.repeats (1 befo"
+    words = "earlier results of 2 trials are not used, because of changes: measure.repeats (1 befo"
     assert words in capsys.readouterr().err
 
 
@@ -342,7 +342,7 @@ def test_a_full_disk_is_one_line_and_costs_no_finished_repeat(line, monkeypatch,
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    words = "No space left on device; make room and run it again: what has ended is kept\n"
+    words = "No space left on device; make room and run the command again: finished trials are kept\n"
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         assert line.run(*ONE_CELL) == 2
@@ -472,7 +472,7 @@ def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
     line.fabric.run = run
     assert line.run(*ONE_CELL) == 0
     assert [record.first.cost_check for record in line.records] == [moved] * 2
-    doubtful = "costs of collectives are doubtful: +50% from begin to end"
+    doubtful = "costs of collectives are doubtful: they changed by +50% during the trial"
     assert [[note.text for note in record.notes] for record in line.records] == [[doubtful]] * 2
     assert [flag_text(record) for record in line.records] == [None] * 2
 

@@ -121,7 +121,7 @@ def test_everything_that_learns(tmp_path, data, model, algorithm, dtype, workers
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (("data_dir={empty}",), "no cifar10 there: its folder cifar-10-batches-py"),
+        (("data_dir={empty}",), "has no cifar10; it needs the folder cifar-10-batches-py"),
         (("data_dir={empty}/nowhere",), "there is no folder"),
         (("models=[mnist_cnn]",), "mnist_cnn cannot learn cifar10; models that can: resnet20"),
         (("learn.data=text",), "resnet20 cannot learn text; models that can: lstm, lstm_small"),

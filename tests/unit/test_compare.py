@@ -191,7 +191,7 @@ def test_the_command_compares_and_fails_on_a_regression(two, capsys):
     ("given", "text"),
     [
         (["nowhere", "nowhere"], "compare: no records in nowhere"),
-        (["{a}@horovod", "{b}"], "no trial is of that kind; there are ddp, dear"),
+        (["{a}@horovod", "{b}"], "no trial matches; there are ddp, dear"),
         (["{a}", "{b}", "--fail-on", "5%"], "--fail-on 5%: must be regression:N%"),
     ],
 )

@@ -165,14 +165,14 @@ def _missing(folder):
 @pytest.mark.parametrize(
     ("name", "make", "text"),
     [
-        ("cifar10", lambda folder: folder.mkdir() or folder, "no cifar10 there: its folder"),
-        ("cifar100", lambda folder: write_cifar(folder), "no cifar100 there"),
+        ("cifar10", lambda folder: folder.mkdir() or folder, "has no cifar10; it needs the folder"),
+        ("cifar100", lambda folder: write_cifar(folder), "has no cifar100; it needs"),
         ("cifar10", _broken, "no cifar10: "),
         ("cifar10", _missing, "no cifar10: "),
         ("imagefolder", lambda folder: folder.mkdir() or folder, "train/CLASS/ and val/CLASS/"),
         ("imagefolder", _other_classes, "train and val have different classes"),
         ("imagefolder", _empty, "Found no valid file"),
-        ("text", _binary, "no text: "),
+        ("text", _binary, "is no text file: "),
         (
             "text",
             lambda folder: _text(folder, "too short"),

@@ -100,7 +100,7 @@ def one_line(read, content, *overrides):
         ),
         (
             {"algorithms": VARIANTS, "compare_to": "dear"},
-            ["compare_to: 'dear' fits several", ": dear(fusion=none), tuned"],
+            ["compare_to: 'dear' names several trials", ": dear(fusion=none), tuned"],
         ),
         ({"world_sizes": [0]}, ["world_sizes", "at least 1"]),
         ({"world_sizes": []}, ["world_sizes", "empty"]),

@@ -135,7 +135,7 @@ def test_junit_has_no_character_that_xml_forbids(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--junit", "x.xml"], "--junit shows what fails; give --fail-on, too"),
+        (["--junit", "x.xml"], "--junit needs --fail-on, which says"),
         (["--summary", "{tmp}/no/x.json"], "no/x.json: No such file or directory"),
         (["--fail-on", "regression:1.2.3%"], "must be regression:N%, such as regression:5%"),
         (["--fail-on", "regression:100%"], "must be regression:N%, such as regression:5%"),

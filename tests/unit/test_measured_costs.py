@@ -245,10 +245,10 @@ def test_the_comm_core_tells_its_regimes(world):
 @pytest.mark.parametrize(
     ("check", "flag"),
     [
-        ({"residual": 0.2, "noise": 0.1}, "their fit is 17% off, beside 10% of noise"),
+        ({"residual": 0.2, "noise": 0.1}, "their fit is off by 17%, in addition to 10% of noise"),
         ({"residual": 0.14, "noise": 0.14}, None),  # chance alone
         ({"residual": 0.1, "noise": 0.16}, "repeats of the same message differ by 16%"),
-        ({"residual": 0.01, "noise": 0.01, "drift": -0.2}, "-20% from begin to end"),
+        ({"residual": 0.01, "noise": 0.01, "drift": -0.2}, "they changed by -20% during the trial"),
     ],
 )
 def test_costs_are_doubted_for_what_chance_does_not_explain(check, flag):

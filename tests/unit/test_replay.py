@@ -110,7 +110,7 @@ BERT, RESNET = "bert@rtx2080ti-modelled", "resnet50@rtx2080ti-modelled"
             lambda: registry.model_entry("resnet5@rtx2080ti-modelled"),
             "unknown model recorded on rtx2080ti-modelled 'resnet5'; did you mean 'resnet50'",
         ),
-        (lambda: registry.profile_of("resnet50", 64), "model resnet50 is computed, not replayed"),
+        (lambda: registry.profile_of("resnet50", 64), "model resnet50 computes, but a"),
         *(
             (call, f"sentence_len: {BERT} has no profile for 128; allowed: 64")
             for call in (

@@ -111,7 +111,7 @@ def test_groups_of_blocks_have_costs_that_nobody_measured():
     by_host = dataclasses.replace(default, trial=default.trial | {"ranks_per_host": 2})
     assert modelled(by_host) == result.modelled
     assert result.modelled == Modelled(
-        reason="its ranks average in groups, whose costs are not on record"
+        reason="the ranks average in groups, whose costs are not on record"
     )
 
 
@@ -188,7 +188,7 @@ def test_what_sends_by_an_engine_of_its_own_is_modelled_by_what_that_costs():
 def test_costs_of_another_engine_do_not_count(given):
     result = made("horovod") if given is None else by_an_engine(**given)
     assert result.first.costs
-    reason = "it sends by Horovod, gloo, whose costs are not on record"
+    reason = "the algorithm sends by Horovod, gloo, whose costs are not on record"
     assert result.modelled == Modelled(reason=reason)
 
 
@@ -204,4 +204,4 @@ def test_the_bound_is_of_what_the_engine_costs_that_sends():
 def test_costs_of_the_engine_may_be_doubtful():
     assert by_an_engine().notes == []
     (note,) = by_an_engine(error=0.5).notes
-    assert note.text.startswith("costs of Horovod, gloo are doubtful: their fit is 50% off")
+    assert note.text.startswith("costs of Horovod, gloo are doubtful: their fit is off by 50%")

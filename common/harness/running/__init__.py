@@ -1,1 +1,1 @@
-"""Sweeps: cells, rounds and launches of trials, and the records that they make."""
+"""Runs sweeps: cells, rounds and launches of trials (see `cell`), and makes their records."""

@@ -1,10 +1,11 @@
 """Cell: trials that are compared with each other, measured in rounds.
 
-Each round launches every trial once, in random order. The first round also finds the time scale of
-an emulated cell: if a trial lacks cores, the whole cell begins again at a larger scale, so that all
-trials run on the same cluster. A cell ends after a whole round: when it has its repeats, when its
-intervals are narrow enough, or when its baseline cannot have a valid number. A trial ends earlier
-if more repeats would add nothing.
+A launch starts the ranks of a trial and measures one repeat. Each round launches every trial once,
+in random order. An emulated cluster runs slower than real time by a factor, the time scale. If a
+trial of the first round lacks cores, the whole cell begins again at a larger time scale, so that
+all trials run on the same cluster. A cell ends after a complete round: when it has all repeats,
+when its intervals are narrow enough, or when its baseline cannot have a valid result. A trial ends
+earlier if more repeats cannot give it a verdict.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ _OK = Outcome(status="ok")
 
 
 class _UnpreparedError(Exception):
-    """The fabric cannot run the cell."""
+    """Error if the cluster (fabric) cannot be prepared for the cell."""
 
 
 class Cell:
-    """Runs trials that share model and settings.
+    """Cell that is measured; its trials share model and settings.
 
     Args:
-        trials: trials of the cell that are to run.
-        settled: time scale of the cell's other trials, if some are on record.
-        kept: results by hash, from a run that was stopped inside this cell.
-        keep: called after each launch with the results so far, for a later run.
+        trials: trials of the cell that must run.
+        settled: time scale of the cell's trials that have a record already; None: there are none.
+        kept: results by hash, from a run that was interrupted in this cell.
+        keep: called after each launch with the results so far, which a later run may continue.
 
     Attributes:
-        whole: whether the cell has come to its end.
+        whole: True if all rounds have ended.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class Cell:
         self._lost: dict[int, str] = {}
 
     def run(self, unavailable: Callable[[Trial], str | None], fail_fast: bool) -> bool:
-        """Runs all rounds; returns False if a trial failed and `fail_fast` asks to stop.
+        """Runs all rounds; returns False if a trial failed and `fail_fast` is True.
 
-        Finished repeats are never lost. If the cell ends early, by `fail_fast` or by an exception
-        such as Ctrl-C, a record holds them.
+        If the cell ends early, by `fail_fast` or by an exception such as Ctrl-C, the finished
+        repeats are recorded.
 
         Args:
             unavailable: returns why a trial cannot run here, or None.
@@ -119,14 +120,14 @@ class Cell:
                 self._context.record(turn, Outcome.of("interrupted", reason))
 
     def _prepare(self, change: Callable[[], None]) -> None:
-        """Changes the fabric."""
+        """Calls `change`, which prepares the cluster, and converts its errors."""
         try:
             change()
         except RuntimeError as error:  # the network is not as requested
             raise _UnpreparedError(str(error)) from error
 
     def _rounds(self, fail_fast: bool) -> bool:
-        """Runs the rounds from the first incomplete one; results that exist are kept."""
+        """Runs the rounds, beginning with the first incomplete one."""
         had = [len(turn.results) for turn in self._running]
         repeat = min(had, default=0)
         torn = repeat < max(had, default=0)
@@ -177,9 +178,9 @@ class Cell:
                     self._keep_all()
 
     def _part(self) -> None:
-        """Ends the trials for which more rounds can give no valid number or verdict.
+        """Ends the trials to which more rounds can give no verdict.
 
-        These are trials with a launch that is not valid, and all trials compared with such a trial.
+        These are trials with an invalid launch; if the baseline has one, all trials of the cell.
         """
         for turn in list(self._running):
             invalid = (self._invalid(turn, result) for result in turn.results)
@@ -196,7 +197,7 @@ class Cell:
                 self._end(turn, _OK)
 
     def _lose(self, turn: Turn, reason: str) -> None:
-        """Marks a trial as not valid; without its baseline, no other trial gets a verdict."""
+        """Marks a trial as invalid; if it is the baseline, the others get no verdict, either."""
         text = f"{turn.trial.label} is not valid: {reason}"
         if self._is_base(turn.trial):
             self._lost[turn.trial.world_size] = text
@@ -206,7 +207,7 @@ class Cell:
         return notes.invalid(result.strain, self._launches.emulated(turn.trial))
 
     def _keep_all(self) -> None:
-        """Keeps the results of all running trials for a later run."""
+        """Saves the results of all running trials, which a later run may continue."""
         self._keep(
             {
                 turn.trial.hash: turn.standing(self._fabric.describe(turn.trial))
@@ -215,7 +216,7 @@ class Cell:
         )
 
     def _enough(self, repeats: int) -> bool:
-        """Returns whether all trials have their repeats, or narrow enough intervals."""
+        """Returns True if all trials have all repeats, or narrow enough intervals."""
         if repeats < self._measure.least_repeats:
             return False
         if repeats >= self._measure.most_repeats:
@@ -230,10 +231,10 @@ class Cell:
         )
 
     def _order(self, repeat: int) -> Iterator[Turn]:
-        """Returns the running trials in an order that depends only on the seed and the round.
+        """Yields the running trials in a random order that depends only on the seed and the round.
 
-        If the first round begins again, the trial that needed the larger time scale comes first: if
-        that scale is too small as well, no other launch is lost.
+        If the first round begins again, the trial that needed the larger time scale comes first. If
+        the new scale is still too small, only this launch is lost.
         """
         mixed = list(self._all)
         random.Random(f"{self._seed} {repeat}").shuffle(mixed)
@@ -278,9 +279,9 @@ class Cell:
         return outcome, choice
 
     def _choice(self, turn: Turn, repeat: int, result: Result, valid: bool) -> Choice | None:
-        """Returns the larger time scale that a launch needs, or None.
+        """Returns the larger time scale that a launch needs; None: the present one is enough.
 
-        The first round finds it. A later round may change it once, for the baseline alone.
+        After the first round, the time scale changes at most once, and only for the baseline.
         """
         late = self._is_base(turn.trial) and not valid and not self._begun_late
         return self._fabric.needed(turn.trial, result) if repeat == 0 or late else None
@@ -293,7 +294,7 @@ class Cell:
                 f"too heavy for this machine: {choice.reason}, which takes time scale "
                 f"{choice.time_scale:g}; cluster.max_time_scale is {most:g}"
             )
-        # The start of processes takes no longer at a larger scale.
+        # Only the steps take longer at a larger scale, not the start of the processes.
         more = choice.time_scale - self._fabric.time_scale
         longer_s = self._launches.spent_s + more * stepping_s(result, turn.trial)
         if longer_s > self._context.timeout_s and not self._settled:
@@ -305,7 +306,7 @@ class Cell:
         return None
 
     def _begin_again(self, heaviest: Turn, choice: Choice, repeat: int) -> None:
-        """Restarts the cell at a larger time scale; earlier results become discarded runs."""
+        """Restarts the cell at a larger time scale; earlier results are set aside."""
         where = "the cell's first round" if repeat == 0 else f"round {repeat + 1}"
         reason = f"{heaviest.trial.label}: {choice.reason}; found in {where}"
         self._launches.say(f"all begin again at time scale {choice.time_scale:g}: {reason}")
@@ -327,7 +328,7 @@ class Cell:
 
 
 def _scale_of(kept: Mapping[str, Standing]) -> Choice | None:
-    """Returns the time scale of kept results, if there are any."""
+    """Returns the time scale of the kept results; None if there are none."""
     for standing in kept.values():
         facts = standing.facts
         return Choice(time_scale=facts.time_scale, reason=facts.time_scale_reason or "")
@@ -335,7 +336,7 @@ def _scale_of(kept: Mapping[str, Standing]) -> Choice | None:
 
 
 def _precise(running: Sequence[Turn], bases: Mapping[int, Turn], precision: float | None) -> bool:
-    """Returns whether the intervals of all ratios are narrow enough, in every world size."""
+    """Returns True if the intervals of all ratios are narrow enough, in every world size."""
     from common.results.stats import precise_enough  # numpy: a dry run must not pay for it
 
     for world_size in {turn.trial.world_size for turn in running}:

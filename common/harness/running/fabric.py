@@ -1,6 +1,7 @@
-"""Fabric of a sweep: this machine and the hosts of a hostfile, or virtual hosts.
+"""Fabric of a sweep, which is the cluster that it runs on.
 
-On virtual hosts links are shaped and measured, time is dilated, and faults are injected.
+A fabric is this machine, the hosts of a hostfile, or virtual hosts. Virtual hosts have links of a
+chosen speed, run slower than real time by the time scale, and may get faults on purpose.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ WORKER = "common.harness.worker"
 
 
 class Fabric:
-    """Processes of this machine, or of the hosts of a hostfile.
+    """Cluster of this machine, or of the hosts of a hostfile.
 
-    Runs jobs, and knows what of itself belongs into a record. A context manager: what it needs is
-    built on entry and gone on exit.
+    Runs trials, and describes itself for their records. A context manager: entry builds the
+    cluster, and exit removes it.
     """
 
     preparation = ""
-    """Work before the first launch, if it takes long."""
+    """Text for the progress line about work before the first launch; empty if there is none."""
     foreign_cores = 0.0
     """Cores that other programs used when the cell began."""
 
@@ -71,20 +72,20 @@ class Fabric:
         return None
 
     def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
-        """Prepares for these trials, which are compared with each other and share a network.
+        """Prepares the cluster for the trials of a cell, which share a network.
 
         Args:
-            settled: the time scale of others of the cell, which these must have as well.
+            settled: time scale of the cell's trials that have a record; these trials need it, too.
 
         Raises:
-            RuntimeError: they cannot be run, which one line says.
+            RuntimeError: the cluster cannot be prepared; the message is one line.
         """
 
     def slow_down(self, choice: Choice) -> None:
-        """Gives the cell another time scale; `RuntimeError` as above."""
+        """Changes the time scale of the cell; raises `RuntimeError` like `enter_cell`."""
 
     def recall(self, trial: Trial, facts: FabricFacts) -> None:
-        """Takes over what launches of the trial have told in a run that was stopped."""
+        """Restores facts that launches of the trial have shown in an interrupted run."""
 
     @property
     def time_scale(self) -> float:
@@ -93,33 +94,33 @@ class Fabric:
 
     @property
     def max_time_scale(self) -> float:
-        """The largest that may be chosen."""
+        """Largest time scale that may be chosen."""
         return 1.0
 
     def needed(self, trial: Trial, result: Result) -> Choice | None:
-        """The time scale that a repeat turned out to need, if that is more than it had.
+        """Returns the larger time scale that a repeat needs, as its measurements show, or None.
 
-        None also where nothing may be chosen (it is given, or the model computes for real), and
-        where a fault makes steps longer than they need to be.
+        None also if the time scale may not be chosen (the user gave it, or the model computes), and
+        if a fault lengthens steps.
         """
         return None
 
     def briefing(self, trial: Trial, folder: Path) -> Briefing:
-        """Returns what the workers of the trial in `folder` must know of the fabric."""
+        """Returns facts about the cluster for the workers of the trial in `folder`."""
         return Briefing(folder=folder)
 
     def run(self, trial: Trial, job: Job) -> Outcome:
-        """Runs one repeat of the trial to its end."""
+        """Runs one repeat of the trial, and returns how it ended."""
         return self._launcher.run(job)
 
     def describe(self, trial: Trial) -> FabricFacts:
-        """Returns the fabric's part of the trial's record."""
-        # Replayed compute is nobody's measurement, whatever moves the bytes.
+        """Returns the facts about the cluster for the trial's record."""
+        # A trial with replayed compute counts as emulated on every cluster.
         return FabricFacts(kind="emulated") if is_replay(trial.model) else REAL
 
 
 class EmulatedFabric(Fabric):
-    """Virtual hosts of this machine, built once for all trials; only inside a sandbox."""
+    """Cluster of virtual hosts on this machine, built once for all trials; needs a sandbox."""
 
     preparation = "making virtual hosts, measuring this machine and their links"
 
@@ -220,7 +221,7 @@ class EmulatedFabric(Fabric):
         return outcome
 
     def _traced(self, trial: Trial, job: Job) -> tuple[Outcome, dict[str, Any]]:
-        """Runs the trial; returns what the network's trace changed, too, if there is one."""
+        """Runs the trial; returns its outcome, and the changes by the network's trace."""
         if not self._links.trace:
             return self._run(trial, job), {}
         with TracePlayer(self._cluster, job.folder, job.repeat) as player:
@@ -239,7 +240,7 @@ class EmulatedFabric(Fabric):
             outcome = super().run(trial, job)
         finally:
             events = injector.stop()
-            # A launch may be done again.
+            # The launch may be a second attempt at the same repeat.
             others = [e for e in self._events.get(trial.hash, []) if e["repeat"] != job.repeat]
             events_here = [{"repeat": job.repeat, **event} for event in events]
             self._events[trial.hash] = others + events_here
@@ -249,7 +250,7 @@ class EmulatedFabric(Fabric):
         return outcome
 
     def _checked(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome, or a failure if the links did not last until its end."""
+        """Returns the outcome, or a failure if the links broke before the end."""
         reason = self._cluster.links.broken()
         if reason is None:
             return outcome
@@ -299,7 +300,7 @@ class EmulatedFabric(Fabric):
             return Choice(time_scale=least, reason="cluster.min_time_scale")
         if choice.time_scale <= self.max_time_scale:
             return choice
-        # An estimate refuses nothing; what the trials turn out to need may.
+        # An estimate is no reason to refuse the trial; later, its measurements may be.
         reason = f"cluster.max_time_scale, though {choice.reason}"
         return Choice(time_scale=self.max_time_scale, reason=reason)
 
@@ -320,13 +321,13 @@ def _cores() -> int:
 
 
 def make_fabric(experiment: Experiment, trials: Sequence[Trial]) -> Fabric:
-    """Makes the fabric of the experiment; virtual hosts need a sandbox."""
+    """Returns the fabric of the experiment; virtual hosts need a sandbox."""
     kind = Fabric if experiment.cluster is None else EmulatedFabric
     return kind(experiment, trials)
 
 
 def check_fit(trials: Sequence[Trial]) -> None:
-    """Raises `UserError` if none of the trials fits into this machine."""
+    """Raises `UserError` if none of the trials fits into this machine's memory."""
     reasons = [misfit(trial) for trial in trials]
     if None not in reasons:
         raise UserError(str(reasons[0]))
@@ -335,8 +336,8 @@ def check_fit(trials: Sequence[Trial]) -> None:
 def misfit(trial: Trial) -> str | None:
     """Returns the reason why the ranks of a trial on virtual hosts do not fit into memory, or None.
 
-    Of a model that computes for real only the processes count: its size is not known before it is
-    built.
+    For a model that computes, only the size of the processes is counted: the size of the model is
+    not known before it is built.
     """
     if trial.hosts is None or trial.ranks_per_host is None:
         return None
@@ -360,7 +361,7 @@ def misfit(trial: Trial) -> str | None:
 def launcher_for(
     experiment: Experiment, trials: Sequence[Trial], hosts: Sequence[Any] | None = None
 ) -> Launcher:
-    """The experiment's launcher for the largest of the trials' worlds, on `hosts` if given."""
+    """Returns the experiment's launcher for the trials' largest world, on `hosts` if given."""
     world_size = max(trial.world_size for trial in trials)
     if hosts is None and experiment.hostfile is not None:
         hosts = read_hostfile(Path(experiment.hostfile), world_size)
@@ -368,7 +369,7 @@ def launcher_for(
         experiment.launcher,
         hosts=hosts,
         world_size=world_size,
-        # The first optimizer imports _dynamo anyway; a fork server does so only once.
+        # The first optimizer imports _dynamo, which is slow; a fork server imports it only once.
         preload=[
             *(WORKER, "torch._dynamo"),
             *sorted({model_entry(trial.model).module for trial in trials}),

@@ -1,4 +1,8 @@
-"""Launches of a cell: repeats a disturbed one where that helps, and keeps the progress line."""
+"""Launches of a cell, and the progress line.
+
+A launch starts the ranks of a trial for one repeat. A launch is repeated if other load on the
+machine disturbed it; the first result is then discarded.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +22,22 @@ from common.results.records import Result, SetAside
 from common.results.records.trust import Note
 
 AGAIN_SHARE = 0.25
-"""Extra launches that a cell may make, as a share of its least number of launches; at least one."""
+"""Number of extra launches of a cell, as a share of its least number of launches; at least one."""
 
 Launch = Callable[[Trial, int, float], tuple[Outcome, Result | None]]
-"""Runs a repeat of a trial with its time limit times a factor; no result if it did not end well."""
+"""Function that runs a repeat of a trial. Arguments: trial, repeat, and a factor of the time limit.
+The result is None if the repeat did not end well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellContext:
-    """Parts of a sweep that all its cells use.
+    """Objects and settings of a sweep that all its cells use.
 
     Attributes:
         sweep: name of the experiment.
         base: baseline of the comparisons, by label or algorithm.
         timeout_s: time limit of a launch.
-        record: called once for every trial when it ends.
+        record: called once for each trial, when it ends.
         report: called whenever the progress has changed.
     """
 
@@ -50,7 +55,7 @@ class Launches:
     """Launches of one cell, with a budget for extra launches.
 
     Args:
-        least: number of launches that the cell makes at least.
+        least: smallest number of launches that the cell makes.
 
     Attributes:
         current: trial of the latest launch.
@@ -66,14 +71,14 @@ class Launches:
         self._best_rate = 0.0
 
     def begin(self) -> None:
-        """Notes the load of other programs before the first launch."""
+        """Shows the load by other programs before the first launch."""
         foreign_cores = self._context.fabric.foreign_cores
         self._crowded = foreign_cores > FOREIGN_CORES
         if self._crowded:
             self.say(f"others use {foreign_cores:.1f} cores")
 
     def run(self, turn: Turn, repeat: int, slower: float = 1.0) -> tuple[Outcome, Result | None]:
-        """Launches a repeat; once more if its threads waited for cores and that helps."""
+        """Launches a repeat; launches it again if other load disturbed it and has passed."""
         outcome, result = self._once(turn, repeat, slower)
         reason = result and self._passing(turn, repeat, result)
         if result is None or reason is None:
@@ -106,10 +111,10 @@ class Launches:
         return outcome, result
 
     def _passing(self, turn: Turn, repeat: int, result: Result) -> str | None:
-        """Returns why a launch is not valid, if the cause has probably passed.
+        """Returns why a launch is invalid, if the cause has probably passed; else None.
 
-        Other programs' load stays if the previous launch had it as well. Without such load the
-        trial needs a larger time scale, unless an earlier repeat was valid.
+        Load by other programs has not passed if the previous launch had it, too. If there was no
+        such load, the trial needs a larger time scale, unless an earlier repeat was valid.
         """
         strain, crowded = result.strain, self._crowded
         self._crowded = notes.others(strain) is not None
@@ -118,27 +123,27 @@ class Launches:
         return None if note is None or stays or self._left <= 0 else note.text
 
     def emulated(self, trial: Trial) -> bool:
-        """Returns whether the trial runs on an emulated cluster."""
+        """Returns True if the trial runs on an emulated cluster."""
         return self._context.fabric.describe(trial).kind == "emulated"
 
     def discarded(self, result: Result, repeat: int, reason: str) -> SetAside:
-        """Returns the record of a discarded run at the current time scale."""
+        """Returns a discarded result, at the current time scale, for the record."""
         scale = self._context.fabric.time_scale
         return SetAside(repeat=repeat, time_scale=scale, reason=reason, iters=result.iters)
 
     def praise(self, trial: Trial, result: Result) -> None:
-        """Names the trial as the best so far, if its repeat was the fastest."""
+        """Shows the trial as the best so far, if its repeat was the fastest."""
         rate = samples_per_s(result, trial)
         if trial.algorithm != BASELINE and rate > self._best_rate:
             self._best_rate = rate
             self._context.progress.best = f"{trial.label} {rate:.3g}/s"
 
     def say(self, why: str) -> None:
-        """Shows a reason in the progress line, beside the next launch."""
+        """Shows a reason in the progress line of the next launch."""
         self._context.progress.why = why
 
     def plan(self, turn: Turn, launches: int = 1, slower: float = 1.0) -> None:
-        """Adds launches to the planned ones."""
+        """Adds launches of a trial to the planned ones."""
         progress = self._context.progress
         progress.total += launches
         progress.left += [Planned(turn.trial, slower)] * launches
@@ -152,6 +157,6 @@ class Launches:
         self._context.report(progress)
 
     def forget(self, cell: tuple[object, ...]) -> None:
-        """Drops durations and the best rate: the cell begins again at another time scale."""
+        """Drops durations and the best rate, because the cell begins again."""
         self._best_rate = 0.0
         self._context.progress.forget(cell)

@@ -1,6 +1,6 @@
-"""Notes on a trial from the strain on its machine, its step times and its costs.
+"""Notes on a trial: load on its machine (strain), unsteady step times, and doubtful costs.
 
-`common.results.validity` decides by the kind of a note whether the number is valid.
+`common.results.validity` decides from the kind of a note whether the result is valid.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from common.results.records.trust import CostCheck, Note, Strain
 from dear.comm.backends import missing_comm_core
 
 LATE = 0.02
-"""Share of the time that a rank may compute longer on an emulated cluster: of real compute, for
-nothing absorbs that."""
+"""Largest share of the time by which real compute on an emulated cluster may take longer for lack
+of cores."""
 SHORT_OF_CORES = 0.02
-"""The same as `LATE` for the training threads of ranks that emulate nothing."""
+"""Largest share of the time for which the training thread of a real rank may wait for a core."""
 STEAL_CORES = 0.05
 THROTTLED_S = 0.01
-"""Others took less than these, in cores and in seconds of this machine: nobody did."""
+"""Smallest use of cores, and smallest real seconds, by others that are noticed."""
 TRANSIENT = 0.03
-"""The first period of blocks may differ so much from the others, relative."""
+"""Largest relative difference between the first period of a block and the others."""
 TRANSIENT_ALPHA = 0.05 / 20
-"""Significance level of a row: of 20 tables with 20 rows, one has such a note by chance
-(Bonferroni)."""
+"""Significance level of the note for one row: of 20 tables with 20 rows, one has such a note by
+chance (Bonferroni)."""
 COST_MISFIT, COST_NOISE, COST_DRIFT = 0.05, 0.15, 0.1
-"""Costs of collectives above any of these are doubtful: the error of the fit beyond sampling error,
-the sampling error alone, and the change from the trial's begin to its end, all relative. Another
-program then used the network or the machine, or the engine sends in ways that the fit lacks."""
+"""Limits above which costs of collectives are doubtful, all relative: the error of the fit beyond
+sampling error, the sampling error, and the change during the trial. Larger values mean that another
+program used the network or the machine, or that the costs do not have the form of the fit."""
 
 
 def no_comm_core(backend: str) -> Note | None:
-    """Returns a note on a trial over Gloo if the comm core cannot be used here."""
+    """Returns a note if a trial runs over Gloo because the comm core cannot be used here."""
     reason = missing_comm_core() if backend == "gloo" else None
     return reason and Note(kind="no comm core", text=f"over gloo: {reason}")
 
 
 def unfaithful(strain: Sequence[Strain]) -> bool | None:
-    """Returns True if ranks of an emulated trial waited for cores that a real cluster has.
+    """Returns True if ranks of an emulated trial waited for cores in at least one launch.
 
-    One launch is enough. None: the kernel does not tell.
+    On a real cluster, they would not have waited. None: the kernel does not report waits.
     """
     if max(map(_late, strain), default=0.0) > LATE or max(map(_off, strain), default=0.0) > (
         FELL_BEHIND
@@ -54,7 +54,10 @@ def unfaithful(strain: Sequence[Strain]) -> bool | None:
 
 
 def _wait(strain: Strain) -> float | None:
-    """Returns the waits with the time of other virtual machines, which the kernel counts as run."""
+    """Returns the waits plus the time that other virtual machines took.
+
+    The kernel counts the latter as running time.
+    """
     return None if strain.core_wait is None else strain.core_wait + strain.steal_cores
 
 
@@ -67,7 +70,7 @@ def _off(strain: Strain) -> float:
 
 
 def unfaithful_note(strain: Sequence[Strain]) -> Note:
-    """Returns the note on an unfaithful trial, about the launch with the most strain."""
+    """Returns the note on a trial whose ranks lacked cores, about its worst launch."""
     if (late := max(map(_late, strain))) > LATE:
         return _unfaithful(f"a rank computed {late:.0%} of the time longer, for lack of cores")
     worst = max(strain, key=_off)
@@ -86,13 +89,13 @@ def _unfaithful(reason: str) -> Note:
 
 
 def oversubscribed(strain: Sequence[Strain], crowded: str | None) -> Note | None:
-    """Returns a note if real ranks had fewer cores than threads that wanted one.
+    """Returns a note if real ranks had fewer cores than busy threads.
 
-    The number stays valid: it was asked for on this machine. Only training threads count. Many
-    other threads (NCCL's, a pool's that spins) may wait and delay nothing.
+    The result stays valid for this machine. Only training threads count, because many other threads
+    may wait without a delay of the training.
 
     Args:
-        crowded: ranks and threads, if the trial asks for more threads than there are cores.
+        crowded: text with ranks and threads, if the trial has more threads than there are cores.
     """
     waits = [launch.main_wait for launch in strain if launch.main_wait is not None]
     reasons = [crowded] if crowded else []
@@ -104,21 +107,21 @@ def oversubscribed(strain: Sequence[Strain], crowded: str | None) -> Note | None
 
 
 def costs(check: CostCheck, what: str = "costs of collectives") -> Note | None:
-    """Returns a note if the costs are doubtful (`COST_MISFIT` and the next two)."""
+    """Returns a note if the costs are doubtful (above `COST_MISFIT` or the next two limits)."""
     noise = check.noise
     if check.misfit > COST_MISFIT:
-        reason = f"their fit is {check.misfit:.0%} off, beside {noise:.0%} of noise"
+        reason = f"their fit is off by {check.misfit:.0%}, in addition to {noise:.0%} of noise"
     elif noise > COST_NOISE:
         reason = f"repeats of the same message differ by {noise:.0%}"
     elif abs(check.drift) > COST_DRIFT:
-        reason = f"{check.drift:+.0%} from begin to end"
+        reason = f"they changed by {check.drift:+.0%} during the trial"
     else:
         return None
     return Note(kind="costs", text=f"{what} are doubtful: {reason}")
 
 
 def others(strain: Strain) -> str | None:
-    """Describes what else used the machine's cores during a launch; None: nothing."""
+    """Describes what else used the machine's cores during a launch; None if nothing did."""
     if strain.throttled_s > THROTTLED_S:
         return f"a limit of the control group stopped ranks for {strain.throttled_s:.2g} s"
     if strain.foreign_cores > FOREIGN_CORES:
@@ -129,10 +132,9 @@ def others(strain: Strain) -> str | None:
 
 
 def disturbed(strain: Strain, emulated: bool) -> Note | None:
-    """Returns a note on cores that others used while threads of the launch waited for them.
+    """Returns a note if others used cores for which the launch's threads waited; else None.
 
-    None if they took none, or none that the ranks would have needed. Where the kernel does not tell
-    of waits, they are taken to have waited.
+    If the kernel does not report waits, the threads are assumed to have waited.
     """
     who = others(strain)
     if who is None:
@@ -147,7 +149,7 @@ def disturbed(strain: Strain, emulated: bool) -> Note | None:
 
 
 def beside(strain: Sequence[Strain]) -> Note | None:
-    """Returns a note on other programs' load beside ranks that had all cores that they needed."""
+    """Returns a note on load by other programs that did not keep cores from the ranks."""
     who = next(filter(None, map(others, strain)), None)
     return who and Note(kind="beside", text=f"beside others: {who}")
 
@@ -155,7 +157,7 @@ def beside(strain: Sequence[Strain]) -> Note | None:
 def invalid(strain: Strain, emulated: bool) -> Note | None:
     """Returns the note that makes a launch invalid; None for a valid launch.
 
-    The waits of the ranks' own threads decide.
+    Only waits of the ranks' threads for cores make a launch invalid, not load by itself.
     """
     if (reason := disturbed(strain, emulated)) is not None:
         return reason
@@ -163,10 +165,10 @@ def invalid(strain: Strain, emulated: bool) -> Note | None:
 
 
 def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> Note | None:
-    """A note if blocks do not begin as they go on, by more than the noise between them explains.
+    """Returns a note if the first period of blocks takes another time than the rest.
 
-    The first period of each block is held against the rest of it. With fewer than three blocks the
-    spread of the periods in a block says how much one of them may be off.
+    The difference must be larger than the noise explains. With three blocks or more, the noise is
+    the spread between blocks; otherwise it is the spread of the periods within a block.
 
     Args:
         iters: step times by repeat and block.

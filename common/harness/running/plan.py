@@ -21,7 +21,7 @@ from common.results import store
 from dear.errors import UserError
 
 _START_S = 2.0
-"""Seconds that a start of the workers takes at least."""
+"""Shortest time that a start of the workers takes, in seconds."""
 _ON_VIRTUAL_HOSTS = "(on virtual hosts: they live only while a sweep runs)"
 
 
@@ -31,9 +31,9 @@ def select(
     """Returns the trials that match all filters and are in the shard.
 
     Args:
-        name: of the experiment, for messages.
-        filters: texts of titles, or `key=value`; `A|B` is either.
-        part: `i/n`; None: all.
+        filters: each a part of a trial's title, or `key=value`; `A|B` means A or B.
+        part: shard, as `i/n`; None: all trials.
+        name: name of the experiment, for messages.
 
     Raises:
         UserError: no trial matches, or there is no such shard.
@@ -72,7 +72,7 @@ def shard(trials: Sequence[Trial], text: str) -> list[Trial]:
 def show(
     trials: Sequence[Trial], folder: Path, experiment: Experiment, options: argparse.Namespace
 ) -> None:
-    """Prints what a run would run, how its ranks would be started, and a script for Slurm."""
+    """Prints the trials of a run, the commands that start their ranks, and a script for Slurm."""
     launcher = None if experiment.cluster else launcher_for(experiment, trials)
     records = folder / RECORDS
     todo = {trial.hash for trial in to_run(trials, records, options.rerun, experiment.base)}
@@ -111,11 +111,11 @@ def show(
     largest = max(trial.world_size for trial in trials)
     script = launcher and launcher.batch_script(command, experiment.name, largest)
     if script:
-        print(f"\nAll of it in one allocation, as a file for sbatch:\n\n{script}")
+        print(f"\nTo run all trials in one Slurm allocation, give this file to sbatch:\n\n{script}")
 
 
 def _least_s(trial: Trial, entry: dict[str, Any], experiment: Experiment) -> float:
-    """Returns the duration of the last run, or a lower bound: the timed blocks and the starts."""
+    """Returns the duration of the trial's last run, or else a lower bound, in seconds."""
     if entry["last_duration_s"]:
         return entry["last_duration_s"]
     measure, learn = trial.measure, trial.learn
@@ -128,7 +128,7 @@ def _least_s(trial: Trial, entry: dict[str, Any], experiment: Experiment) -> flo
 
 
 def _size(trial: Trial) -> str:
-    """Returns the size of a replayed model; models that compute are not built for a plan."""
+    """Returns a text with the size of a replayed model; empty for models that compute."""
     if not is_replay(trial.model):
         return ""
     profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)

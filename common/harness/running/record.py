@@ -1,6 +1,6 @@
-"""Record of a trial from the results of its workers, with its bound and its notes.
+"""Record of a trial: made from its workers' results, with a lower bound of the step, and notes.
 
-All times are in seconds of the modelled cluster.
+All times are in seconds of the modelled cluster (on an emulated cluster: real time / time scale).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from dear.cost.fit import CollectiveCost
 from dear.training.algorithm import algorithm_class
 
 ALONE = "compute"
-"""Kind of the bound of a trial without communication."""
+"""Kind of lower bound for a trial without communication."""
 
 
 def stepping_s(result: Result, trial: Trial) -> float:
     """Returns the time that a repeat spent in steps, in seconds of the modelled cluster.
 
-    Warm-up steps count as if each took as long as a timed step.
+    The time of a warm-up step is assumed to be that of a timed step.
     """
     if trial.learn is not None:
         if trial.learn.epochs is None:
@@ -87,7 +87,10 @@ def make_record(
     fabric: FabricFacts = REAL,
     run: str = "",
 ) -> Record:
-    """Makes the record of a trial that has ended, with a result for each finished repeat.
+    """Returns the record of a trial that has ended.
+
+    Args:
+        results: result of each finished repeat.
 
     The other arguments are fields of `Record`.
     """
@@ -127,14 +130,14 @@ def _breakdown(results: Sequence[Result]) -> Breakdown | None:
 
 
 def _check(results: Sequence[Result]) -> Check:
-    """Returns the first repeat's check against plain training, with the worst of all agreements."""
+    """Returns the first repeat's comparison with plain training, and the worst agreement of all."""
     checks = [result.check for result in results]
 
     def worst(key: str) -> float | None:
         values = [getattr(check, key) for check in checks]
         return None if None in values else max(values)
 
-    # A rank may have died in a training without steps in common: then agreement is not checked.
+    # If ranks train at their own pace and one died, agreement is not checked.
     agree = [check.replicas_agree for check in checks if check.replicas_agree is not None]
     return _finite(
         dataclasses.replace(
@@ -166,7 +169,7 @@ def _throughput(trial: Trial, results: Sequence[Result]) -> Throughput:
         low, high = (rates[0], rates[-1]) if len(rates) > 1 else (None, None)
         value = statistics.median(rates)
         return Throughput(value=value, unit=unit, ci_low=low, ci_high=high, n=len(rates))
-    # numpy only here: a dry run must not pay for it.
+    # The import is here, because numpy would slow down a dry run.
     from common.results.stats import throughput
 
     rate = throughput([result.steps for result in results], trial.batch_size * trial.world_size)
@@ -197,7 +200,7 @@ def _notes(
         for rank in result.lost_ranks:
             text = f"rank {rank} was killed (repeat {repeat}); the others went on without it"
             written.append(Note(kind="killed", text=text))
-    # One note for all repeats.
+    # All repeats share one note.
     disturbed = next(filter(None, (notes.disturbed(each, emulated) for each in strain)), None)
     written.append(disturbed or notes.beside(strain))
     if results:
@@ -215,7 +218,7 @@ def _notes(
 
 
 def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
-    """Returns the bounds of a step; None if its compute was not measured."""
+    """Returns the lower bounds of a step; None if its compute was not measured."""
     compute = first.compute
     if compute is None:
         return None
@@ -229,16 +232,16 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
         if kind != "asynchronous":  # such an algorithm skips what the links cannot carry
             wire_s = _wire_limit_s(trial, first, traffic, network)
         bound_s = None
-        # Traffic between some of the ranks costs what the communicator's `exchange` costs.
+        # Messages to some ranks have the costs of the communicator's `exchange`.
         costs = first.costs if traffic else sending_costs(first.costs, first.engine_costs)
         known = first.engine_costs is not None or algorithm.sends_by(trial.options) is None
         if getattr(trial.options, "compression", "none") != "none":
             kind, wire_s = None, None  # nobody knows how many bytes travel
         if kind is not None and costs and known:
-            # Ranks with different links wait for each other in the long run.
+            # If links differ, all ranks finally wait for the slowest.
             each = _comm_times(trial, first, costs, traffic)
             bound_s = max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
-            # Measured costs have an error of some per cent.
+            # Measured costs have errors of some per cent.
             bound_s = max(bound_s, wire_s or 0.0)
             if traffic is None:
                 bound_s = max(bound_s, _layers_limit_s(trial, compute, kind, each[0], wire_s))
@@ -253,7 +256,7 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
 def _layers_limit_s(
     trial: Trial, compute: StepTimes, kind: str, comm: CommTimes, wire_s: float | None
 ) -> float:
-    """Returns the bound by the moments of the profile's gradients; 0 if there is no such bound."""
+    """Returns the bound from when the profile's gradients are ready; 0: there is no such bound."""
     try:
         passes = trial_passes(trial.to_json(), compute.update_s)
     except UnmodelledError:
@@ -264,7 +267,7 @@ def _layers_limit_s(
 def _comm_times(
     trial: Trial, first: Result, costs: dict[str, CollectiveCost], traffic: Traffic | None
 ) -> list[CommTimes]:
-    """Returns the times of a step's communication by host, or one for all hosts."""
+    """Returns the communication times of a step by host; a single one if hosts are equal."""
     if traffic is None:
         return [comm_times(first.gradient_bytes, costs)]
     # Ranks of a host share its link. On a single host each rank has its own.

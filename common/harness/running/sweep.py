@@ -1,4 +1,7 @@
-"""Runs the trials of an experiment, repeats interleaved, and appends a record for each."""
+"""Sweep: runs the trials of an experiment cell by cell, and appends a record for each trial.
+
+A cell is the trials that are compared with each other (see `cell`).
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,13 @@ from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
 
 _LAUNCH_BYTES = 1 << 18
-"""Disk space for the files of a launch: logs, evidence and its part of a record."""
+"""Disk space in bytes for the files of a launch: logs, raw measurements, a part of the record."""
 Rerun = Literal["failed", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Costs:
-    """Costs of collectives, the launch that measured them, and their check at its end."""
+    """Costs of collectives, the launch that measured them, and their quality."""
 
     trial: str
     repeat: int
@@ -54,12 +57,12 @@ class _Costs:
 
 @dataclass
 class Sweep:
-    """One experiment with its folder of records.
+    """Sweep of one experiment, with its folder of records.
 
     Attributes:
         folder: `logs/<name>`; created if it does not exist.
         report: called whenever the progress has changed.
-        command: the user's command line and the text of the experiment file; None: no user.
+        command: the user's command line and the text of the experiment file; None: not saved.
     """
 
     experiment: Experiment
@@ -114,7 +117,7 @@ class Sweep:
                 run.save(self.folder)
             with self.fabric:
                 for trials in _cells(todo):
-                    # Trials of an interrupted cell continue their rounds without the others.
+                    # Trials of an interrupted cell continue their rounds separately from others.
                     begun = [trial for trial in trials if trial.hash in self._kept]
                     others = [trial for trial in trials if trial.hash not in self._kept]
                     for some in filter(None, (begun, others)):
@@ -124,7 +127,7 @@ class Sweep:
                                 return
 
     def _say_changed_settings(self) -> None:
-        """Names the settings in which earlier records differ from trials that have none."""
+        """Prints which settings have changed, if earlier records are of other trials thereby."""
         newest = store.latest(store.load(self._path))
         earlier = {
             _place(record.trial): record.trial
@@ -138,10 +141,10 @@ class Sweep:
             if before is not None:
                 counts[", ".join(changes(_flat(before), _flat(values)))] += 1
         for changed, count in counts.items():
-            _say(f"earlier results of {count} trials do not count, as this has changed: {changed}")
+            _say(f"earlier results of {count} trials are not used, because of changes: {changed}")
 
     def _go_on(self, trials: list[Trial]) -> None:
-        """Takes over the results of this cell from an interrupted run."""
+        """Loads the results of this cell that an interrupted run has left."""
         begun = Underway.load(self._underway(trials))
         if begun is None:
             return
@@ -205,7 +208,7 @@ class Sweep:
         return going_on
 
     def _by_scale(self, cell: list[Trial]) -> list[tuple[Choice | None, list[Trial]]]:
-        """Groups trials of a cell by the time scale that they must have; None: to be chosen."""
+        """Groups trials of a cell by the time scale that they must have; None: not yet chosen."""
         again = {trial.hash for trial in self._todo}
         kept = [
             record
@@ -224,7 +227,7 @@ class Sweep:
     def _launch(
         self, trial: Trial, repeat: int, slower: float = 1.0
     ) -> tuple[Outcome, Result | None]:
-        """Runs one repeat; the workers get the costs of collectives that another trial measured."""
+        """Runs one repeat; gives the workers costs of collectives that another trial measured."""
         job = Job(
             folder=self.folder / trial.id,
             repeat=repeat,
@@ -281,12 +284,12 @@ def _say(text: str) -> None:
 
 
 def _place(trial: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the place of a trial's row in tables."""
+    """Returns the settings by which rows of tables are grouped."""
     return tuple(trial[key] for key in ("model", "batch_size", "world_size", "label", "network"))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings by keys with dots."""
+    """Returns nested settings as a flat dictionary, with dots in the keys."""
     flat = {}
     for key, value in json.loads(json.dumps(values)).items():
         nested = isinstance(value, dict)
@@ -298,10 +301,10 @@ _AS_THE_OTHERS = "as others of the cell, which are on record: "
 
 
 def _settled(trial: Trial, kept: Sequence[Record]) -> Choice | None:
-    """Returns the time scale of the valid records that the trial is compared with.
+    """Returns the time scale of the valid records with which the trial is compared, or None.
 
-    These are records of the same cell and world size. A trial with a fault is compared with the
-    same trial without it, and the single worker with all world sizes.
+    These are the records of its cell with its world size; for a trial with a fault, also the same
+    trial without it; for the single worker, the records of all world sizes.
 
     Args:
         kept: valid records, newest first.
@@ -331,9 +334,9 @@ def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Trial]:
-    """Returns the trials that a run would run: all, or those without a valid newest record.
+    """Returns the trials that a run would run: all, or those whose newest record is not valid.
 
-    If the record of the baseline is flagged, all trials compared with it run again: they must take
+    If the baseline runs again, all trials that are compared with it run again, too: they must take
     turns with it, and may need another time scale.
     """
     if rerun == "all":

@@ -1,4 +1,4 @@
-"""Running trial of a cell, its planned launches, and the seed of a cell's rounds."""
+"""Turn: a trial of a cell that is being measured; its planned launches, and the cell's seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.results.records.trust import Note, Systematic, mean_step_s
 
 @dataclass(eq=False)
 class Turn:
-    """Running trial of a cell with its repeats so far."""
+    """Trial of a cell that is being measured, with its repeats so far."""
 
     trial: Trial
     order: Order
@@ -31,7 +31,7 @@ class Turn:
 
     @classmethod
     def going_on(cls, trial: Trial, order: Order, kept: Standing) -> Turn:
-        """Continues a trial of an interrupted run."""
+        """Returns a trial of an interrupted run, with the results that were kept."""
         turn = cls(trial, Order(seed=order.seed, positions=[*kept.positions]))
         for key in ("started", "duration_s", "results", "set_aside", "at_2k", "notes"):
             setattr(turn, key, getattr(kept, key))
@@ -60,17 +60,17 @@ class Turn:
 
 
 def order_seed(sweep: str, trial: Trial) -> int:
-    """Returns the seed of the rounds of a trial's cell; it is the same in every run.
+    """Returns the seed of the order in a cell's rounds; it is the same in every run.
 
     Args:
-        sweep: name of the experiment. Repeated sweeps have other names, and so another order.
+        sweep: name of the experiment; sweeps with different names have different orders.
     """
     text = f"{sweep} {trial.seed} {trial.cell}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def planned(trials: Sequence[Trial], kept: Mapping[str, Standing]) -> list[Planned]:
-    """Returns the least launches that these trials need.
+    """Returns the launches that these trials need at least.
 
     Args:
         kept: results so far, by hash.
@@ -85,5 +85,5 @@ def planned(trials: Sequence[Trial], kept: Mapping[str, Standing]) -> list[Plann
 
 
 def now() -> str:
-    """Returns the time in UTC, in ISO 8601, for records."""
+    """Returns the present time in UTC, as ISO 8601 text."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -1,6 +1,6 @@
-"""Output for people: a line of progress while a sweep runs, and the lines of each trial's log.
+"""Progress line of a sweep, and the lines of each trial's log.
 
-The log's lines are those that the reference suites print, for people and parsers that know them.
+The log has the lines that the reference suites print, so that scripts which read those logs work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONG_UNITS = {"img": "img", "sen": "sentences", "sample": "samples"}
 
 @dataclass(frozen=True)
 class Planned:
-    """A launch to come, of a trial whose cell then runs so many times slower than otherwise."""
+    """Planned launch of a trial; `slower` is a factor of its duration (2 at time scale 2k)."""
 
     trial: Trial
     slower: float = 1.0
@@ -30,7 +30,7 @@ class Planned:
 
 @dataclass
 class Progress:
-    """State of a sweep for the progress line; counts launches, because trials take turns."""
+    """State of a sweep for the progress line; `total` and `done` are numbers of launches."""
 
     total: int
     done: int = 0
@@ -38,9 +38,9 @@ class Progress:
     label: str = ""
     """Label of the running algorithm."""
     why: str = ""
-    """Reason for a change of the plan."""
+    """Reason why the planned launches have changed."""
     best: str = ""
-    """Fastest of the valid and correct rows."""
+    """Text that names the fastest trial so far."""
     spent_s: dict[tuple[Any, ...], list[float]] = field(default_factory=dict)
     """Duration of launches by cell, in seconds without the cell's slowdown."""
     left: list[Planned] = field(default_factory=list)
@@ -52,11 +52,11 @@ class Progress:
         self.left.remove(launch)
 
     def forget(self, cell: tuple[Any, ...]) -> None:
-        """Discards the durations of the cell's launches, which later ones do not share."""
+        """Discards the durations of the cell's launches, because later ones will take longer."""
         self.spent_s.pop(cell, None)
 
     def eta_s(self) -> float | None:
-        """Seconds that the remaining launches will take, None before the first has ended."""
+        """Seconds that the remaining launches will take; None before the first has ended."""
         known = [seconds for spent in self.spent_s.values() for seconds in spent]
         if not known:
             return None
@@ -66,13 +66,13 @@ class Progress:
 
 
 class ProgressLine:
-    """Progress: what runs, how far it is, the best row so far, and the remaining time.
+    """Output of the progress: the running trial, the number of launches, the best, the time left.
 
-    A bar on a terminal; a line per launch where output is kept.
+    On a terminal, it is one line that changes; elsewhere, it is a line per launch.
     """
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
-        # Not a default of the parameter, which would be the stream as this file was imported.
+        # A default of the parameter would be the value of sys.stderr at import.
         self._stream = stream or sys.stderr
         self._quiet = quiet
         self._live = self._stream.isatty()
@@ -114,17 +114,17 @@ def _reasons(progress: Progress) -> list[str]:
 
 
 def _promises(progress: Progress) -> list[str]:
-    """The best so far, and how long it takes, as far as they are known."""
+    """Returns the best trial so far and the remaining time, as far as they are known."""
     parts = [f"best: {progress.best}"] if progress.best else []
     eta_s = progress.eta_s()
     return parts if eta_s is None else [*parts, f"ETA {duration(eta_s)}"]
 
 
 class _Bar:
-    """One line of a terminal, which is never longer than that: what is running gives way first."""
+    """Bar in one line of a terminal; if it is too long, the name of the running trial is cut."""
 
     def __init__(self, stream: TextIO) -> None:
-        # Only here: a listing needs no rich.
+        # The import is here, because rich would slow down commands without a bar.
         from rich import progress
         from rich.console import Console
         from rich.table import Column
@@ -159,7 +159,7 @@ class _Bar:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Returns a duration as `45 s`, `3 min 20 s` or `2 h 05 min`."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -169,7 +169,7 @@ def duration(seconds: float) -> str:
 
 
 def log_header(trial: Trial, parameters: int, command: str, began: datetime.datetime) -> list[str]:
-    """Printed before the warm-up."""
+    """Returns the lines that rank 0 prints before the warm-up."""
     device = _device(trial)
     first = f"Model: {trial.model}"
     if trial.model.startswith("bert"):
@@ -188,10 +188,13 @@ def log_header(trial: Trial, parameters: int, command: str, began: datetime.date
 
 
 def log_results(trial: Trial, iters: Sequence[Sequence[float]]) -> list[str]:
-    """Printed after the measurement; `iters` are step times in seconds, a list per iteration.
+    """Returns the lines with the results, as the reference suites print them.
 
-    As there: rates are per worker, `+-` is 1.96 population standard deviations of the iterations,
-    and the total is the mean times the number of workers.
+    Rates are per worker; `+-` is 1.96 population standard deviations over the iterations; the total
+    is the mean times the number of workers.
+
+    Args:
+        iters: step times in seconds, a list per iteration (block of steps).
     """
     device = _device(trial)
     unit = model_entry(trial.model).sample_unit
@@ -209,8 +212,10 @@ def log_results(trial: Trial, iters: Sequence[Sequence[float]]) -> list[str]:
 
 
 def log_plan(plan: Plan | None) -> list[str]:
-    """Printed after the measurement, as DeAR's and MG-WFBP's programs tell of their groups and of
-    what a tuner has tried; MB are of 2^20 bytes, sizes of 4-byte elements."""
+    """Returns the lines about tensor fusion and the tuner, as DeAR and MG-WFBP print them.
+
+    MB are 2^20 bytes; merged sizes are numbers of 4-byte elements.
+    """
     if plan is None:
         return []
     sizes = [group.bytes for group in plan.groups]
@@ -241,7 +246,7 @@ def log_plan(plan: Plan | None) -> list[str]:
 
 
 def rate_lines(rates: Sequence[float], world_size: int, unit: str, device: str) -> list[str]:
-    """The two closing lines; `rates` in samples per second and worker, one per iteration."""
+    """Returns the last two lines; `rates` are samples per second and worker, by iteration."""
     mean, spread = statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
     return [
         f"{unit.capitalize()}/sec per {device}: {mean:.1f} +-{spread:.1f}",

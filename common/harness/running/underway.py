@@ -1,7 +1,7 @@
-"""State of a cell that has begun, saved after each launch, so that an interrupted run can continue.
+"""State of a cell (trials that are compared) that has begun but not ended.
 
-The file lies beside the records until the cell has ended. A later run continues the trials for
-which nothing has changed that their numbers depend on.
+It is saved after each launch in a file beside the records, so that a later run can continue. A
+trial continues only if everything that its results depend on is unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Standing:
     at_2k: list[Result] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     facts: FabricFacts
-    """Facts of the fabric at that time."""
+    """Facts about the cluster on which the results were measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class Underway:
     """Cell that has begun.
 
     Attributes:
-        run: run that began it; its records name this run.
-        uses: what the numbers depend on (`used.used`), by hash.
-        standing: results of the trials that have not ended, by hash.
+        run: name of the run that began the cell, as in its records.
+        uses: facts on which the results depend (`used.used`), by hash of the trial.
+        standing: results of the trials that have not ended, by hash of the trial.
     """
 
     schema: int = SCHEMA
@@ -49,7 +49,7 @@ class Underway:
     standing: dict[str, Standing] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Writes the file completely or not at all."""
+        """Writes the file atomically."""
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
         partial.replace(path)
@@ -58,7 +58,7 @@ class Underway:
     def load(cls, path: Path) -> Underway | None:
         """Reads what `save` wrote; None if there is no file.
 
-        A file of another version has no results for this one.
+        If another version wrote the file, it has no results.
         """
         try:
             values = json.loads(path.read_bytes())
@@ -68,5 +68,5 @@ class Underway:
 
 
 def path_of(folder: Path, seed: int) -> Path:
-    """Returns the file of a cell of the sweep in `folder`; `seed` is that of its rounds."""
+    """Returns the path of a cell's file; `seed` is the seed of the cell's rounds."""
     return folder / f"underway-{seed:08x}.json"

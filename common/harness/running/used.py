@@ -1,7 +1,7 @@
-"""Facts beside its settings that a trial's numbers depend on: hardware, packages, code, variables.
+"""Facts on which a trial's results depend: hardware, packages, code, environment variables.
 
-An interrupted trial continues only if all of them are the same, because its repeats form one
-sample. What other trials use may change meanwhile.
+An interrupted trial continues only if all these facts are the same, because its repeats form one
+sample. Facts that only other trials use may change.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from common.models.registry import FILE, model_entry
 from common.paths import ROOT
 
 _MACHINE = ("cpu", "cores", "cpus", "core_limit", "kernel", "sysctl", "python")
-"""Fields of the machine card that matter to every trial."""
+"""Fields of the machine card on which every trial depends."""
 _ALWAYS = ("torch", "numpy")
 _UNUSED = (
     *("common/comm_core", "common/gpu_check", "common/harness/verbs", "common/results"),
     *("common/virtual", "dear/bluefog", "dear/dadt", "dear/decentralized"),
 )
-"""Code that no worker runs, and the comm core's, whose library the machine card has."""
+"""Folders that are left out: no worker runs their code, or (comm core) the card has a digest."""
 _ALGORITHMS, _BUILDERS = "dear/algorithms/", "common/models/architectures/"
 _IMPORT = re.compile(r"^from (dear\.algorithms\.\w+\.\w+) import", re.MULTILINE)
 
 
 def used(trial: Trial, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns these facts as JSON values, by a name for messages.
+    """Returns the facts on which a trial depends, as JSON values by name.
 
     Args:
         machine: the machine card.
@@ -47,7 +47,7 @@ def used(trial: Trial, machine: Mapping[str, Any]) -> dict[str, Any]:
         facts["gpus"] = machine["gpus"]
     if trial.backend == "comm_core":
         facts["comm core"] = machine["comm_core"]
-    # A variable of a library counts if the trial uses the library.
+    # A library's variables are included only if the trial uses the library.
     idle = [
         *([] if "horovod" in packages else ["HOROVOD_"]),
         *([] if trial.device == "cuda" else ["NCCL_", "CUDA_"]),
@@ -64,7 +64,7 @@ def used(trial: Trial, machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns what differs between two results of `used`, with short values."""
+    """Returns the names of facts that differ between two results of `used`, with short values."""
     texts = []
     for name in dict.fromkeys((*before, *now)):
         values = [facts.get(name) for facts in (before, now)]
@@ -87,12 +87,12 @@ def code() -> dict[str, str]:
 
 
 def _is_choice(name: str) -> bool:
-    """Returns whether only some trials use the file: those of an algorithm or a model."""
+    """Returns True if only trials of one algorithm or model use the file."""
     return name.startswith((_ALGORITHMS, _BUILDERS)) and not name.endswith("__init__.py")
 
 
 def _texts(trial: Trial) -> dict[str, str]:
-    """Returns the code that only some trials use, this one among them, by path."""
+    """Returns the code of the trial's algorithm and model, by path."""
     known, plugin = code(), trial.sources.plugin
     stem = trial.algorithm.replace("-", "_")
     texts = {name: text for name, text in known.items() if Path(name).stem == stem}

@@ -1,7 +1,7 @@
-"""Verbs of the command line: each file of this folder is one.
+"""Verbs (subcommands) of the command line; each file of this folder is a verb.
 
 A verb has `HELP` (a phrase), `add(parser)` (its flags), and `main(options) -> int` (exit status).
-It imports what is slow to load inside `main`, so that `--help` and a typo answer at once.
+Slow imports are inside `main`, so that `--help` and error messages appear at once.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def main(options: argparse.Namespace) -> int:
     if any(map(is_reports, operands)):
         return _compare_reports(operands, options)
     if options.more:
-        raise UserError("compare: two sweeps; only reports and logs of several stand side by side")
+        raise UserError("compare: needs two sweeps; only reports and logs may be more than two")
     if options.junit and not options.fail_on:
-        raise UserError("compare: --junit shows what fails; give --fail-on, too")
+        raise UserError("compare: --junit needs --fail-on, which says what counts as a failure")
     from common.harness.output import write_whole
     from common.results.exports import junit
     from common.results.timed import compare as comparing
@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> int:
 
     share, across = _regression(options.fail_on), _across(options)
     before = _operand(options.first, options.logs)
-    # A sweep that crashed at once is the gate's to judge.
+    # With --fail-on, a second sweep without records is no error here but a failure.
     after = _operand(options.second, options.logs, required=share is None)
     if after and not options.force:
         comparing.refuse_mixed(before, after)
@@ -130,7 +130,7 @@ def _lines(summary: Summary) -> list[str]:
 
 
 def _across(options: argparse.Namespace) -> list[str]:
-    """Returns the keys of `--across`, and those for which each operand has a value of its own."""
+    """Returns the keys of `--across`, and the keys that both operands give (`SWEEP@key=value`)."""
     keys = options.across.split(",") if options.across else []
     for key in keys:
         one_of("key of --across", key, AXES)
@@ -142,7 +142,7 @@ def _across(options: argparse.Namespace) -> list[str]:
 
 
 def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> int:
-    """Prints reports of the reference suites and sweeps side by side, as mean rates."""
+    """Prints a table of mean rates, with a column per report, folder of logs, or sweep."""
     from common.results.exports.reference_reports import (
         is_reports,
         load_reports,
@@ -167,7 +167,7 @@ def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> in
     elif options.markdown:
         print(table.markdown(), end="")
     else:
-        table.print("samples/s of all workers, as reports tell them: means without an interval")
+        table.print("samples/s of all workers: means, because reports contain no intervals")
     return 0
 
 
@@ -194,7 +194,7 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
     """Returns the records of `SWEEP`, or of `SWEEP@TEXT` with that label or `key=value`.
 
     Args:
-        required: whether it is an error if there is none.
+        required: True if it is an error that there are no records.
     """
     name, at, chosen = text.partition("@")
     if at and not chosen:
@@ -213,7 +213,7 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
     kept = [record for record in records if not chosen or _matches(record, chosen)]
     if not kept and required:
         known = ", ".join(dict.fromkeys(record.label for record in records)) or "none"
-        raise UserError(f"compare: {text}: no trial is of that kind; there are {known}")
+        raise UserError(f"compare: {text}: no trial matches; there are {known}")
     return kept
 
 

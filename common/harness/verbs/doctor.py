@@ -1,7 +1,7 @@
-"""The verb `doctor`: checks this machine and suggests a fix for each problem.
+"""Verb `doctor`: checks this machine and suggests a fix for each problem.
 
-A check tries the thing itself (makes a namespace, opens a port) if that takes less than a second.
-No check imports torch.
+If it takes less than a second, a check does what a sweep will do (creates a namespace, opens a
+port). No check imports torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dear.training.algorithm import algorithm_class
 
 _LEAST_DISK, _LEAST_PORTS = 1 << 30, 64
 _BUSY = 0.5
-"""Load per core from which on others are at work."""
+"""Load per core from which on `doctor` reports load by other programs."""
 _SOMEWHERE = "192.0.2.1"  # of the addresses for documentation: nothing is sent
 
 
@@ -71,18 +71,18 @@ class Finding:
     """Result of one check."""
 
     level: Literal["ok", "note", "missing", "FAIL"]
-    """`note`: numbers may suffer; `missing`: something optional cannot run; `FAIL`: the default
-    sweep cannot."""
+    """Severity. `note`: results may be worse; `missing`: something optional cannot run; `FAIL`: the
+    default sweep cannot run."""
     what: str
     state: str
     fix: str | None = None
 
 
 def examine(logs: Path) -> Iterator[Finding]:
-    """All findings, one after the other.
+    """Yields the findings of all checks.
 
     Args:
-        logs: where results would go.
+        logs: folder of results.
     """
     card = machine.machine_card()
     yield _python()

@@ -1,6 +1,6 @@
-"""The verb `list`: names of everything that an experiment can ask for, and the keys of its file.
+"""Verb `list`: the names that experiments may use, and the keys of an experiment file.
 
-python -m common.harness.verbs.list     # writes the keys into docs/experiments.md
+python -m common.harness.verbs.list     # writes the table of keys into docs/experiments.md
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints all names with a line on each; the exit status is 0."""
+    """Prints all names, each with a line of text; the exit status is 0."""
     with contextlib.redirect_stdout(sys.stderr):  # for what the files print
         load_plugins(options.plugin, Path())
     names = {"keys": list(map(dataclasses.asdict, keys()))} if options.keys else listing()
@@ -114,7 +114,7 @@ def _part_of(hint: Any) -> tuple[type[Any] | None, bool]:
 
 
 def _type_name(hint: Any) -> str:
-    """Returns how documents name a type: as YAML has it."""
+    """Returns the name of a type in documents, in the terms of YAML."""
     names = {bool: "true or false", int: "integer", float: "number", str: "text"}
     names |= {type(None): "null", dict: "mapping", tuple: "list"}
     if typing.get_origin(hint) is typing.Literal:
@@ -143,7 +143,7 @@ def keys_table() -> str:
 
 
 def listing() -> dict[str, Any]:
-    """Returns the names by heading, most of them with a text."""
+    """Returns the names by heading, each with a text or None."""
     return {
         "algorithms": {name: _about(name) for name in algorithm_names()},
         "other names": {name: _alias(*meaning) for name, meaning in ALIASES.items()},

@@ -1,4 +1,4 @@
-"""The verb `merge`: one sweep from the shards that several machines ran."""
+"""Verb `merge`: combines the shards of a sweep, which ran on several machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Merges the parts, whose folders stay as they are; the exit status is 0."""
+    """Merges the shards into a new folder; the exit status is 0."""
     from common.harness import output
     from common.results import store
 

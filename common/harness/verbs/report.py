@@ -1,4 +1,4 @@
-"""The verb `report`: a sweep as one HTML file."""
+"""Verb `report`: writes a sweep as one HTML file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ def _commands(folder: Path) -> page.Commands:
 
 
 def _again(folder: Path) -> tuple[str | None, str]:
-    """Returns a command for the experiment of that name, and whether its trials are the same."""
+    """Returns a command that runs the experiment of the folder's name, and a sentence.
+
+    The sentence says whether the command would run the same trials. Without such an experiment, the
+    command is None.
+    """
     from common.harness.experiment_file import load
     from common.results.store import Comparison
 
@@ -77,11 +81,11 @@ def _again(folder: Path) -> tuple[str | None, str]:
     try:
         today = {trial.hash for trial in load(path).trials()}
     except UserError as error:
-        return command, f"Today this cannot be asked: {error}."
+        return command, f"With this version, the command fails: {error}."
     if wanted == today:
-        return command, "Today this asks for exactly these trials."
+        return command, "With this version, the command runs exactly these trials."
     same = len(wanted & today)
     return command, (
-        f"Today this asks for {len(today)} trials, of which {same} are among the {len(wanted)} of "
-        "this page: flags, another experiment file or a later version have made the others."
+        f"With this version, the command runs {len(today)} trials; {same} of them are among the "
+        f"{len(wanted)} of this page. The others come from flags, another file or another version."
     )

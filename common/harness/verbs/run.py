@@ -1,4 +1,4 @@
-"""The verb `run`: measures the trials of an experiment, or prints its plan."""
+"""Verb `run`: measures the trials of an experiment, or prints which trials it would measure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dear.errors import UserError
 HELP = "run an experiment"
 TRACE = "write timelines of each trial there, for Perfetto"
 CUSTOM_MODELS = EXPERIMENTS / "custom.yaml"
-"""Experiment for models of the command line, if it names no experiment."""
+"""Experiment for models of the command line, if the user names no experiment."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +140,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plugin(to: argparse._ActionsContainer) -> None:
-    """Adds the flag for files with algorithms."""
+    """Adds the flag for plugins (files with algorithms)."""
     to.add_argument(
         "--plugin",
         action="append",
@@ -151,9 +151,9 @@ def add_plugin(to: argparse._ActionsContainer) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the experiment; the exit status is 1 if a trial failed or was not the right training.
+    """Runs the experiment; the exit status is 1 if a trial failed or trained incorrectly.
 
-    An experiment on virtual hosts runs in a process of its own, which gets the same arguments.
+    An experiment on virtual hosts runs in a separate process (a sandbox), with the same arguments.
     """
     command_line = CommandLine.of(options)
     unnamed = options.experiment is None and not command_line.models
@@ -197,7 +197,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _axes(experiment: Experiment, trials: Sequence[Trial]) -> str:
-    """Returns what the default sweep varies, a line per axis, and a `--set` that widens each."""
+    """Returns a line per axis of the default sweep, each with a `--set` that widens it."""
 
     def now(key: str) -> str:
         values = dict.fromkeys(getattr(t, key) for t in trials if t.algorithm != BASELINE)
@@ -226,7 +226,7 @@ def _axes(experiment: Experiment, trials: Sequence[Trial]) -> str:
 
 
 def cluster_overrides(options: argparse.Namespace) -> list[str]:
-    """Returns the flags about virtual hosts in the form of `--set`."""
+    """Returns the flags about virtual hosts as overrides (`key=value`)."""
     keys = ("hosts", "ranks_per_host", "network", "time_scale")
     given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
     overrides = [f"cluster.{key}={value}" for key, value in given.items()]
@@ -312,7 +312,7 @@ def _command(experiment: Experiment, record: Record) -> str:
 
 
 def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
-    """Draws the main figure alone: all figures take 3 to 20 s, too long for the end of a sweep."""
+    """Draws only the main figure, because all figures take 3 to 20 s."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no figure: matplotlib is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
         return
@@ -326,7 +326,7 @@ def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
 
 
 def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:
-    """Returns OK if some trial is ok, and every trial is ok and correct, or unsupported here."""
+    """Returns OK if every trial is ok and correct, or unsupported here, and at least one is ok."""
     from common.results.validity import incorrect
 
     newest = {record.hash: record for record in records}

@@ -1,4 +1,4 @@
-"""The verb `show`: the table of a sweep that has run, its records, or details of its trials."""
+"""Verb `show`: prints the table of a sweep that has run, its records, or details of its trials."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints what the flags ask for; the exit status is 0."""
+    """Prints the output that the flags choose; the exit status is 0."""
     from common.harness import output
     from common.results import store
     from common.results.report.overview import overview

@@ -1,5 +1,7 @@
-"""Image classifiers of timm by name (`timm:resnet50d`), with random weights and random images of
-the size that the model expects. Nothing is downloaded."""
+"""Image classifiers of timm by name (`timm:resnet50d`), with random weights and random images.
+
+The images have the size that the model expects. Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ def entry(name: str) -> ModelEntry:
 def build(
     name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
 ) -> Workload:
-    """Returns the model with 1000 classes; images are float32 `[batch_size, 3, side, side]` of the
-    default size in timm's configuration."""
+    """Returns the model with 1000 classes and a batch of float32 images.
+
+    The images are `[batch_size, 3, side, side]`, where `side` comes from timm's configuration.
+    """
     kind = name.removeprefix(TIMM)
     model = timm.create_model(kind, pretrained=False, num_classes=CLASSES)
     side = model.pretrained_cfg["input_size"][-1]

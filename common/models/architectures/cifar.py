@@ -20,7 +20,7 @@ _VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 
 class Residual(nn.Module):
     """Residual block: two convolutions and a shortcut without parameters.
 
-    Where the resolution halves, the shortcut takes every second pixel and pads the channels with
+    If the block halves the resolution, the shortcut takes every second pixel and adds channels of
     zeros (He et al. 2016, section 4.2, option A; arXiv 1512.03385).
     """
 

@@ -11,7 +11,7 @@ from common.models.workload import Workload
 import torchvision  # isort: skip
 
 CLASSES = 1000
-# Auxiliary classifiers would turn the output into a tuple, and training works without them.
+# With auxiliary classifiers, the output would be a tuple. Training works without them.
 _ARGUMENTS = {
     "googlenet": {"aux_logits": False, "init_weights": False},
     "inception_v3": {"aux_logits": False, "init_weights": False},

@@ -33,7 +33,7 @@ _HEADS = {
     "AutoModelForMaskedLM": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 }
-"""Training tasks (auto classes) and the types that support them; the first match is used."""
+"""Training tasks (auto classes), each with the model types that support it, by preference."""
 
 
 def entry(name: str) -> ModelEntry:

@@ -16,7 +16,7 @@ _SIZES = {"lstm_small": (200, 0.0), "lstm": (1500, 0.65)}
 
 
 class LanguageModel(nn.Module):
-    """Two LSTM layers between an embedding and a linear layer; samples do not share state.
+    """Two LSTM layers between an embedding and a linear layer; each sample starts with state 0.
 
     Args:
         units: size of each layer and of the embedding.

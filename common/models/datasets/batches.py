@@ -1,4 +1,4 @@
-"""Batches of each rank, in an order that only the seed and the sampler determine."""
+"""Batches of each rank; their order depends only on the seed and the sampler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Batches:
 
     Args:
         train: training set, the same on all ranks.
-        sampler: `shared`: the ranks split one order of all samples in each epoch; `own`: each rank
-            goes through all samples in an order of its own.
+        sampler: `shared`: in each epoch, the ranks share one shuffled list of all samples; `own`:
+            each rank shuffles all samples differently and goes through all of them.
         size: number of ranks.
-        workers: processes that read ahead; 0: a batch is read when it is requested.
+        workers: processes that read batches in advance; 0: a batch is read when it is requested.
 
     Raises:
         UserError: an epoch is shorter than one batch.
@@ -74,12 +74,12 @@ class Batches:
         return next(self._next)
 
     def close(self) -> None:
-        """Ends the processes that read ahead; no batch follows."""
+        """Ends the processes that read in advance; do not request a batch afterwards."""
         self._next = iter(())
 
 
 class _Whole(Dataset):
-    """Dataset that returns whole batches; the batch's number seeds its random augmentation."""
+    """Dataset that returns whole batches; the number of a batch seeds its random augmentation."""
 
     def __init__(self, samples: Samples, *, seed: int, rank: int) -> None:
         self._samples, self._seed, self._rank = samples, seed, rank

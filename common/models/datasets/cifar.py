@@ -26,8 +26,10 @@ STD = {"cifar10": (0.2470, 0.2435, 0.2616), "cifar100": (0.2673, 0.2564, 0.2762)
 
 
 def digest(data: str, folder: Path) -> str:
-    """Returns a digest of all files in the data's own folder inside `folder`; raises `UserError` if
-    there is no such folder."""
+    """Returns a digest of the data's files; raises `UserError` if their folder is missing.
+
+    The files are in a subfolder of `folder` with the published name, such as cifar-10-batches-py.
+    """
     return _digest(_own_folder(data, folder))
 
 
@@ -43,8 +45,8 @@ def _own_folder(data: str, folder: Path) -> Path:
     data_folder = folder / _FOLDERS[data]
     if not data_folder.is_dir():
         raise UserError(
-            f"{folder}: no {data} there: its folder {_FOLDERS[data]} is that of "
-            f"{data.replace('cifar', 'cifar-')}-python.tar.gz, unpacked"
+            f"{folder}: has no {data}; it needs the folder {_FOLDERS[data]} from "
+            f"{data.replace('cifar', 'cifar-')}-python.tar.gz"
         )
     return data_folder
 
@@ -79,7 +81,7 @@ def _dataset(data: str, folder: Path, train: bool) -> Any:
     kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
 
     class Unhashed(kind[data]):
-        """Data set without hash checks, so that other images in the same format load, too."""
+        """Data set without checks of hashes, so that other images in this format can be loaded."""
 
         train_list = [[name, None] for name, _ in kind[data].train_list]  # noqa: RUF012
         test_list = [[name, None] for name, _ in kind[data].test_list]  # noqa: RUF012

@@ -14,7 +14,7 @@ from dear.lazy import torch
 
 
 def digest(data: str, path: None) -> str:
-    """Returns a digest of the file in scikit-learn; raises `UserError` if that is not installed."""
+    """Returns a digest of scikit-learn's file; raises `UserError` without scikit-learn."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise UserError(f"learn.data: {data} comes with scikit-learn, which is not installed")

@@ -1,8 +1,8 @@
-"""Images in one folder per class, as ImageNet's (`train/CLASS/*.jpg`, `val/CLASS/*.jpg`).
+"""Images in one folder per class, as in ImageNet (`train/CLASS/*.jpg`, `val/CLASS/*.jpg`).
 
-torchvision reads each image when it is needed. Training images are random crops of 8 to 100 % of
-the area, flipped with probability 0.5; test images are center crops (Szegedy et al. 2015, arXiv
-1409.4842, as in torchvision's own training of its models).
+torchvision reads each image when it is needed. As in torchvision's training scripts, training
+images are random crops of 8 to 100 % of the area (Szegedy et al. 2015, arXiv 1409.4842), flipped
+with probability 0.5; test images are center crops.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from dear.lazy import torch
 _TEST_FOLDERS = ("val", "test")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images
 _MIDDLE = 224 / 256
-"""Side of the center crop relative to the shorter side of the resized image."""
+"""Side of the center crop, divided by the shorter side of the resized image."""
 
 
 @functools.cache
 def digest(data: str, folder: Path) -> str:
-    """Returns a digest of the names and sizes of all files; raises `UserError` if the training or
-    the test folder is missing."""
+    """Returns a digest of the names and sizes of all files.
+
+    Raises:
+        UserError: the training or the test folder is missing.
+    """
     hasher = hashlib.sha256()
     for part in _parts(folder):
         for path in sorted(path for path in part.rglob("*") if path.is_file()):
@@ -70,10 +73,10 @@ def load(data: str, folder: Path, size: int | None) -> Parts:
 
 
 class Images:
-    """Samples that read each image when a batch needs it.
+    """Samples whose images are read when a batch needs them.
 
     Args:
-        dataset: returns by index an image, ready for the model, and its class.
+        dataset: sequence of pairs (image tensor for the model, class).
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -41,8 +41,7 @@ def load(data: str, folder: Path, size: int | None) -> Parts:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Returns the array in an IDX file (http://yann.lecun.com/exdb/mnist), gzipped if it ends in
-    .gz.
+    """Returns the array in an IDX file, which is gzipped if its name ends in .gz.
 
     Raises:
         UserError: the file is no IDX file, or its length differs from the one in its header.
@@ -61,7 +60,8 @@ def read_idx(path: Path) -> np.ndarray:
 def load_mnist(folder: Path) -> tuple[Split, Split]:
     """Returns MNIST's training and test images and labels.
 
-    If the folder holds only one of the two parts, 9 in 10 of its images are for training.
+    If the folder has only the training files or only the test files, they are split: 9 in 10 images
+    are for training.
 
     Raises:
         UserError: the folder has no pair of image and label files, or a file is damaged.
@@ -82,11 +82,12 @@ def _load(folder: Path, part: str) -> Split | None:
 
 
 def pair(folder: Path, part: str) -> tuple[Path, Path] | None:
-    """Returns the image file and the label file of a part (`train` or `t10k`), gzipped or not; None
-    if one is missing.
+    """Returns the image file and the label file of `part` (`train` or `t10k`), gzipped or not.
+
+    Returns None if one is missing and the other part is complete.
 
     Raises:
-        UserError: the folder has no complete part.
+        UserError: both parts are incomplete.
     """
 
     def find(name: str) -> Path | None:
@@ -103,8 +104,11 @@ def pair(folder: Path, part: str) -> tuple[Path, Path] | None:
 
 
 def contents(path: Path) -> bytes:
-    """Returns the bytes of a file, decompressed if its name ends in .gz; raises `UserError` if it
-    cannot be read."""
+    """Returns the content of a file, decompressed if its name ends in .gz.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data

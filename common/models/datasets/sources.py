@@ -1,7 +1,7 @@
-"""Data sets by name: location, digest and loader, without importing torch.
+"""Data sets by name: location, digest and loader. Imports no torch.
 
-Nothing is downloaded. The experiment or an environment variable names a folder (or file) that holds
-the data in its published format.
+Nothing is downloaded. The experiment or an environment variable names a folder (or file) with the
+data in their published format.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Parts:
     classes: int
     """Number of possible targets: classes of images, or distinct words."""
     split: str | None = None
-    """Name of the data that both were split from; None if the data comes with its own two parts."""
+    """Name of the data set that was split; None if the data set has separate test samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Source:
     kinds: tuple[Kind, ...]
     """Kinds of models that can train on it."""
     variable: str | None
-    """Environment variable with its folder or file; None: scikit-learn ships it."""
+    """Environment variable that names the folder or file; None: scikit-learn contains the data."""
     module: str
     """Module of this package with `digest(data, path)` and `load(data, path, size)`."""
     file: bool = False
@@ -73,11 +73,12 @@ SOURCES: dict[str, Source] = {
 
 
 def path_of(data: str, given: str | Path | None) -> Path | None:
-    """Returns the folder or file of `data`: `given`, else the value of its environment variable;
-    None for data that scikit-learn ships.
+    """Returns the folder or file of `data`: `given`, or else the value of its variable.
+
+    Returns None for data that scikit-learn contains.
 
     Raises:
-        UserError: no path is given, it does not exist, or this data takes no path.
+        UserError: no path is given, it does not exist, or the data need no path.
     """
     source = one_of("learn.data", data, SOURCES)
     if source.variable is None:
@@ -97,8 +98,7 @@ def path_of(data: str, given: str | Path | None) -> Path | None:
 
 
 def digest(data: str, path: Path | None) -> str:
-    """Returns a digest of the files' contents; for image folders, which may be large, of the files'
-    names and sizes.
+    """Returns a digest of the files' contents (of image folders: of the names and sizes only).
 
     Raises:
         UserError: the files are missing or cannot be read.
@@ -110,10 +110,10 @@ def load(data: str, path: Path | None, size: int | None = None) -> Parts:
     """Loads the training set and the test set; imports torch.
 
     Args:
-        size: side of an image in pixels, or words per sample of a text; None if the data fixes it.
+        size: side of an image in pixels, or words per sample of a text; None: fixed by the data.
 
     Raises:
-        UserError: the path holds no such data, or a file is missing or damaged.
+        UserError: the path does not contain such data, or a file is missing or damaged.
     """
     return _module(data).load(data, path_of(data, path), size)
 

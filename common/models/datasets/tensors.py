@@ -14,7 +14,7 @@ class Tensors:
     """Samples of the training set or of the test set, in memory.
 
     Args:
-        inputs, targets: their first dimension is the sample.
+        inputs, targets: tensors with one sample per index of the first dimension.
         vary: augments the inputs of a training batch at random; None: no augmentation.
         finish: converts the inputs for the model (for example bytes to normalized floats).
     """

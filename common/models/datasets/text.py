@@ -1,8 +1,7 @@
 """Words of a text file for next-word prediction: the Penn Treebank's format, or any text.
 
-White space separates words, and each line ends with an extra word `<eos>`. A sample has `size`
-consecutive words; its targets are the words that follow each of them. Samples do not overlap, and
-no state passes from one to the next.
+White space separates words, and an extra word `<eos>` is added to each line. A sample has `size`
+consecutive words; the target of each word is the word after it. Samples do not overlap.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dear.lazy import torch
 
 END = "<eos>"
 _JUDGED = 10
-"""The last of this many equal parts of the text is the test set."""
+"""Number of equal parts of the text; the last part is the test set."""
 
 
 @functools.cache
@@ -29,9 +28,7 @@ def digest(data: str, path: Path) -> str:
 
 
 def load(data: str, path: Path, size: int | None) -> Parts:
-    """Returns word ids `[n, size]`, int64, and the ids of the words that follow them.
-
-    Ids are ordered by frequency.
+    """Returns inputs and targets: word ids `[n, size]`, int64, ordered by frequency.
 
     Raises:
         UserError: the file is no UTF-8 text, or too short for one training and one test sample.
@@ -39,7 +36,7 @@ def load(data: str, path: Path, size: int | None) -> Parts:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: no text: {error}") from None
+        raise UserError(f"{path}: is no text file: {error}") from None
     words = [word for line in lines for word in (*line.split(), END)]
     order = [word for word, _ in Counter(words).most_common()]
     ids = {word: index for index, word in enumerate(order)}

@@ -1,1 +1,1 @@
-"""Models that replay recorded times: their gradients, and the pace of their compute."""
+"""Models that replay recorded times: they wait instead of computing, and make random gradients."""

@@ -1,4 +1,4 @@
-"""Slows real compute down to the speed that a host of the emulated cluster has."""
+"""Brake for real compute: slows it down to the speed of a host of the emulated cluster."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from dear.errors import UserError
 
 
 class Brake:
-    """Context manager around a piece of real compute; on exit it waits until the piece took long
-    enough.
+    """Context manager around a piece of real compute; the exit waits until it took long enough.
 
-    The piece takes the time that this thread ran, times the current slowdown of `pace`, times its
-    time scale (or times `crowd`, at time scale 1 on a slowed host). Waits for a core since the
-    previous piece count as part of that time. So a rank computes as if it had a core of its own,
-    slower by this factor: whether other ranks compute at the same time depends on the algorithm,
-    and their cores belong to other hosts. Time in which the thread is blocked, for example by
-    communication, does not count.
+    The piece shall take F x the time for which this thread ran. F is the slowdown of `pace` x the
+    time scale (at time scale 1 on a slowed host: the slowdown x `crowd`). The time for which the
+    thread waited for a core since the previous piece is part of the result. So a rank computes as
+    if it had a core of its own that is F times slower, whether or not other ranks compute at the
+    same time. Time in which the thread is blocked, for example by communication, does not count.
 
     Args:
-        pace: supplies the current slowdown; None: never wait.
-        crowd: threads of all ranks per core of this machine, at least 1; the factor by which the
-            compute of a rank on a host that is not slowed takes longer than it runs.
+        pace: supplies the slowdown and the time scale; None: never wait.
+        crowd: threads of all ranks per core of this machine, at least 1. Without a brake, compute
+            takes longer than it runs by this factor, because ranks share cores.
 
     Raises:
         UserError: on entry, if this kernel does not report the times of threads.
@@ -37,7 +35,7 @@ class Brake:
         self._ran_s = self._slept_s = 0.0
         self._waited_s: float | None = None
         self.absorbed_s = 0.0
-        """Seconds that this thread waited for a core without making a piece too long."""
+        """Seconds for which this thread waited for a core, where no piece took too long thereby."""
 
     @property
     def scaled(self) -> bool:
@@ -61,7 +59,7 @@ class Brake:
         self._slept_s = 0.0
 
     def catch_up(self, *_: object) -> None:
-        """Waits, inside a piece, until the part computed so far took long enough."""
+        """Waits in the middle of a piece, until the part computed so far took long enough."""
         if self._inside:
             self._wait()
 
@@ -75,7 +73,7 @@ class Brake:
         self._inside = False
 
     def _wait(self) -> tuple[float, float]:
-        """Returns the seconds that the thread ran, and waited for a core, in this stretch."""
+        """Waits; returns the seconds for which the thread ran, and waited for a core, before."""
         ran_s, now_s = ran_and_waited_s()
         ran_s, piece_waited_s = ran_s - self._ran_s, now_s - self._waited_s
         rest_s = self._factor * ran_s - (ran_s + piece_waited_s + self._slept_s)
@@ -86,12 +84,12 @@ class Brake:
 
 
 def ran_and_waited_s() -> tuple[float, float]:
-    """Seconds that this thread has run, and has waited for a core."""
+    """Returns the seconds for which this thread has run, and has waited for a core."""
     waiting_s = waited_s()
     if waiting_s is None:
         raise UserError(
-            f"this kernel has no {SCHEDSTAT}, by which models that compute for real are slowed "
-            "(time_scale, or a slow_host); use a model MODEL@DEVICE"
+            f"this kernel has no {SCHEDSTAT}, which time_scale and slow_host need for models that "
+            "compute; use a replayed model, MODEL@DEVICE"
         )
-    # The kernel's file has the run time up to the last tick only.
+    # The kernel updates the run time in its file only at each tick.
     return time.thread_time(), waiting_s

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-# A prime, so that two parts of a large gradient are not equal at a distance by which a collective
-# that misplaces its pieces is likely to be wrong.
+# The numbers of a large gradient repeat at this distance. It is a prime, so that a collective that
+# misplaces a piece by a round number of elements gives a wrong result.
 BLOCK = 262_139
 SCALE = 0.1
 _PIECE = 2 * BLOCK
 HEAD = 16_384
-"""Number of elements of each gradient that depend on the values that the forward pass has read."""
+"""Number of elements of each gradient that depend on the values of the parameter."""
 SEEN = 16
-"""Number of elements of each parameter that these depend on."""
+"""Number of elements of each parameter that the first elements of the gradient depend on."""
 _STRENGTH = 20.0
 _signs: dict[torch.dtype, torch.Tensor] = {}
 
@@ -26,7 +26,7 @@ class GradientSource:
 
     def __init__(self, generator: torch.Generator) -> None:
         block = torch.randn(BLOCK, generator=generator) * SCALE
-        # Twice, so that `BLOCK` numbers from any offset are contiguous.
+        # The block is stored twice, so that `BLOCK` numbers from any offset are contiguous.
         self._twice = torch.cat([block, block])
         self._cast: dict[torch.dtype, torch.Tensor] = {}
 
@@ -38,7 +38,7 @@ class GradientSource:
 
 
 class Gradients:
-    """Gradients of one step, made one after the other, as early as there is time.
+    """Gradients of one step, which are made early, whenever the thread has time.
 
     Args:
         key: distinguishes the gradients of this step from those of other steps.
@@ -60,9 +60,8 @@ class Gradients:
         """Returns the gradient of `param`, the parameter `index` of the model, times `scale`.
 
         Args:
-            factor: result of `fingerprint`; the gradient's first `HEAD` elements are multiplied by
-                it. Only these, because gradients are made before the forward pass has read all
-                layers, and another pass over all elements would take time.
+            factor: result of `fingerprint`, by which the gradient's first `HEAD` elements are
+                multiplied. The other elements were made before the parameter was read.
         """
         while index not in self._ready:
             if next(self._pieces, None) is None:  # taken before, or frozen when the step began
@@ -72,7 +71,7 @@ class Gradients:
         return gradient if scale == 1.0 else gradient.mul_(scale)
 
     def work_ahead(self, rest_s: Callable[[], float]) -> None:
-        """Makes gradients for later, as long as one more piece fits into `rest_s()`."""
+        """Makes later gradients, piece by piece, while another piece fits into `rest_s()`."""
         while rest_s() > 1.5 * self._piece_s:
             began = time.perf_counter()
             if next(self._pieces, None) is None:
@@ -92,9 +91,9 @@ class Gradients:
 def fingerprint(param: torch.Tensor) -> float:
     """Returns a number from 0.5 to 1.5 that changes when the values of a parameter change.
 
-    It makes the gradient depend on where it was computed, as a real one does, though on few
-    elements, spread over the tensor. A step of usual size changes the number by some percent; the
-    effect of rounding is smaller than the rounding itself.
+    With this factor, a gradient depends on the parameter's values, as a real one does. Only some
+    elements, spread over the tensor, have an influence. A usual step of the optimizer changes the
+    number by some percent; a rounding error in the parameters has less effect than its own size.
     """
     if param.dtype not in _signs:
         # The sum of all signs is not 0, nor are the sums of neighbours.
@@ -105,7 +104,7 @@ def fingerprint(param: torch.Tensor) -> float:
         return 1.0
     chosen = param.detach().as_strided((count,), (param.numel() // count,))
     total = chosen.dot(_signs[param.dtype][:count]).item()
-    # A triangle wave, which has the same slope everywhere.
+    # A triangle wave has the same slope everywhere, so that every change has an effect.
     return 1 + math.asin(math.sin(_STRENGTH * total)) / math.pi
 
 

@@ -1,10 +1,11 @@
 """Lead of a replayed backward pass over its device, so that collectives start on time.
 
-Hooks work on a gradient before its collective starts: they copy it into a bucket, or update its
-parameters. This takes the machine's CPU much longer than it would take a device. Later layers make
-up for it, but the collective would start late. So each stretch of the pass ends earlier on the host
-than on the device, by the time that its hooks took beyond the device's time. Of the last two passes
-the smaller value counts, because another program may have delayed one of them.
+The replayed device is the GPU whose times the model waits for; the host is this machine's CPU.
+Before the collective of a gradient starts, hooks copy the gradient into a bucket, or update the
+parameter. The host needs much longer for this than the device would, so collectives would start
+late. To prevent this, each stretch (part) of the pass ends earlier on the host than on the device:
+earlier by the host's time in the hooks minus the device's. This time is taken from the last two
+passes. The smaller value counts, because another program may have delayed one pass.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from dataclasses import dataclass, field
 
 from common.models.replay.pace import Pace
 
-# No host copies faster: hooks that took less time than this implies did not copy the gradients.
+# No host copies faster. Hooks that took less time did not copy the gradients.
 _HOST_BYTES_PER_S = 40e9
 
 
 @dataclass
 class _Stretch:
-    """Part of a backward pass with the hooks that follow it; seconds of this machine."""
+    """Part of a backward pass, and the hooks after it; times are real seconds."""
 
     device_s: float
-    """Time of the device for compute, copies and updates, hooks included."""
+    """Device time of the compute and of the work in the hooks."""
     hooks_s: float = 0.0
-    """Time that the thread ran, or waited for a core, in hooks."""
+    """Time for which the thread ran or waited for a core in hooks."""
     hooks_device_s: float = 0.0
-    """Time that the device would need for the same."""
+    """Time that the device would need for the work in the hooks."""
 
 
 class Lead:
@@ -39,7 +40,7 @@ class Lead:
     def __init__(self, memory_bytes_per_s: float) -> None:
         self._memory_bytes_per_s = memory_bytes_per_s
         self._excess_s: list[float] = []
-        """Excess of each stretch's hooks in the last pass."""
+        """Host time minus device time of each stretch's hooks, in the last pass."""
         self.leads_s: list[float] = []
         """Time by which the host ends each stretch earlier than the device."""
 
@@ -48,12 +49,14 @@ class Lead:
         return Pass(lead=self, pace=pace, leads_s=self.leads_s)
 
     def copy_s(self, nbytes: int, host_s: float) -> float:
-        """Returns the seconds that the device needs to copy `nbytes` of gradients; 0 if hooks that
-        took `host_s` cannot have copied as much."""
+        """Returns the seconds that the device needs to copy `nbytes` of gradients.
+
+        Returns 0 if the hooks took so little time (`host_s`) that they did not copy them.
+        """
         return 2 * nbytes / self._memory_bytes_per_s * (host_s >= 2 * nbytes / _HOST_BYTES_PER_S)
 
     def learn(self, stretches: list[_Stretch]) -> None:
-        """Plans the next pass from the stretches of the last one."""
+        """Computes the leads of the next pass from the stretches of the last pass."""
         before_s = self._excess_s
         self._excess_s = [stretch.hooks_s - stretch.hooks_device_s for stretch in stretches]
         excess_s = self._excess_s
@@ -66,8 +69,8 @@ def leads_s(excess_s: list[float], device_s: list[float]) -> list[float]:
     """Returns the smallest leads with which no stretch's hooks end later than on the device.
 
     Args:
-        excess_s: time of each stretch's hooks on the host beyond their time on the device.
-        device_s: device time of each stretch without its hooks, in which the host can catch up.
+        excess_s: host time minus device time of each stretch's hooks.
+        device_s: device time of each stretch without its hooks; the host can catch up in it.
     """
     leads: list[float] = []
     following_s = 0.0
@@ -102,7 +105,7 @@ class Pass:
         self._stretches.append(_Stretch(device_s=device_s))
 
     def left(self, nbytes: int) -> None:
-        """Ends the stretch, which made `nbytes` bytes of gradients; hooks run next."""
+        """Ends a stretch that has made `nbytes` bytes of gradients; its hooks run next."""
         self._nbytes += nbytes
         self._host_s, self._queued_s = self.pace.host_s, self.pace.queued_s
 
@@ -118,7 +121,7 @@ class Pass:
         """Records the hooks that ran after the last stretch.
 
         Args:
-            queued_s: seconds of work that the device had been given when the hooks ended.
+            queued_s: seconds of work that the device had got in total when the hooks ended.
         """
         if not self._stretches:
             return

@@ -1,9 +1,9 @@
 """Model without arithmetic: real parameters and gradients, and the times of a profile.
 
-The forward and backward pass of each layer wait as long as the profile says for its device, and
-leave the core to other threads meanwhile. Algorithms see an ordinary module tree: modules are
-called in the recorded order, and autograd delivers gradients in the recorded order at the recorded
-times.
+Instead of computing, the forward and backward pass of each layer sleep for the time that the
+profile contains for the recorded device (usually a GPU). Algorithms see an ordinary module tree:
+modules are called in the recorded order, and autograd delivers gradients in the recorded order at
+the recorded times. A unit is a part of the backward pass, with the gradients that it completes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def build(
 
 
 def workload(profile: Profile, generator: torch.Generator) -> Workload:
-    """Returns the model that replays `profile`; its batch is one number, which is also its loss."""
+    """Returns the model that replays `profile`; its batch is one number, which is also the loss."""
     return Workload(
         model=Replay(profile, generator),
         inputs=(torch.rand((), generator=generator),),
@@ -51,7 +51,7 @@ class Module(nn.Module):
     """Module of the recorded model that owns parameters, or contains a module that does."""
 
     def forward(self, x: torch.Tensor, body: Body, step: _Step) -> torch.Tensor:
-        """Runs `body`; `x` only connects the stretches of the backward pass."""
+        """Runs `body`; returns `x`, through which autograd connects the units."""
         for part in body.parts:
             if isinstance(part, Work):
                 step.forward(part.forward_s)
@@ -65,7 +65,7 @@ class Module(nn.Module):
 
 
 class List(Module, nn.ModuleList):
-    """Module that was a list or a sequence; algorithms may take its layers one by one."""
+    """Module that is a list or a sequence in the real model; algorithms may iterate over it."""
 
 
 class Replay(Module):
@@ -77,7 +77,7 @@ class Replay(Module):
 
     def __init__(self, profile: Profile, generator: torch.Generator) -> None:
         super().__init__()
-        # Only lists and sequences are known to name their modules by numbers.
+        # A module whose children have numbers as names was a list or a sequence.
         paths = [name.split(".") for name in profile.modules]
         lists = {
             ".".join(path[:i]) for path in paths for i, word in enumerate(path) if word.isdecimal()
@@ -105,7 +105,7 @@ class Replay(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `x`, after the recorded time."""
-        # Drawn, so that another training from the same seed gets the same gradients.
+        # The key is drawn at random, so that a training with the same seed has the same gradients.
         key = int(torch.randint(2**31, ()))
         chain = []
         if torch.is_grad_enabled():
@@ -117,7 +117,7 @@ class Replay(Module):
         return super().forward(x, self._body, step)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Returns the tensor that is registered under `name` now."""
+        """Returns the tensor that is now registered under `name`; algorithms may replace it."""
         owner, short_name = self._owners[name]
         return owner._parameters[short_name]
 
@@ -143,20 +143,20 @@ class _Step:
         self._pass: Pass | None = None
 
     def forward(self, seconds: float) -> None:
-        """Computes a layer; the host makes gradients for later, if it has time."""
+        """Waits for a layer's time, and makes later gradients meanwhile."""
         self.pace.begin(seconds)
         self.gradients.work_ahead(self.pace.rest)
         self.pace.finish()
 
     def begin_backward(self, unit: Unit) -> None:
-        """Starts a stretch of the backward pass."""
+        """Starts a unit of the backward pass."""
         if self._pass is None:
             self._pass = self.model.lead.begin(self.pace)
             at_end_of_backward(self._pass.end)
         self._pass.next(unit.backward_s)
 
     def end_backward(self, nbytes: int) -> None:
-        """Ends the stretch, which made `nbytes` bytes of gradients."""
+        """Ends a unit that has made `nbytes` bytes of gradients."""
         self.pace.finish()
         self._pass.left(nbytes)
 
@@ -196,7 +196,7 @@ def _descend(root: nn.Module, path: str, lists: Collection[str] = ()) -> nn.Modu
 
 
 class _Backward(torch.autograd.Function):
-    """Identity whose backward pass takes the time of a unit and makes its gradients meanwhile."""
+    """Identity function; its backward pass makes a unit's gradients and takes the unit's time."""
 
     @staticmethod
     def forward(

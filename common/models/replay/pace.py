@@ -1,4 +1,8 @@
-"""Pace of replayed compute: waits in place of computing, without drift."""
+"""Pace of replayed compute: waits that replace the compute of a device, such as a GPU.
+
+The host is the CPU of this machine. Times are real (wall) seconds unless called emulated; an
+emulated second lasts `time_scale` real seconds.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ from typing import Any, TypeVar
 from common.models.replay.threads import host_s as thread_host_s
 from dear.lazy import torch
 
-# A shorter wait is not worth a system call; the next wait makes up for it.
+# A shorter wait is not worth a system call; it is added to the next wait.
 SHORTEST_SLEEP_S = 40e-6
 # Period in which the slowdown file is read again, in wall seconds.
 SLOWDOWN_PERIOD_S = 0.01
-# Clocks and wake-ups are inexact by some of these per layer, so a shorter gap is not a block.
+# Clocks and wake-ups are inexact. A shorter gap does not mean that the thread was blocked.
 BLOCKED_S = 200e-6
 # Number of past starts of communication that are remembered.
 _REMEMBERED = 64
@@ -29,25 +33,24 @@ T = TypeVar("T")
 
 
 class Pace:
-    """Waits for emulated seconds of compute, one layer after the other.
+    """Device that computes while its host runs ahead: waits for the emulated seconds of each layer.
 
-    Emulates a device that computes while its host runs ahead. Deadlines are absolute: late wake-ups
-    and the host's own work between two layers do not add up, because the next layers end earlier by
-    as much. The same holds for work that this CPU does in place of the device, such as the
-    optimizer's update (`work`): the device is busy for as long as it would need, and the layers
-    that follow make up for the rest of the CPU's time. But work begins when its inputs exist: if
-    the thread had to wait for something in between, such as communication, the work takes its full
-    time from then.
+    Deadlines are absolute. So late wake-ups, and the time of the host between two layers, do not
+    add up: the next waits are shorter. The same is true of work that the host does in place of the
+    device, such as the optimizer's update (`work`): the device is busy for the time that it would
+    need, and later waits are shorter by the rest. But work begins when its inputs exist: if the
+    thread was blocked in between, for example by communication, the work takes its full time from
+    then on.
 
-    If communication starts on an idle network, for example DeAR's all-gather after its update, then
-    a late thread starts it late, and all messages queued behind it are as late. The device is
-    therefore considered to have received them earlier, by the same amount (`lulls_s`). Lateness
-    that did not delay communication is forgotten at the next wait, which hid it.
+    A late thread also starts communication late. If the network was idle (as before DeAR's
+    all-gather after the update), all messages queued behind are late, too. The device is then
+    treated as if it had received them earlier by this delay (`lulls_s`). A delay that has not
+    delayed communication is forgotten at the next wait.
 
     Args:
-        time_scale: wall seconds per emulated second.
+        time_scale: real seconds per emulated second.
         slowdown: file with one little-endian double, the factor by which compute takes longer. It
-            may appear, change and disappear at any time; without it the factor is 1.
+            may appear, change and disappear at any time; without the file, the factor is 1.
     """
 
     def __init__(self, time_scale: float, slowdown: Path | None) -> None:
@@ -64,23 +67,22 @@ class Pace:
         self._starts: deque[_Start] = deque(maxlen=_REMEMBERED)
         self._noted = -math.inf
         self.host_s = 0.0
-        """Seconds that the thread had run or waited for a core at the end of the last call."""
+        """Seconds for which the thread had run or waited for a core at the end of the last call."""
         self.awaited_s: Callable[[], float] | None = None
-        """Returns when the last collective ended that this thread has waited for, by
-        `time.perf_counter`. None: the backend does not report it, so that any block may be such a
-        wait."""
+        """Function that returns when the last collective ended that this thread has waited for
+        (`time.perf_counter`). None: the backend does not report it; then each time in which the
+        thread is blocked counts as such a wait."""
         self.held_up_s: Callable[[], float] = lambda: -math.inf
-        """Returns when the last wait ended for communication whose own end is not reported, by the
-        same clock: waits of Horovod, which has its own library, and waits for a neighbour to catch
-        up."""
+        """Function that returns when the last wait ended that `awaited_s` does not cover
+        (`time.perf_counter`): waits in Horovod's library, and waits for a neighbour to catch up."""
         self.lulls_s: Callable[[float], Sequence[tuple[float, float]]] = lambda _: ()
-        """Returns start and end of all periods without communication of this process that ended
-        after the given time, in order, by the same clock. Empty if the backend does not report
-        them; communication then counts as started in time."""
+        """Function from a time to the periods (start, end) without communication of this process
+        that ended later, in order (`time.perf_counter`). It returns nothing if the backend does not
+        report them; communication then counts as started in time."""
         self.queued_s = 0.0
-        """Seconds of this machine that the device has been given to do so far."""
+        """Seconds of work that the device has got so far."""
         self.idle_s = 0.0
-        """Seconds of this machine for which the device has waited for communication so far."""
+        """Seconds for which the device has waited for communication so far."""
 
     def slowdown(self, now: float) -> float:
         """Returns the factor by which compute takes longer at `now` (`time.perf_counter`)."""
@@ -96,29 +98,28 @@ class Pace:
         if len(data) >= 8:  # a shorter file is being written
             factor = struct.unpack("<d", data[:8])[0]
             if not 0 < factor < math.inf:
-                raise ValueError(f"{path}: not a positive finite factor, but {factor}")
+                raise ValueError(f"{path}: the factor must be positive and finite, got {factor}")
             self._factor = factor
         return self._factor
 
     def clock(self) -> float:
-        """Returns when the device finishes the work that it has; now, if nothing is paced.
+        """Returns when the device will have finished its work; the current time if it has none.
 
-        The difference of two readings is the time that a device would have needed or waited.
+        The difference of two readings is the time for which a device would have worked or waited.
         """
         now = time.perf_counter()
         if self._thread != threading.get_ident():
             return max(self._deadline, now)
-        # Stored, because a later reading knows more and could otherwise return an earlier time.
+        # The result is stored, so that a later reading never returns an earlier time.
         host_s = thread_host_s()
         self._deadline = self._free(now, host_s)
         self._leave(now, host_s)
         return self._deadline
 
     def settle(self) -> None:
-        """Lets host and device continue together from now on, as after a barrier.
+        """Lets host and device continue at the same time, as after a barrier.
 
-        The host's lateness is forgotten; it could otherwise be lost at any later moment. No
-        communication may be in progress.
+        The delay of the host is forgotten. No communication may be in progress.
         """
         now = time.perf_counter()
         self._deadline = max(self._deadline, now)
@@ -127,11 +128,11 @@ class Pace:
         self._leave(now, thread_host_s())
 
     def late_s(self) -> float:
-        """Returns by how much the host is behind its device now, in seconds of this machine."""
+        """Returns by how many seconds the host is now behind its device."""
         return max(0.0, time.perf_counter() - self.clock())
 
     def wait(self, seconds: float) -> None:
-        """Returns when `seconds` emulated seconds of compute would have ended."""
+        """Waits for `seconds` emulated seconds of compute."""
         self.begin(seconds)
         self.finish()
 
@@ -148,10 +149,10 @@ class Pace:
         return result
 
     def begin(self, seconds: float, lead_s: float = 0.0) -> None:
-        """Starts compute of `seconds` emulated seconds; work until `finish` counts as part of it.
+        """Starts compute of `seconds` emulated seconds; the host may work until `finish`.
 
         Args:
-            lead_s: seconds of this machine by which `finish` returns earlier than the device.
+            lead_s: seconds by which `finish` returns earlier than the device ends.
         """
         now, host_s = time.perf_counter(), thread_host_s()
         thread = threading.get_ident()
@@ -173,11 +174,11 @@ class Pace:
         self.queued_s += wall_s
 
     def rest(self) -> float:
-        """Returns the wall seconds until `finish` would return."""
+        """Returns the seconds until `finish` would return."""
         return self._deadline - self._lead - time.perf_counter()
 
     def finish(self) -> None:
-        """Returns when the compute that has begun would have ended."""
+        """Waits for the end of the compute that `begin` has started."""
         rest = self.rest()
         if rest >= SHORTEST_SLEEP_S:
             time.sleep(rest)
@@ -188,10 +189,11 @@ class Pace:
         self._late_s = max(0.0, now - self._deadline)
 
     def _free(self, now: float, host_s: float) -> float:
-        """Returns when the device can begin the next work: when it has finished its own, and has
-        the data that the thread was blocked for since the last call.
+        """Returns when the device can begin its next work.
 
-        Compute of the thread after such a wait is not part of the wait.
+        Before, it must have finished its previous work, and must have received the data for which
+        the thread was blocked since the last call. Compute of the thread after such a wait is not
+        part of the wait.
         """
         computed_s = host_s - self.host_s
         awaited, held_up = self._new_waits()
@@ -206,8 +208,7 @@ class Pace:
         return free
 
     def _new_waits(self) -> tuple[float, float]:
-        """Returns the ends by `awaited_s` and by `held_up_s`; minus infinity for an end that is
-        already known."""
+        """Returns the results of `awaited_s` and `held_up_s`; minus infinity if not new."""
         before = self._known
         self._known = (-math.inf if self.awaited_s is None else self.awaited_s(), self.held_up_s())
         awaited, held_up = (
@@ -217,16 +218,15 @@ class Pace:
         return awaited, held_up
 
     def _note_starts(self, computed_s: float, awaited: float) -> None:
-        """Records by how much communication since the last call started later than for the device.
+        """Records how much later communication has started, since the last call, than on a device.
 
-        For the device it would have started when its work was done, but not before the previous
-        communication ended. If the thread has waited for several messages in turn, each starts
-        later than the one before. A thread that delays a message for other reasons, such as the end
-        of a cycle, does not compute meanwhile. A message can be too early by at most the lead.
+        On a device, it would have started when the work was done, but not before the previous
+        communication ended. A thread that delays a message for other reasons, such as the end of a
+        cycle, does not compute meanwhile. A message can be too early by at most the lead.
 
         Args:
-            computed_s: compute of the thread since the last call.
-            awaited: end of the communication that the thread has waited for since then.
+            computed_s: seconds for which the thread has computed since the last call.
+            awaited: end of the communication for which the thread has waited since then.
         """
         for idle_since, began in self.lulls_s(self._noted):
             before_s = self._behind_s(idle_since)
@@ -238,7 +238,7 @@ class Pace:
             self._noted = began
 
     def _behind_s(self, ended: float) -> float:
-        """Returns by how much a message that ended then was later than it is for the device."""
+        """Returns by how much later a message that ended at `ended` is than on a device."""
         earlier = (start.behind_s for start in reversed(self._starts) if start.at < ended)
         return next(earlier, 0.0)
 
@@ -261,16 +261,15 @@ def set_pace(pace: Pace) -> None:
 
 
 def current() -> Pace:
-    """Returns the process's pace; by default it is real time."""
+    """Returns the pace of this process; by default, time scale 1."""
     return _current
 
 
 def paced(kind: type[torch.optim.Optimizer], memory_bytes_per_s: float) -> type[Any]:
     """Returns a subclass of `kind` whose update takes the device's time; see `Pace.work`.
 
-    The device needs the time to read and write once the memory that an update touches, as one fused
-    kernel would: parameters (read and written), gradients (read), and the optimizer's state per
-    element (read and written).
+    This time is the memory traffic of one fused kernel / the device's bandwidth. The kernel reads
+    gradients, and reads and writes parameters and the optimizer's state.
 
     Args:
         kind: an optimizer of torch that updates each element independently.
@@ -291,8 +290,7 @@ def paced(kind: type[torch.optim.Optimizer], memory_bytes_per_s: float) -> type[
 
 
 def touched_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Returns the bytes that an update of the parameters with gradients reads and writes on this
-    rank."""
+    """Returns the bytes that an update reads and writes on this rank."""
     total = 0
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -1,4 +1,4 @@
-"""Plan of a replayed step: the calls of modules, and the stretches of the backward pass."""
+"""Plan of a replayed step: nested calls of modules, and the units of the backward pass."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ _SAME_TIME_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Stretch of the backward pass, with the gradients that are complete at its end."""
+    """Part of the backward pass, with the gradients that are complete at its end."""
 
     backward_s: float
     params: tuple[tuple[str, int], ...] = ()
-    """Names with indices in the model's order; at most two, because autograd keeps the order of
-    two."""
+    """Name and index of each parameter; at most two, because autograd keeps the order of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Stretch of the forward pass inside one module."""
+    """Part of the forward pass inside one module."""
 
     module: str
     forward_s: float
@@ -34,7 +33,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Body:
-    """One call of a module: its own work and the calls of its children, in order."""
+    """Call of a module: its own work, and the calls of its children, in order."""
 
     module: str
     parts: tuple[Work | Body, ...]
@@ -63,10 +62,10 @@ def plan(profile: Profile) -> Body:
 
 
 def _units(profile: Profile) -> dict[int, list[Unit]]:
-    """Returns units by the position of their call, in the order of the forward pass.
+    """Returns the units of each call, by the call's index; units in the order of the forward pass.
 
-    Autograd goes backward through the calls. So a parameter belongs to the first call of its
-    module, or to a later call if its gradient comes before those of modules that run later.
+    The backward pass visits the calls in reverse order. So a parameter belongs to the first call of
+    its module, or to a later call if its gradient is complete before those of later modules.
     """
     first = profile.first_calls
     index = {param.name: number for number, param in enumerate(profile.parameters)}

@@ -1,4 +1,4 @@
-"""Times that this thread has run, and has waited for a core."""
+"""Time for which this thread has run or waited for a core, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ _local = threading.local()
 
 
 def host_s() -> float:
-    """Seconds that this thread has run or waited for a core; without the waits if the kernel does
-    not report them."""
+    """Returns the seconds for which this thread has run or waited for a core.
+
+    If the kernel does not report waits, they are missing.
+    """
     return time.thread_time() + (waited_s() or 0.0)
 
 
 def waited_s() -> float | None:
-    """Seconds that this thread has waited for a core; None if the kernel does not report them."""
+    """Returns the seconds for which this thread has waited for a core; None if not reported."""
     if getattr(_local, "process", None) != os.getpid():  # after a fork it is the parent's file
         _local.process = os.getpid()
         try:

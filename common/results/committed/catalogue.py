@@ -1,8 +1,8 @@
 """Catalogue of docs/records: how each record is made, its manifest, and whether it is withdrawn.
 
 A record is a folder there, and an entry of `records.yaml`. `bench/records.py` makes records and
-lists those that do not match today's definitions. They are withdrawn in `withdrawn.yaml`, with the
-reason, until they are made again. No text quotes a withdrawn record.
+lists those that do not match the present definitions. Such records are outdated: `withdrawn.yaml`
+lists them with the reason until they are made again. No text quotes a withdrawn record.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FOLDER = ROOT / "docs" / "records"
 LIST, WITHDRAWN = "records.yaml", "withdrawn.yaml"
 MANIFEST = "made.json"
 DEFINITIONS = 1
-"""Version of the definitions of a step, an interval, a verdict, a flag, and a correct training. A
-change of a definition raises it, and all earlier records are withdrawn."""
+"""Version of the definitions of a step, an interval, a verdict, a flag and a correct training. Each
+change of a definition increases it; then all earlier records are withdrawn."""
 MISSED = 3
-"""Exit status of a program that has measured everything and missed a bar."""
+"""Exit status of a program that has measured everything, but a result misses a requirement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Recipe of a record."""
+    """Instructions to make a record."""
 
     minutes: float
     """Approximate duration on two cores."""
@@ -40,14 +40,14 @@ class Recipe:
     set: tuple[str, ...] = ()
     """Changed keys of the experiment, in the form of `--set`."""
     commands: tuple[str, ...] = ()
-    """Commands for bash in the repository. All files of the new folder `{out}` are the record. A
-    command has done its work if its exit status is 0 or `MISSED`."""
+    """Commands for bash, run in the repository. They write the record's files into the new folder
+    `{out}`. A command has failed if its exit status is neither 0 nor `MISSED`."""
     needs: tuple[str, ...] = ()
-    """Environment variables that must be set, with folders that do not come with the repository."""
+    """Environment variables that must be set; each names a folder outside the repository."""
 
     def __post_init__(self) -> None:
         if (self.sweep is None) == (not self.commands):
-            raise ValueError("a record is a sweep or made by commands")
+            raise ValueError("a record needs either a sweep or commands")
 
 
 def recipes(folder: Path = FOLDER) -> dict[str, Recipe]:
@@ -69,7 +69,7 @@ def restore(name: str, folder: Path = FOLDER) -> None:
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     header = "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
-    # Written anew, not cut: another entry may share the reason by a YAML alias.
+    # The list is written anew, because another entry may refer to the reason by a YAML alias.
     entries = yaml.safe_dump(reasons, sort_keys=False, width=100) if reasons else ""
     path.write_text(header + entries, encoding="utf-8")
 
@@ -92,7 +92,7 @@ class Manifest(TypedDict, total=False):
     made_by: list[str]
     files: dict[str, str]
     missed: list[str]
-    """Commands that missed their bar."""
+    """Commands whose results missed a requirement."""
 
 
 def manifest(name: str, folder: Path = FOLDER) -> Manifest | None:

@@ -1,9 +1,9 @@
-"""Published rates of others beside ours, for docs/validation.md.
+"""Tables in docs/validation.md that compare published rates (samples per second) with ours.
 
 `python -m common.results.committed.published` writes them; a test checks that the page is current.
 
-Ours are measured where a committed record has the same place, else computed: an event model
-(`common.virtual`) takes the layer profile, the algorithm's plan, and published costs of all-reduce.
+Our rate is measured if a committed record has the same settings. Otherwise the event model
+(`common.virtual`) computes it, from a layer profile, the messages, and published all-reduce costs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ METHODS: Mapping[str, tuple[str, Options]] = {
     "MG-WFBP": ("mgwfbp", {}),
     "ByteScheduler-A2A": ("bytescheduler", {}),
 }
-"""Algorithm and options by the suite's name of a method. Its BSP fuses all gradients, up to 512 MB,
-into one message."""
+"""Algorithm and options, by the name of a method in ddl-benchmarks. Its method BSP fuses all
+gradients (up to 512 MB) into one message."""
 NETWORKS = {"10GbE": "10gbe", "100GbIB": "100gbib"}
 WIRE_BYTES_PER_S = 10e9 / 8 * 1448 / 1514
-"""Payload rate of TCP on 10 Gb/s Ethernet: 1448 of the 1514 bytes of a frame are payload."""
+"""Payload bytes per second of TCP on 10 Gb/s Ethernet: 1448 bytes of payload per frame."""
 _LARGEST = 64
 _OF_DEAR = (
     ("resnet50", 64),
@@ -62,7 +62,7 @@ _RIVALS = ("ddp", "horovod", "mgwfbp", "wfbp", "bytescheduler")
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Published rate beside ours."""
+    """Published rate, and ours for the same settings."""
 
     model: str
     batch_size: int
@@ -84,10 +84,9 @@ class Rate:
 def cost(network: str, workers: int) -> AlphaBeta:
     """Returns the published costs of an all-reduce among workers; four workers share a host.
 
-    Start-ups, and times per byte of InfiniBand and within a host, are the fits that the programs of
-    MG-WFBP and DeAR ship (`dear.cost.collectives.TABLES`). Their times per byte on 10GbE are too
-    short for a ring, which sends 2 (P - 1) / P bytes over a line of 10 Gb/s; here they follow from
-    that.
+    The source are the tables in the programs of MG-WFBP and DeAR (`dear.cost.collectives.TABLES`),
+    except for the time per byte on 10GbE: theirs is shorter than a ring can achieve. It is computed
+    here: a ring of P ranks sends 2 (P - 1) / P bytes per byte, over links of 10 Gb/s.
     """
     table = TABLES["10gbe" if network == "10GbE" else "56gbib"]
     alpha, beta = table[workers]
@@ -97,7 +96,7 @@ def cost(network: str, workers: int) -> AlphaBeta:
 
 
 def step_s(profile: Profile, algorithm: str, options: Options, network: str, workers: int) -> float:
-    """Computes the seconds of a step."""
+    """Returns the seconds of a step by the event model."""
     costs = halved(cost(network, workers))
     built = algorithm_options(algorithm, dict(options))
     return foresee(profile, algorithm, built, costs, workers).step_s
@@ -109,10 +108,10 @@ def _profile(model: str, batch_size: int) -> Profile:
 
 
 def rates(records: Sequence[Record]) -> list[Rate]:
-    """Returns every published rate of ddl-benchmarks beside ours.
+    """Returns every published rate of ddl-benchmarks together with ours.
 
     Args:
-        records: records of emulated trials. Valid ones with the same settings are used.
+        records: records of emulated trials; only valid records with the same settings are used.
     """
     with (_PUBLISHED / "ddl_benchmarks.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -1,1 +1,1 @@
-"""Sweeps in the forms of other tools: pandas, the reference suites, Perfetto."""
+"""Exports of a sweep: for pandas, JUnit, Perfetto, and in the formats of the reference suites."""

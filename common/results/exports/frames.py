@@ -16,9 +16,9 @@ from dear.errors import UserError
 def frame(folder: str | Path) -> pd.DataFrame:
     """Returns a sweep with one row per trial, in the order of its experiment.
 
-    The columns are those of `table.csv` with their types (texts, whole numbers, numbers, booleans;
-    missing values are `pd.NA`) and units, and `id`, `hash`, `fabric`, `time_scale`, `started`, and
-    the options of the algorithm as `option_NAME`.
+    The columns are those of `table.csv`, with the same units, typed (texts, integers, floats,
+    booleans); missing values are `pd.NA`. Further columns are `id`, `hash`, `fabric`, `time_scale`,
+    `started`, and `option_NAME` for each option of the algorithms.
 
     Args:
         folder: folder of the sweep's records, such as `logs/emulated-quick`.
@@ -43,10 +43,13 @@ def frame(folder: str | Path) -> pd.DataFrame:
 
 
 def steps(folder: str | Path) -> pd.DataFrame:
-    """Returns a sweep with one row per timed step; trials that learn or failed have none.
+    """Returns a sweep with one row per timed step. Trials that train for a time have no rows.
 
-    The columns are `id`, `model`, `world_size`, `algorithm`, `repeat`, `block`, `step` (from 0) and
-    `step_s`. It raises like `frame`.
+    The columns are `id`, `model`, `world_size`, `algorithm`, `repeat`, `block` (of steps timed
+    together), `step` (from 0) and `step_s`.
+
+    Raises:
+        UserError: the folder has no records.
     """
     records, _ = _read(folder)
     trials = [(r.id, r.trial["model"], r.trial["world_size"], r.label) for r in records]

@@ -1,4 +1,4 @@
-"""Comparison of two sweeps as JUnit's XML, which CI systems show."""
+"""Comparison of two sweeps in JUnit's XML format, which CI systems display."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from common.results.timed import gate
 from common.results.timed.gate import Summary
 
 _FORBIDDEN = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML has no way to write, such as a terminal's colours in a message."""
+"""Characters that XML cannot contain, such as the escape codes of a terminal's colours."""
 
 
 def text(summary: Summary) -> str:
     """Returns the XML, with a test case for each trial of the first sweep.
 
-    A pair that fails is a failure, and one that is not compared for another reason is skipped. If
-    nothing was compared, a further test case has an error.
+    The test case fails if the second sweep's trial is worse, and is skipped if the two trials
+    cannot be compared. If no trials were compared at all, an additional test case has an error.
     """
     suite = ElementTree.Element("testsuite", name=f"compare {summary.first} {summary.second}")
     if summary.environment:

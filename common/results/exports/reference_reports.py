@@ -1,4 +1,4 @@
-"""Reports and logs as the reference suites write them, and reports side by side."""
+"""Reports and logs in the reference suites' formats, and a table that compares reports."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Reports: TypeAlias = dict[str, dict[str, dict[str, list[str]]]]
 
 
 def reports(records: Iterable[Record], worlds: Iterable[int] = ()) -> Reports:
-    """Returns the content of `reports.json`: mean rates of all workers, with three decimals.
+    """Returns the content of `reports.json`: mean samples per second of all workers.
 
-    A method has one rate for each of `worlds` and of the records' world sizes, ascending. It is
-    `nan` if there is no record, or a flagged one. On virtual hosts `rdma` is the network's name.
-    Settings without a key of the references are added to the nearest key: `_lenN` to the model, a
-    fault to the method.
+    Each method has a list of rates: one for each world size in `worlds` or in the records, in
+    ascending order. A rate is `nan` if there is no record, or only a flagged one. On virtual hosts,
+    `rdma` is the network's name. The references have no key for sentence lengths and faults: the
+    model's name gets `_lenN`, and the method's name gets the fault.
 
     Raises:
-        ValueError: two records would have the same place.
+        ValueError: two records would have the same position.
     """
     records = [r for r in records if r.trial["algorithm"] != "none"]
     places = sorted({*worlds, *(record.trial["world_size"] for record in records)})
@@ -65,8 +65,8 @@ def reports(records: Iterable[Record], worlds: Iterable[int] = ()) -> Reports:
 def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[str]:
     """Returns the lines that the reference suites print at the end.
 
-    A line per valid record has the mean and the population standard deviation of its rates; then
-    follows a line `rdma:R,METHOD,v1,v2` per method, with a value per world size.
+    First a line per valid record, with the mean and the population standard deviation of its rates;
+    then a line `rdma:R,METHOD,v1,v2` per method, with a value per world size.
     """
     lines = []
     for record in records:
@@ -82,10 +82,10 @@ def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[
 
 
 def load_reports(path: Path) -> Reports:
-    """Reads a file that `reports` or a reference suite has made, or a suite's folder of logs.
+    """Reads a `reports.json` (ours or a reference suite's), or a suite's folder of logs.
 
     Raises:
-        UserError: the file cannot be read, or has another form.
+        UserError: the file cannot be read, or is no `reports.json`.
     """
     if path.is_dir():
         return read_logs(path)
@@ -110,11 +110,11 @@ def is_reports(name: str) -> bool:
 
 
 def read_logs(folder: Path) -> Reports:
-    """Reads the logs of a suite's sweep: each one's rate is the mean of its lines `Total ...`.
+    """Reads the logs of a suite's sweep. The rate of a run is the mean of its lines `Total ...`.
 
-    Methods have a rate for each number of workers among the logs, ascending; `nan` without a log,
-    or for one without such a line (the run crashed). Where a method ran with several compressors
-    or thresholds, its name has them.
+    Each method has a list of rates: one for each number of workers among all logs, in ascending
+    order. A rate is `nan` if there is no log, or if the log has no such line (the run crashed). If
+    a method ran with several compressors or thresholds, its name contains them.
 
     Raises:
         UserError: a log cannot be read.
@@ -149,7 +149,7 @@ def _names(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """Rates of several reports for one model, method and place in the list of its world sizes."""
+    """Rates of several reports for one model, method and position in the list of rates."""
 
     flag: ClassVar[None] = None
     reason: ClassVar[None] = None
@@ -164,7 +164,7 @@ class Reported:
 
     @property
     def ratio(self) -> float | None:
-        """Rate of the last report over that of the first."""
+        """Rate of the last report, divided by the rate of the first."""
         first, last = self.rates[0], self.rates[-1]
         return None if not first or last is None else last / first
 

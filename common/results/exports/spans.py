@@ -1,4 +1,7 @@
-"""Spans of the ranks' work in traced steps, on one clock, in microseconds of the fabric."""
+"""Spans (begin and end) of the ranks' work in traced steps, on one clock.
+
+Times are in microseconds of the trial's cluster: on an emulated cluster, real time / time scale.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from common.results.records import JsonObject
 
 PHASES = ("forward", "backward", "update")
 Evidence: TypeAlias = JsonObject
-"""Content of a file of evidence, or the trace of a rank in it."""
+"""Content of a file with a trial's raw measurements (evidence), or one rank's trace in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Time from `start_us` to `end_us`, since the first rank began."""
+    """Named interval; its times count from the start of the first rank."""
 
     name: str
     start_us: float
@@ -36,17 +39,17 @@ class RankSpans:
     number: int
     steps: list[Span]
     computes: list[Span]
-    """Phases without the waits inside them; empty if the trace has no phases."""
+    """Phases of the steps, without the waits inside; empty if the trace has no phases."""
     waits: list[Span]
     """Waits of the training for communication."""
     gradients: list[Span]
-    """Moments at which gradients were ready, as empty spans."""
+    """Times at which gradients became ready, as spans of length 0."""
     transfers: list[Span]
-    """Collectives from their possible start to their end; `args` has bytes, channel and waiting."""
+    """Collectives, from when they could start to their end; `args`: bytes, channel, waiting."""
 
     @property
     def overlap(self) -> float | None:
-        """Share of the communication that the training did not wait for; None without any.
+        """Share of the communication time in which the training did not wait; None: no transfers.
 
         The time of simultaneous transfers counts once.
         """
@@ -63,20 +66,20 @@ class RankSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """Alignment of the clocks of ranks."""
+    """Alignment of the ranks' clocks, and its precision."""
 
     aligned_by: str
     uncertainty_us: float | None
-    """Remaining distance of two ranks (for 95 % of all ends), in microseconds of the fabric; None:
-    unknown."""
+    """Remaining difference of two ranks' clocks, as the 95 % quantile over ends of collectives;
+    None: unknown."""
 
 
 def aligned(raw: Evidence) -> tuple[list[RankSpans], Clocks]:
-    """Returns the ranks of a file of evidence on one clock.
+    """Returns the spans of all ranks in a trial's raw measurements, on one clock.
 
-    Ranks of one machine share its clock. Ranks of several machines are moved so that their
-    collectives end together in the median: no rank can end a collective before the last one has
-    begun it, and the ranks of a ring end within a message's time of each other.
+    Ranks on one machine share a clock. Clocks of several machines are shifted so that collectives
+    end at the same time on all ranks, in the median. This is right to within one message: all ranks
+    of a ring end within the time of a message.
     """
     traces, scale = raw["traces"], raw["time_scale"]
     machines = {rank.get("machine") for rank in raw.get("pressure", [])}
@@ -186,7 +189,7 @@ def covered_us(spans: Iterable[Span]) -> float:
 def without(
     whole: tuple[float, float], held: Iterable[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    """Returns an interval without others, which do not overlap and are in order."""
+    """Returns the parts of `whole` outside the spans `held`, which are in order and disjoint."""
     start, end = whole
     parts = []
     for begin, stop in held:
@@ -201,7 +204,7 @@ def without(
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[int, Span]]:
-    """Returns each span with the first free lane, so that spans of a lane never overlap."""
+    """Returns each span with the number of a lane, such that spans of a lane never overlap."""
     free_us: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start_us):

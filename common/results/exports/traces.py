@@ -1,12 +1,12 @@
-"""Timelines of trials for Perfetto, in Chrome's trace format, from their evidence.
+"""Timelines of trials for Perfetto, in Chrome's trace format.
 
-The first launch of a trial that times steps trains a few more steps after the timed ones. On every
-rank it notes when each gradient was ready, when each collective started and ended, and when the
-training waited for one. Each trial gets one file of all ranks.
+The first launch of a trial that times steps trains a few more steps after the timed ones. Each rank
+writes down when each gradient was ready, when each collective started and ended, and when the
+training waited for one (the trial's evidence). Each trial gets one trace with all ranks.
 
-A process of the trace is a rank. An arrow leads from the computation that made the last gradient of
-a transfer to the transfer, from there to the wait for it, and through all ranks' parts of a
-collective, in the order in which they end.
+A process of the trace is a rank. Arrows connect the computation of a transfer's last gradient, the
+transfer, and the wait for it. Other arrows connect all ranks' parts of a collective, in the order
+in which they end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dear.errors import UserError
 
 MERGED = "merged.json"
 NEAR_US = 1000.0
-"""Largest delay between the end of a transfer and the end of the wait for it, in microseconds of
-the fabric."""
+"""Largest delay from the end of a transfer to the end of the wait for it, in microseconds of the
+trial's cluster."""
 _STEPS, _COMPUTES, _WAITS, _GRADIENTS, _TRANSFERS = 0, 1, 2, 3, 10
 _ROWS = {
     _STEPS: "steps",
@@ -38,7 +38,7 @@ _ROWS = {
 Event: TypeAlias = JsonObject
 """Event of Chrome's trace format."""
 Track: TypeAlias = tuple[int, int]
-"""Process and thread of an event."""
+"""Numbers of the process (rank) and the thread (row) of an event."""
 
 
 def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
@@ -79,7 +79,7 @@ def timeline(raw: Evidence) -> Event:
 
 
 def events(ranks: Sequence[RankSpans], clocks: Clocks) -> Event:
-    """Returns the content of a trace; times are those of the modelled cluster."""
+    """Returns the content of a trace; times are in microseconds of the trial's cluster."""
     listed: list[Event] = []
     numbers = itertools.count(1)
     for rank in ranks:
@@ -131,7 +131,7 @@ def _arrows(rank: RankSpans, numbers: Iterator[int]) -> Iterator[Event]:
 
 
 def _last_gradient(rank: RankSpans, before_us: float) -> float | None:
-    """Returns when the last gradient was ready, if a computation was running then."""
+    """Returns when the last gradient before `before_us` was ready; None without a computation."""
     times = [span.start_us for span in rank.gradients if span.start_us <= before_us]
     moment = max(times, default=None)
     if moment is None:
@@ -141,15 +141,15 @@ def _last_gradient(rank: RankSpans, before_us: float) -> float | None:
 
 
 def _inside(span: Span) -> float:
-    """Returns a time just before the end, because an arrow belongs to the slice at its time."""
+    """Returns a time just before the span's end: an arrow belongs to the slice at its time."""
     return round(span.start_us + 0.999 * span.length_us, 3)
 
 
 def _between(ranks: Sequence[RankSpans], numbers: Iterator[int]) -> Iterator[Event]:
-    """Yields the arrows through all ranks' parts of a collective.
+    """Yields the arrows through all ranks' parts of each collective.
 
-    The n-th part of a name and channel belongs to the same collective on all ranks, if all ranks
-    have equally many.
+    The n-th collective of a name and channel is the same on all ranks. If ranks have different
+    numbers of them, there are no arrows.
     """
     parts: dict[tuple[str, object], list[list[tuple[Track, float]]]]
     parts = defaultdict(lambda: [[] for _ in ranks])

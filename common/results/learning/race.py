@@ -1,17 +1,16 @@
 """Comparison of trials that learn, run by run: time to the target accuracy, or time of a step.
 
-Runs of the same seed have the same initial weights and the same order of the data, so they are
-compared in pairs. A run that misses the target counts with the time that it had. This understates
-its time, so only the verdict against it is given. If runs of both sides miss the target, there is
-no verdict.
+Runs with the same seed have the same initial weights and the same order of the data, so they are
+compared in pairs. A run that misses the target counts with the time for which it trained. This is
+less than the time to the target, so the trial can only get the verdict SLOWER, or UNSURE. If runs
+of both trials miss the target, there is no verdict.
 
-A run reaches the target where its smoothed curve crosses it. The first evaluation above the target
-would be a multiple of the time between evaluations, and it would come earlier with more
-evaluations, because each is one more chance of a lucky value. Accuracy should rise with training.
-So the smoothed curve is the rising curve with the least squared distance to the evaluations
-(isotonic regression by pooling adjacent violators), which has no width to choose. Straight lines
-join the centres of its steps (Oron and Flournoy 2017, "Centered Isotonic Regression"), so that the
-crossing lies between evaluations. A curve that rises already stays as it is.
+The time to the target is where the smoothed curve of accuracy crosses the target. The first
+evaluation above the target would depend on how often the model is evaluated: each evaluation is one
+more chance of a lucky value. The smoothed curve is the rising curve with the least squared distance
+to the evaluations (isotonic regression by pooling adjacent violators). Straight lines join the
+centres of its steps (Oron and Flournoy 2017, "Centered Isotonic Regression"), so that the crossing
+may lie between evaluations. If the accuracies always rise, the curve goes through them.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from common.results.stats import Difference, Estimate
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """End of one run."""
+    """Result of one run."""
 
     seconds: float
-    """Time to the target, or of a step without a target; the whole time if the target is missed."""
+    """Time to the target; if it is missed, the whole time; without a target, the time of a step."""
     steps: float | None = None
-    """Steps of a rank to the target, as the mean of all ranks."""
+    """Steps to the target, as the mean over ranks."""
     there: bool = True
     """False: the run missed the target."""
     seed: int
@@ -53,9 +52,9 @@ class Race:
 
 
 def finishes(record: Record) -> list[Finish]:
-    """Returns the end of each run: the time of its mean model to the target accuracy.
+    """Returns the result of each run: when the mean of the ranks' models reached the target.
 
-    Without a target it is the step time of the slowest rank that no fault slowed.
+    Without a target, it is the step time of the slowest rank that no fault slowed.
     """
     target = record.trial["learn"]["target_accuracy"]
     if target is not None:
@@ -76,7 +75,7 @@ def _finish(run: Learning, target: float) -> Finish:
 
 
 def rates(record: Record, leave_out: Sequence[int]) -> list[float]:
-    """Returns steps per second by run, of the slowest rank that lives and is not left out."""
+    """Returns steps per second by run, of the slowest rank that did not die and is not left out."""
     rates = (_rate(run, leave_out) for run in record.learning)
     return [rate for rate in rates if rate is not None]
 
@@ -100,9 +99,9 @@ def typical(values: Sequence[float], missing: int = 0) -> Estimate | None:
     """Returns the geometric mean over runs with its interval.
 
     Args:
-        missing: number of runs whose value is only known to be larger than all others. If there are
-            any, the result is the median of all runs, without an interval; None if that is one of
-            them.
+        missing: number of runs whose values are unknown, but larger than all `values`. If there are
+            any, the result is the median of all runs, without an interval; None if the median is
+            one of the unknown values.
     """
     if missing or min(values, default=0.0) <= 0:
         every = [*values, *[math.inf] * missing]
@@ -115,7 +114,7 @@ def typical(values: Sequence[float], missing: int = 0) -> Estimate | None:
 
 
 def race(ours: Sequence[Finish], others: Sequence[Finish]) -> Race | None:
-    """Compares two trials; None if runs of both missed the target, or one has no runs."""
+    """Compares two trials; None if both have runs that missed the target, or one has no runs."""
     there, base_there = (all(finish.there for finish in side) for side in (ours, others))
     if not (ours and others) or not (there or base_there):
         return None
@@ -123,7 +122,7 @@ def race(ours: Sequence[Finish], others: Sequence[Finish]) -> Race | None:
 
 
 def verdicts(races: Sequence[Race | None]) -> list[str]:
-    """Returns a verdict for each, corrected for their number (`stats.verdicts`)."""
+    """Returns a verdict for each race, corrected for the number of races (`stats.verdicts`)."""
     differences = [race.difference for race in races if race is not None]
     unlimited = iter(stats.verdicts(differences))
     return ["UNSURE" if race is None else _allowed(next(unlimited), race) for race in races]
@@ -136,9 +135,9 @@ def _allowed(verdict: str, race: Race) -> str:
 
 
 def leaders(rivals: Sequence[Sequence[Finish]]) -> list[int]:
-    """Returns the index of the fastest trial, and of those not distinguishable from it.
+    """Returns the indices of the fastest trial and of those not distinguishable from it.
 
-    Returns none if a run of the fastest trial missed the target.
+    The list is empty if a run of the fastest trial missed the target.
     """
     if not rivals or not all(rivals):
         return []
@@ -154,7 +153,7 @@ def _difference(ours: Sequence[Finish], others: Sequence[Finish]) -> Difference:
 def _seconds(runs: Sequence[Finish]) -> list[list[float]]:
     """Returns the times in the order of seeds."""
     by_seed = sorted(runs, key=lambda finish: finish.seed)
-    # A target that is reached at once has no logarithm.
+    # If a target is reached at once, the time is 0, which has no logarithm.
     return [[max(finish.seconds, 1e-9)] for finish in by_seed]
 
 
@@ -166,10 +165,13 @@ def _paired(ours: Sequence[Finish], others: Sequence[Finish]) -> bool:
 
 
 def smoothed(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns the corners of the rising curve nearest to `values` at `times`, which ascend.
+    """Returns the corners (time, value) of the rising curve nearest to `values`.
 
     The curve is straight between corners. A corner is the centre of pooled values, so the first
-    corner may come after the first time, and the last corner before the last time.
+    corner may be later than the first time, and the last corner earlier than the last time.
+
+    Args:
+        times: times of the values, ascending.
     """
     blocks: list[tuple[float, float, int]] = []  # sums of times and of values, and their number
     for time, value in zip(times, values, strict=True):

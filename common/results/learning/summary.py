@@ -1,7 +1,8 @@
 """Rows of trials that train for a time: time to the target, accuracy, and speed.
 
-Values are over the runs of a trial. Each run has a seed; all algorithms have the same seeds. Trials
-are compared by the time to the target, or by the time of a step if nothing is learned.
+A trial has one run per repeat. Each run has another seed; all algorithms have the same seeds. Most
+values are means or medians over the runs. Trials are compared by the time to the target accuracy,
+or by the time of a step if there are no data to learn.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ class Quality:
     accuracy_low: float | None = None
     accuracy_high: float | None = None
     accuracy_error: float | None = None
-    """Standard error from the number of test samples alone, which all runs share."""
+    """Standard error due to the number of test samples, which are the same in all runs."""
     accuracy_min: float | None = None
-    """Accuracy of the rank with the worst model; median over the runs, as the next six."""
+    """Accuracy of the rank with the worst model. This value and the next six are medians over the
+    runs."""
     accuracy_max: float | None = None
     accuracy_top5: float | None = None
     loss: float | None = None
     train_loss: float | None = None
-    """Training loss since the second-last evaluation."""
+    """Mean training loss between the last two evaluations."""
     perplexity: float | None = None
     """e to the power of `loss`, for texts."""
     consensus_distance: float | None = None
@@ -55,12 +57,12 @@ class Rate:
     slowed_steps_per_s: float | None = None
     """Rate of the slowest rank on the host that a fault slowed."""
     kept: float | None = None
-    """`steps_per_s` over that of the same trial without the fault."""
+    """`steps_per_s`, divided by that of the same trial without the fault."""
     kept_low: float | None = None
     kept_high: float | None = None
     staleness_mean: float | None = None
-    """Mean number of steps by which a neighbour's values are late, for the stalest neighbour of any
-    rank. Values of faster neighbours count below 0."""
+    """Number of steps by which a neighbour's values are old, in the mean over time, for the pair of
+    rank and neighbour with the largest mean. It is negative if the neighbour is ahead."""
     staleness_max: float | None = None
     lost_ranks: str | None = None
     """Ranks that were killed while the others went on."""
@@ -68,14 +70,14 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnRow(Validity, Rate, Quality, Use, Compared):
-    """Trial that trains for a time or for epochs, and a line of its CSV file, over its runs.
+    """Row of a trial that trains for a time or for epochs, in the table and in the CSV file.
 
-    A trial with a result has `samples_per_s`, `unit` and `runs`. `_low` and `_high` are the ends of
-    95 % intervals.
+    If the trial has a result, `samples_per_s`, `unit` and `runs` are set. `_low` and `_high` are
+    the ends of 95 % intervals.
     """
 
     batch: str
-    """Samples per step and rank; of each rank if they differ."""
+    """Samples per step and rank; a list by rank if they differ."""
     budget_s: float | None = None
     """None if the training counts epochs."""
     epochs: int | None = None
@@ -86,12 +88,12 @@ class LearnRow(Validity, Rate, Quality, Use, Compared):
     reached: int | None = None
     """Number of runs that reached the target."""
     to_target_s: float | None = None
-    """Geometric mean if all runs reached the target; the median of all runs, without an interval,
-    if more than half of them did."""
+    """Geometric mean if all runs reached the target. If only more than half of them did, the median
+    of all runs, without an interval."""
     to_target_low_s: float | None = None
     to_target_high_s: float | None = None
     steps_to_target: float | None = None
-    """Steps of a rank, as the mean of all ranks; over the runs like `to_target_s`."""
+    """Steps to the target, as the mean over ranks; mean or median over runs like `to_target_s`."""
     steps_to_target_low: float | None = None
     steps_to_target_high: float | None = None
 
@@ -106,10 +108,10 @@ class LearnRow(Validity, Rate, Quality, Use, Compared):
 
 
 def make_rows(records: Iterable[Record], compare_to: str | None = None) -> list[LearnRow]:
-    """Makes one row per record; speed-ups are relative to `compare_to` in the same place.
+    """Returns one row per record; speed-ups are relative to the trial `compare_to` of its cell.
 
     Raises:
-        UserError: `compare_to` is no label, and names several variants of an algorithm.
+        UserError: `compare_to` is no label, but an algorithm with several variants.
     """
     records = list(records)
     rows = [_row(record, records) for record in records]
@@ -214,7 +216,7 @@ def _with_quality(row: LearnRow, record: Record) -> LearnRow:
 
 
 def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequence[int]) -> LearnRow:
-    """Adds the rates, and what they are relative to `calm`, the trial without a fault."""
+    """Adds the rates, and their ratio to those of `calm`, the same trial without a fault."""
     slowed = race.slowed_ranks(record.trial)
     rates = race.rates(record, leave_out=slowed)
     rate = race.typical(rates) or _NOTHING
@@ -231,14 +233,14 @@ def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequenc
     if len(before) != len(rates) or min(rates + before, default=0.0) <= 0:
         return row
     ours, theirs = ([[1 / rate] for rate in side] for side in (rates, before))
-    # They took no turns with each other.
+    # The comparison is unpaired: the two trials did not take turns.
     kept = stats.compare(ours, theirs, paired=False).ratio
     return dataclasses.replace(row, kept=kept.value, kept_low=kept.low, kept_high=kept.high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ends:
-    """Value and interval that are unknown."""
+    """Unknown value with unknown interval."""
 
     value: None = None
     low: None = None
@@ -265,7 +267,7 @@ def _without_fault(record: Record, records: Sequence[Record]) -> Record | None:
 
 
 def _settings(trial: Mapping[str, object]) -> dict[str, object]:
-    """Returns the settings that a trial with a fault and the same without one have in common."""
+    """Returns the settings that are equal for a trial with a fault and the same without a fault."""
     settings = {key: value for key, value in trial.items() if key not in ("plugin", "brought")}
     return {**settings, "fault": None}
 
@@ -273,7 +275,7 @@ def _settings(trial: Mapping[str, object]) -> dict[str, object]:
 def _compare(
     here: Sequence[int], records: Sequence[Record], compare_to: str | None, rows: list[LearnRow]
 ) -> None:
-    """Adds to the rows of a place their comparison with the baseline, if both are valid."""
+    """Compares the rows of a cell with the baseline, if both are valid, and adds the results."""
     base = base_of([records[i] for i in here], compare_to) if compare_to is not None else None
     if base is None:
         return
@@ -303,14 +305,14 @@ def _with_speedup(
             precision=precision,
             more_repeats=compared.difference.repeats_to(precision),
         )
-    # The time of the side that missed the target is longer, so one end of the interval is unknown.
+    # The true time of a trial that missed the target is longer: one end of the interval is unknown.
     if compared.there:
         return dataclasses.replace(row, speedup_low=ratio.low)
     return dataclasses.replace(row, speedup_high=ratio.high)
 
 
 def _lead(here: Sequence[int], records: Sequence[Record], rows: list[LearnRow]) -> None:
-    """Adds to the rows of a place whether they are the first, or not distinguishable from it."""
+    """Marks the fastest row of a cell, and the rows that are not distinguishable from it."""
     rivals = [i for i in here if flag(records[i]) is None and _several(records[i])]
     leaders = race.leaders([race.finishes(records[i]) for i in rivals])
     if leaders and len(rivals) > 1:
@@ -324,7 +326,7 @@ def _several(record: Record) -> bool:
 
 
 def staleness(record: Record) -> Iterator[tuple[float, float]]:
-    """Yields mean and maximum per rank and neighbour, where the algorithm counts them."""
+    """Yields mean and maximum staleness in steps for each rank and neighbour, if it is counted."""
     counters = record.first and record.first.statistics
     for rank in counters or ():
         for age in ((rank or {}).get("staleness") or {}).values():

@@ -72,7 +72,7 @@ def _steps(row: LearnRow) -> Cell:
 
 
 def _speedup(row: LearnRow) -> Cell:
-    """Returns the speed-up, or its limit if one trial did not reach the target."""
+    """Returns the cell of the speed-up, or of its limit if a trial missed the target."""
     if row.speedup is not None:
         ends = interval(row.speedup_low, row.speedup_high, _two)
         return number(row.speedup, _two, ends=ends)
@@ -171,7 +171,7 @@ def summary(rows: Sequence[LearnRow]) -> list[str]:
 
 
 def _seconds(row: LearnRow) -> float:
-    """Returns the time by which trials are ordered: to the target, or of a step."""
+    """Returns the sort key of trials: the time to the target, or the time of a step."""
     return (row.to_target_s or 0.0) if row.target is not None else 1 / (row.steps_per_s or math.inf)
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """State of the training at a mark. Without data, only the number of steps is known."""
+    """State of the training at a mark (a time or an epoch at which the model is evaluated).
+
+    Trials without data have only the number of steps.
+    """
 
     at_s: float
     """Time of the mark in seconds; equal to `seconds` if the training counts epochs."""
@@ -20,8 +23,8 @@ class Evaluation:
     staleness: float | None = None
     """Mean staleness of the stalest neighbour since the last evaluation; None: not counted."""
     accuracy: float | None = None
-    """Accuracy of the mean of all ranks' models. Only the last evaluation judges single ranks
-    (`_min` and `_max`)."""
+    """Accuracy of the mean of all ranks' models. `_min` and `_max` are of single ranks' models, and
+    only in the last evaluation."""
     accuracy_min: float | None = None
     accuracy_max: float | None = None
     accuracy_top5: float | None = None
@@ -36,14 +39,14 @@ class Evaluation:
 
     @property
     def mean_steps(self) -> float:
-        """Mean number of steps of the ranks that live."""
+        """Mean number of steps of the ranks that did not die."""
         counts = [count for count in self.steps if count is not None]
         return sum(counts) / len(counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPace:
-    """Steps of a rank, and the time that they took."""
+    """Steps and samples of a rank, and the time that they took."""
 
     steps: int
     samples: int
@@ -79,11 +82,11 @@ class Data:
     """Number of training samples."""
     test: int
     split: str | None
-    """Data set that both are parts of; None: the data's own training and test samples."""
+    """Name of the data set that was split; None: the data set has separate test samples."""
 
     @property
     def title(self) -> str:
-        """Description for a sentence."""
+        """Description of the data, as a part of a sentence."""
         if self.split is None:
             return f"{self.train:,} training images of {self.name}, judged by {self.test:,} others"
         return f"{self.train:,} of {self.split}, judged by the other {self.test:,}"

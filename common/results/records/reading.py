@@ -9,20 +9,20 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 JsonObject: TypeAlias = dict[str, Any]
-"""JSON object whose types only its readers know."""
+"""JSON object with values of any type."""
 
 
 def typed(hint: Any, value: Any) -> Any:
-    """Converts a JSON value to the type of the hint; unknown keys are left out."""
+    """Converts a JSON value to the type `hint`; drops keys that a dataclass does not have."""
     read = _reader(hint)
     return value if read is None or value is None else read(value)
 
 
 @functools.cache
 def _reader(hint: Any) -> Callable[[Any], Any] | None:
-    """Returns a converter of values that are not None; None: JSON has the type already.
+    """Returns the function that converts values other than None to the type `hint`.
 
-    There is one converter for each type, because thousands of records have thousands of numbers.
+    Returns None if JSON values need no conversion. Results are cached: records have many values.
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

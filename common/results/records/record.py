@@ -36,7 +36,7 @@ class Failure:
     rank: int | None = None
     """Rank that failed; None if no single rank did."""
     where: str | None = None
-    """Phase of the rank."""
+    """Phase in which the rank was, such as the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Throughput:
     value: float
     unit: str
     ci_low: float | None
-    """Ends of the 95 % interval; the lowest and highest run for trials that learn."""
+    """Ends of the 95 % interval; for trials that train for a time, the lowest and highest run."""
     ci_high: float | None
     n: int
     """Number of timed steps, or of runs."""
@@ -54,12 +54,12 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Lower bounds of the trial's step, in seconds."""
+    """Lower bounds of the trial's step time, in seconds."""
 
     kind: str | None
-    """Formula of `step_s`; None: no formula is known for the algorithm."""
+    """Name of the formula of `step_s`; None: no formula is known for the algorithm."""
     step_s: float | None
-    """Bound by the algorithm's idea; at least `wire_limit_s`."""
+    """Bound from what the algorithm can overlap; at least `wire_limit_s`."""
     compute_limit_s: float
     wire_limit_s: float | None
     """Bound by the links; None if their rate is unknown, or the limit does not apply."""
@@ -67,17 +67,24 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Position of the trial in each round of its cell; the order of a round is random."""
+    """Position of the trial in each round.
+
+    A cell is the trials that are compared with each other. In each round, they run one after the
+    other, in a random order.
+    """
 
     seed: int
-    """Seed of the cell's rounds, from the experiment's seed and the cell."""
+    """Seed of the orders, computed from the experiment's seed and the cell."""
     positions: list[int] = field(default_factory=list)
     """Position by repeat, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetAside:
-    """Discarded run: it ended well but is no result. It shows why the launch was repeated."""
+    """Repeat that ended well but is not used, for example because other load disturbed it.
+
+    The repeat was then measured again, in a new launch of the ranks.
+    """
 
     repeat: int
     time_scale: float
@@ -97,34 +104,35 @@ class Record:
     """The trial's settings as JSON."""
     fabric: FabricFacts = REAL
     status: str
-    """ok, failed, timeout, oom, unsupported or interrupted."""
+    """State: ok, failed, timeout, oom, unsupported or interrupted."""
     error: Failure | None = None
-    """None for a trial that is ok. Such a trial has `check` and `throughput`, and so has an
-    interrupted trial with results."""
+    """Reason of a failure; None if the trial is ok. A trial that is ok has `check` and
+    `throughput`, as has an interrupted trial with results."""
     started: str
     """ISO 8601, UTC."""
     duration_s: float
     """Wall-clock time of all launches, set-up of the workers included."""
     machine: JsonObject
     run: str = ""
-    """Run of the sweep. Trials of one cell and one run took turns."""
+    """Name of the run of the sweep. Trials of one cell and one run took turns."""
     order: Order | None = None
     set_aside: list[SetAside] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    """One for each finished repeat."""
+    """Results by finished repeat."""
     check: Check | None = None
-    """Check of the first repeat against plain training, with the worst agreement of all repeats."""
+    """Comparison of the first repeat with plain training; how far replicas agree, in the worst
+    repeat."""
     throughput: Throughput | None = None
     breakdown: Breakdown | None = None
     """Breakdown of the repeat with the median step."""
     bound: Bound | None = None
     systematic: Systematic | None = None
-    """Steps at twice the time scale, if the trial was measured there."""
+    """Steps at twice the time scale; None if they were not measured."""
     modelled: Modelled | None = None
-    """The step by the event model; None if the model does not cover the algorithm."""
+    """Step computed by the event model; None if the model does not cover the algorithm."""
     unfaithful: bool | None = None
-    """True if ranks of an emulated cluster waited for cores that the real one would have; None if
-    nothing is emulated, or the kernel does not count waits."""
+    """True if ranks of an emulated cluster waited for a core, which real ranks would not. None if
+    nothing is emulated, or if the kernel does not count waits."""
     notes: list[Note] = field(default_factory=list)
 
     @property
@@ -150,7 +158,7 @@ class Record:
 
     @property
     def first(self) -> Result | None:
-        """The first repeat, which alone measures costs and compute."""
+        """Result of the first repeat, the only one that measures costs and compute."""
         return self.results[0] if self.results else None
 
     @property
@@ -170,7 +178,7 @@ class Record:
 
     @property
     def strain(self) -> list[Strain]:
-        """Strain on the machine, by repeat."""
+        """Load on the machine, by repeat."""
         return [result.strain for result in self.results]
 
     @property
@@ -180,18 +188,18 @@ class Record:
 
     @property
     def evidence(self) -> str | None:
-        """Path of the first repeat's raw measurements, from the folder of the records."""
+        """Path of the first repeat's raw measurements, relative to the folder of the records."""
         name = self.first and self.first.evidence
         return f"{self.id}/{name}" if name else None
 
     @property
     def sending_costs(self) -> dict[str, CollectiveCost] | None:
-        """Costs by operation of the engine that sent; None if they are not on record."""
+        """Costs by operation of the library that sent the messages; None if not recorded."""
         return self.first and sending_costs(self.first.costs, self.first.engine_costs)
 
     @property
     def step_s(self) -> float:
-        """Elapsed time per step of all ranks together; defined only where steps were timed."""
+        """Mean elapsed time per step in seconds; only for trials with timed steps."""
         return mean_step_s(self.iters)
 
     def to_json(self) -> JsonObject:
@@ -201,7 +209,7 @@ class Record:
 
     @classmethod
     def from_json(cls, values: JsonObject) -> Record:
-        """Builds the record from what `to_json` returned."""
+        """Builds a record from the output of `to_json`."""
         return typed(cls, values)
 
 
@@ -213,7 +221,7 @@ def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | No
         variants: label and algorithm of each variant.
 
     Raises:
-        UserError: `compare_to` is no label, and the algorithm has several variants.
+        UserError: `compare_to` is no label, but an algorithm with several variants.
     """
     for index, (label, _) in enumerate(variants):
         if label == compare_to:
@@ -222,7 +230,7 @@ def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | No
     if len(fitting) > 1:
         labels = ", ".join(variants[index][0] for index in fitting)
         raise UserError(
-            f"compare_to: {compare_to!r} fits several; use the label of one of them: {labels}"
+            f"compare_to: {compare_to!r} names several trials; use the label of one: {labels}"
         )
     return fitting[0] if fitting else None
 
@@ -233,7 +241,7 @@ def is_learning(records: Iterable[Record]) -> bool:
 
 
 def fabric_words(records: Iterable[Record]) -> str:
-    """Describes what the numbers were measured on, for titles and captions."""
+    """Returns in a few words on what cluster the records were measured, for captions."""
     records = list(records)
     if all(record.fabric.kind == "real" for record in records):
         return "real processes"

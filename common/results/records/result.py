@@ -1,4 +1,7 @@
-"""One repeat of a trial, and the facts of the fabric that it ran on."""
+"""Results of one repeat of a trial, and facts about the cluster (fabric) that it ran on.
+
+Seconds of an emulated cluster are real seconds / time scale.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,24 @@ class Breakdown:
     backward_s: float
     """The backward pass, without waiting."""
     update_s: float
-    """The call of `optimizer.step()`, without waiting. An update that runs elsewhere counts in the
-    phase that it runs in."""
+    """The call of `optimizer.step()`, without waiting. Updates outside this call count in the phase
+    in which they run."""
     exposed_comm_s: float | None = None
     """Waiting in `Work.wait`; None if the algorithm waits inside the other three phases."""
     step_s: float
     rank: int = 0
-    """The rank that waits least: the others wait for it."""
+    """Number of the rank, which is the rank that waits least: the others wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Tensors that travel together."""
+    """Gradients that are sent together (a bucket)."""
 
     bytes: int
     tensors: int = 0
-    """0: not reported."""
+    """Number of gradients; 0: not reported."""
     first: str | None = None
-    """Names of its first and last parameter."""
+    """Names of the first and last parameter."""
     last: str | None = None
     some: bool | None = None
     """True if the group has the transfers that only some groups have (with `fsdp`, the second
@@ -49,7 +52,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Decisions of the algorithm itself at the end of the repeat, by rank 0."""
+    """Decisions of the algorithm about its messages, at the end of the repeat, on rank 0."""
 
     groups: list[Group] = field(default_factory=list)
     """Groups in the order in which they start."""
@@ -60,11 +63,11 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceUse:
-    """Memory and arithmetic of the timed steps; None: unknown."""
+    """Use of memory and arithmetic units in the timed steps; None: unknown."""
 
     memory_bytes: list[int | None] | None = None
-    """Peaks in the timed blocks, by rank: of torch's allocations on a GPU, else of the process's
-    resident memory."""
+    """Peak memory in the timed blocks, by rank: torch's allocations on a GPU, else the resident
+    memory of the process."""
     flops: int | None = None
     """Multiplications and additions of the forward and backward pass of a rank's batch."""
     peak_flops: float | None = None
@@ -78,16 +81,16 @@ class Result:
     """One repeat of a trial, as rank 0 writes it. Times are in seconds of the modelled cluster."""
 
     iters: list[list[float]] = field(default_factory=list)
-    """Step times by block; empty for a trial that learns. A block is a whole number of periods of
-    the algorithm's schedule, and its sum is the time that the block took."""
+    """Step times by block; empty for a trial that trains for a time. A block is timed as a whole:
+    its step times add up to the elapsed time. It has a whole number of periods."""
     untimed: list[list[float]] = field(default_factory=list)
-    """Times of the steps before each block, which fill the pipeline after the barrier."""
+    """Times of the steps between the barrier and each block, which are not counted."""
     period: int = 1
-    """Steps after which the algorithm's schedule repeats."""
+    """Number of steps after which the algorithm's schedule repeats."""
     evidence: str | None = None
     """Name of the file with raw measurements, in the trial's folder (docs/methodology.md)."""
     samples_per_s: float | None = None
-    """Throughput of all workers together, of a trial that learns."""
+    """Throughput of all workers together, for a trial that trains for a time."""
     bytes_per_step: int | None = None
     """Bytes that rank 0 sent per step."""
     cpu_s_per_s: float
@@ -106,15 +109,15 @@ class Result:
     use: DeviceUse | None = field(default=None, metadata=LATER)
     """Memory of a repeat after the first, or the first repeat's arithmetic; None: learns."""
     started_by: str | None = None
-    """Launcher that the ranks found in their environment."""
+    """Launcher by which the ranks were started, as their environment says."""
     compute: StepTimes | None = None
-    """Only the first repeat has this field and the next five."""
+    """Times of the compute alone. Only the first repeat has this field and the next five."""
     costs: dict[str, CollectiveCost] | None = None
     """Costs of collectives, by operation."""
     cost_check: CostCheck | None = None
-    """Check of `costs` by the trial that measured them. Trials that reuse the costs copy it."""
+    """Quality of `costs`. Trials that reuse another trial's costs copy it."""
     engine_costs: EngineCosts | None = None
-    """Costs of the library's own engine, if it sends by one."""
+    """Costs of the algorithm's library, if that sends messages itself (Horovod)."""
     plan: Plan | None = None
     local_size: int | None = None
     """Ranks on a host."""
@@ -129,13 +132,13 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class FabricFacts:
-    """Facts of the fabric that a trial ran on; the defaults describe a real cluster."""
+    """Facts about the cluster that a trial ran on; the defaults describe a real cluster."""
 
     kind: Literal["real", "emulated"] = "real"
     time_scale: float = 1.0
     time_scale_reason: str | None = None
     calibration: Calibration | None = None
-    """CPU costs of this machine, by which the first time scale was chosen; None if real."""
+    """CPU costs of this machine, from which the time scale was chosen; None on a real cluster."""
     network: Network = field(default_factory=Network)
     fault_events: list[JsonObject] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Evidence for the validity of a trial: its training, its links, its costs, and its machine."""
+"""Checks of a trial: of its training, its links, its costs, and the load on its machine."""
 
 from __future__ import annotations
 
@@ -42,45 +42,45 @@ NoteKind = Literal[
     "time scale",
     "unfaithful",
 ]
-"""Subject of a note."""
+"""Kind of a note: what it is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A remark on a record."""
+    """Remark on a record."""
 
     kind: NoteKind
     text: str
-    """Text for readers. Code asks for the kind."""
+    """Text for readers; code uses the kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Comparison of a trial with the training that it should be. None: not compared."""
+    """Comparison of a trial with correct training. None: not compared."""
 
     replicas_agree: bool | None = None
     matches_reference: bool | None = None
-    """Equal to the reference, in the first steps and at the end."""
+    """True if parameters equal the reference's, after the first steps and at the end."""
     replica_spread: float | None = None
     """Largest difference of a parameter element between ranks; None also if it is infinite."""
     reference_error: float | None = None
-    """Largest error of a tensor after the first steps, relative to how far the reference moved it;
-    None also if it is not finite."""
+    """Largest error of a parameter tensor after the first steps, divided by how far these steps
+    moved the reference's tensor. None also if it is not finite."""
     consensus_distance: float | None = None
     """Distance of the ranks from their mean; None also if it is not finite."""
     judged_by: Literal["reference", "invariants", "replicas"] | None = None
-    """Standard of comparison: the serial reference, invariants that hold for any order of the
-    ranks, or only the other replicas."""
+    """Standard of the comparison: a serial reference, invariants that hold for any order of the
+    ranks, or only the other ranks' replicas."""
     worst_tensor: str | None = None
     """Name of the tensor with the largest error, in the first steps or at the end."""
     end_error: float | None = None
-    """The same over all steps of the first repeat, timed steps included."""
+    """Same as `reference_error`, after all steps of the first repeat (timed steps, too)."""
     finding: str | None = None
-    """Error that was found, or reason why nothing was compared; None if all was right."""
+    """Description of an error, or reason why nothing was compared; None if all is right."""
 
     @property
     def verdict(self) -> Literal["yes", "NO", "unchecked"]:
-        """Returns whether the training was right, as far as it was compared."""
+        """`yes` if the training was right, `NO` if it was wrong, `unchecked` if not compared."""
         comparisons = (self.replicas_agree, self.matches_reference)
         if False in comparisons:
             return "NO"
@@ -89,14 +89,18 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Systematic:
-    """The same trial at twice the time scale k: the part of its step that does not scale."""
+    """Measurement of the same trial at twice its time scale k.
+
+    An emulation with time scale k runs k times slower than real time. Ideally, the step time in
+    emulated seconds does not depend on k.
+    """
 
     time_scale: float
-    """2k."""
+    """Time scale of this measurement, 2k."""
     iters: list[list[list[float]]]
-    """Step times at 2k, in seconds of the modelled cluster, by repeat and block."""
+    """Step times at 2k, in emulated seconds, by repeat and block."""
     step_s: float
-    """T(k), the mean step of the record itself (`Record.step_s`)."""
+    """Mean step time T(k) of the record (`Record.step_s`)."""
 
     @property
     def repeats(self) -> list[list[float]]:
@@ -105,13 +109,13 @@ class Systematic:
 
     @property
     def relative(self) -> float:
-        """|T(k) - T(2k)| / T(k)."""
+        """Relative change of the step time, |T(k) - T(2k)| / T(k)."""
         return abs(self.step_s - mean_step_s(self.iters)) / self.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Modelled:
-    """Step by the event model (`common.virtual`), which shares no code with emulation."""
+    """Step computed by the event model (`common.virtual`), which shares no code with emulation."""
 
     step_s: float | None = None
     """None: not computed."""
@@ -127,28 +131,31 @@ class Modelled:
 
 @dataclass(frozen=True, kw_only=True)
 class Strain:
-    """Load on the machine while steps were timed; the worst machine, if there are several."""
+    """Load on the machine while steps were timed; of several machines, the worst.
+
+    Shares of time are seconds per second of timed steps.
+    """
 
     core_wait: float | None = None
-    """Seconds that all threads of a rank together waited for a core, per second of timed steps, for
-    the rank that waited longest; None if the kernel does not count waits."""
+    """Share of the time for which the threads of a rank, added up, waited for a core; for the rank
+    that waited longest. None if the kernel does not count waits."""
     late: float | None = None
-    """Extra compute time for lack of cores, in seconds per second, for the rank with the most. Time
-    that the time scale leaves free does not count. None if compute is replayed: it makes up for
-    waits."""
+    """Share of the time by which compute took longer for lack of cores, for the rank with the most.
+    Waits in time that the time scale leaves free do not count. None for replayed compute, which
+    waits less afterwards and so makes up for the delay."""
     main_wait: float | None = None
-    """The same for training threads alone, which issue all work and delay the step."""
+    """Share of the time for which the training thread of a rank waited for a core."""
     fell_behind: float = 0.0
-    """Change of the delay of hosts behind their replayed devices, from begin to end, in seconds per
-    second, as the mean over ranks. A delay that a host made up for is in the steps."""
+    """Share of the time by which the host fell behind its replayed device from the first to the
+    last step, as the mean over ranks. Delays that the host caught up are not in it."""
     foreign_cores: float = 0.0
-    """Cores that other processes used, of those that the ranks may use; mean over timed steps."""
+    """Mean number of cores that other processes used, of those that the ranks may use."""
     steal_cores: float = 0.0
-    """Cores that other virtual machines took."""
+    """Mean number of cores that other virtual machines took."""
     throttled_s: float = 0.0
-    """Seconds of this machine for which a control group's limit stopped a rank."""
+    """Real seconds for which the CPU limit of a control group stopped a rank."""
     canary_s: list[float] | None = None
-    """Seconds that a fixed workload took before and after the timed steps."""
+    """Real seconds that a fixed computation (the canary) took before and after the timed steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,22 +166,22 @@ class Network:
     measured: list[JsonObject] | None = None
     """Rate of each link alone."""
     together: list[JsonObject] = field(default_factory=list)
-    """Rate that each host received from the host before it while all hosts sent."""
+    """Rates at which each host received from its predecessor while all hosts sent."""
     delays: list[JsonObject] = field(default_factory=list)
     """One-way delays from each host to the next and between sites, all measured at once."""
     links: str | None = None
-    """Shaper of the links: tc or switch."""
+    """Program that limits the links: tc (the kernel) or switch (this project's)."""
     congestion: str | None = None
     """TCP's congestion control."""
     switch: JsonObject | None = None
-    """Counters and lateness of the switch while all links were busy."""
+    """Counters of the switch, and how late it sent frames, while all links were busy."""
     launches: list[JsonObject] = field(default_factory=list)
-    """Counters of the switch for each launch of the trial, with its `repeat`, and `rate_changes` if
-    the network has a trace."""
+    """Counters of the switch by launch, with the number of the `repeat`, and with `rate_changes` if
+    the network has a trace (links whose rate changes over time)."""
     off_percent: float | None = None
-    """Difference of the worst link from its request, in per cent."""
+    """Difference of the worst link from the requested rate, in per cent."""
     flagged: bool | None = None
-    """True if a link is too far from its request."""
+    """True if a link differs too much from what was requested."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -183,41 +190,41 @@ class CostCheck:
     """Quality of the fitted costs of collectives, as relative errors."""
 
     residual: float
-    """Error of the fit to one half of the repeats, judged by the other half: root mean square over
-    sizes, for the operation that fits worst."""
+    """Error of a fit to one half of the repeats, compared with the other half: root mean square
+    over sizes, for the operation that fits worst."""
     noise: float
-    """Difference of the two halves of the same operation, which no fit can beat."""
+    """Difference of the two halves for the same operation; no fit can have a smaller error."""
     drift: float
-    """Change of the largest messages' times from the trial's begin to its end, for the operation
-    that changed most."""
+    """Change of the times of the largest messages from the trial's start to its end, for the
+    operation that changed most."""
 
     @property
     def misfit(self) -> float:
-        """Part of the residual that sampling error does not explain: the fit has another shape."""
+        """Part of the residual that noise does not explain: the costs have another shape."""
         return math.sqrt(max(0.0, self.residual**2 - self.noise**2))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCosts:
-    """Costs of all-reduces by a library's own engine, such as Horovod's."""
+    """Costs of all-reduces by a library that sends messages itself, such as Horovod."""
 
     engine: str
-    """Name of the engine (`dear.cost.foreign.Sender`)."""
+    """Name of the library (`dear.cost.foreign.Sender`)."""
     all_reduce: CollectiveCost
     """Cost of one tensor."""
     fused: CollectiveCost | None = None
-    """Cost of two tensors in one buffer, by their total bytes; None: the engine fuses none."""
+    """Cost of two tensors in one buffer, by their total bytes; None: the library never does so."""
     pair: CollectiveCost | None = None
     """Cost of two tensors that start together in two buffers, by their total bytes."""
     error: float
-    """Relative error of a fit to one half of the repeats, judged by the other half: the root mean
-    square over sizes, of the worst of these costs."""
+    """Relative error of a fit to one half of the repeats, compared with the other half: root mean
+    square over sizes, for the worst of these costs."""
     noise: float
-    """Relative difference of the two halves themselves, which no fit can beat."""
+    """Relative difference of the two halves; no fit can have a smaller error."""
 
 
 def sending_costs(
     costs: dict[str, CollectiveCost] | None, engine: EngineCosts | None
 ) -> dict[str, CollectiveCost] | None:
-    """Returns the costs by operation of the sender: the library's engine, or the communicator."""
+    """Returns the costs, by operation, of the library that sends, or else of the communicator."""
     return costs if engine is None else {"all_reduce": engine.all_reduce}

@@ -1,5 +1,5 @@
-"""A sweep as one HTML file that needs nothing else: `python benchmarks.py report`.
+"""Report of a sweep as one HTML file that needs no other file: `python benchmarks.py report`.
 
-`page` says what stands in it, `page.html` where, `style.css` and `dark.css` how it looks, and
-`page.js` sorts and filters; without JavaScript all of it can still be read.
+`page` computes the content, and `page.html` is the template. `style.css` and `dark.css` are its
+styles. `page.js` sorts and filters tables; the page is complete without JavaScript, too.
 """

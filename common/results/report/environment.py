@@ -18,11 +18,11 @@ _UNKNOWN = "not on record"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Machine in one state of its software, and the number of its trials."""
+    """Machine with one state of its software, and the number of trials that ran on it."""
 
     trials: int
     commit: str
-    """Commit of the code, and whether files differed from it."""
+    """Commit of the code, and whether files had uncommitted changes."""
     short: list[tuple[str, str]]
     rest: list[tuple[str, str]]
 
@@ -52,7 +52,7 @@ def _machine(card: Mapping[str, object], trials: int) -> Machine:
 
 def _commit(card: Mapping[str, object]) -> str:
     if card.get("commit") is None:
-        return "not known: it was no checkout of git"
+        return "not known: the code was no checkout of git"
     name, plus, _ = str(card["commit"]).partition("+")
     if not plus:
         return f"{name}, and no file differed from it"
@@ -189,7 +189,7 @@ _PLACE = ("label", "algorithm", "model", "batch_size", "world_size", "network", 
 
 
 def settings(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Returns the settings that all trials share and that no table has in a column."""
+    """Returns the settings that are equal for all trials and that no table shows."""
     if not records:
         return []
     first, *others = (record.trial for record in records)
@@ -209,7 +209,7 @@ def _setting(value: object) -> str:
 
 
 def options(records: Sequence[Record]) -> Grid | None:
-    """Returns the options of every algorithm, as they were resolved."""
+    """Returns the table of every algorithm's options, defaults included."""
     lines = dict.fromkeys(
         (record.label, ", ".join(f"{k}={v}" for k, v in record.trial["options"].items()))
         for record in records

@@ -15,7 +15,7 @@ _LOG_BYTES = 3000
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """Trial without a valid result."""
+    """Trial without a valid result, and why."""
 
     title: str
     mark: str
@@ -23,12 +23,12 @@ class Trouble:
     facts: dict[str, str] = field(default_factory=dict)
     """Facts about a failure: its kind, its rank, and the phase of the rank."""
     log: str | None = None
-    """End of the output of that rank."""
+    """End of the output of the rank that failed."""
     log_name: str | None = None
 
 
 def title(record: Record) -> str:
-    """Describes a trial."""
+    """Returns the title of a trial: algorithm, model, batch size, workers, ..."""
     trial = record.trial
     parts = [record.label, trial["model"], f"batch {trial['batch_size']}"]
     parts.append(f"{trial['world_size']} workers")
@@ -36,7 +36,7 @@ def title(record: Record) -> str:
 
 
 def mark(record: Record) -> str | None:
-    """Returns the state of a record that has no valid result, in a word; None for a valid one."""
+    """Returns one word for the state of a record without a valid result; None: it is valid."""
     if not record.ok:
         return record.status
     if incorrect(record):
@@ -75,7 +75,7 @@ def _trouble(folder: Path, record: Record, state: str) -> Trouble:
 
 
 def further_notes(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
-    """Returns the notes that are no reasons of flags, each with its trials."""
+    """Returns the notes that have not caused a flag, each with the trials that have it."""
     trials: dict[str, list[str]] = {}
     for record in records:
         for note in record.notes:
@@ -85,5 +85,5 @@ def further_notes(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
 
 
 def repeated(records: Iterable[Record]) -> list[tuple[str, int, str]]:
-    """Returns trial, repeat (from 0) and reason of each discarded run."""
+    """Returns trial, repeat (from 0) and reason of each launch that was not used but repeated."""
     return [(title(r), run.repeat, run.reason) for r in records for run in r.set_aside]

@@ -26,10 +26,10 @@ class Overview:
     """One row per record, in their order."""
     table: Table[Row] | Table[LearnRow]
     answers: list[str]
-    """Sentence per place about the fastest trial; empty without enough valid trials."""
+    """Sentence about the fastest trial of each cell; empty without enough valid trials."""
     remarks: list[str]
     learned: Table[LearnRow] | None = None
-    """The table, if it is that of trials that train for a time."""
+    """Same as `table` if the trials train for a time; else None."""
 
     @property
     def lines(self) -> list[str]:
@@ -38,10 +38,10 @@ class Overview:
 
 
 def overview(records: Sequence[Record], compare_to: str) -> Overview:
-    """Summarizes records; speed-ups are relative to the label `compare_to`.
+    """Summarizes records; speed-ups are relative to the trial with the label `compare_to`.
 
     Raises:
-        UserError: `compare_to` is no label, and names several variants of an algorithm.
+        UserError: `compare_to` is no label, but an algorithm with several variants.
     """
     if is_learning(records):
         learned = learning.make_rows(records, compare_to)
@@ -65,12 +65,12 @@ def overview(records: Sequence[Record], compare_to: str) -> Overview:
 
 
 def has_valid(records: Sequence[Record]) -> bool:
-    """Returns whether some trial has a valid result."""
+    """Returns True if at least one trial has a valid result."""
     return any(flag(record) is None for record in records)
 
 
 def no_answer(records: Sequence[Record]) -> str:
-    """Tells why no algorithm is called the fastest."""
+    """Returns a sentence that says why no algorithm is called the fastest."""
     if not records:
         return "No answer yet: no trial has ended."
     if has_valid(records):

@@ -1,7 +1,7 @@
-"""HTML page of a sweep: all that its records, files and commands say.
+"""HTML page of a sweep, with all data of its records.
 
-The page is one file. It makes no request: its policy forbids all requests to the browser, and
-pictures and downloads are inside. The template escapes all text that comes from a record.
+The page is one file, which contains its pictures and downloads. Its content security policy forbids
+the browser all requests. The template escapes all text that comes from a record.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from common.results.timed.rows import Row
 
 _HERE = Path(__file__).parent
 _WHOLE_FILE = 1_500_000
-"""Bytes of the largest file of records that the page has whole; of a larger one it has only the
-newest record of each trial."""
+"""Largest size in bytes of a file of records that the page contains completely. Of a larger file,
+the page contains only the newest record of each trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commands:
-    """Commands that depend on the place of files."""
+    """Commands that the page shows."""
 
     sweep: str
-    """Name of the sweep for `show`."""
+    """Name of the sweep, as an argument of `show`."""
     again: Callable[[], tuple[str | None, str]]
-    """Called if no run has left its command: returns a command that runs the experiment of that
-    name, or None, and a sentence on whether its trials are the same."""
+    """Function that is called if the command of the sweep is not recorded. It returns a command
+    that runs the experiment of this name (or None), and a sentence that says whether its trials are
+    the same."""
 
 
 def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -> str:
@@ -151,7 +152,7 @@ def _counts(comparison: Comparison, records: Sequence[Record]) -> list[tuple[int
 
 
 def _withdrawn(folder: Path) -> str | None:
-    """Returns the reason if the sweep is a withdrawn record of this repository."""
+    """Returns the reason if the sweep is a withdrawn (outdated) record of this repository."""
     path = folder.resolve()
     if path.parent != catalogue.FOLDER.resolve():
         return None
@@ -193,7 +194,7 @@ def _breakdown(summary: Overview, records: Sequence[Record]) -> Grid | None:
 
 
 def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
-    """Returns the meaning of words and columns."""
+    """Returns words and titles of columns, each with its meaning."""
     learned = summary.kind is LearnRow
     what = "the time to the target" if learned else "the time of a step"
     alpha, notable, equal = (

@@ -10,7 +10,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 UNKNOWN = "-"
 """Text of a cell whose value is unknown."""
 PROVISIONAL = "provisional"
-"""Status of a row with the repeats of an interrupted trial."""
+"""Status of a row whose trial was interrupted but has some repeats."""
 Form = Callable[[float], str]
 """Format of a number."""
 
@@ -36,7 +36,7 @@ class Cell:
 
     text: str = ""
     value: float | None = None
-    """Number by which rows are sorted; None: the text counts, or the cell is empty."""
+    """Number by which rows are sorted; None: they are sorted by the text, or the cell is empty."""
     word: bool = False
     """True for a verdict or a state. Some of them have colours."""
 
@@ -50,12 +50,12 @@ def significant(value: float | None) -> str:
 
 
 def percent(value: float) -> str:
-    """Formats a share as a percentage without its sign, for the ends of intervals."""
+    """Formats a share as a percentage, without the character %. Used for the ends of intervals."""
     return f"{100 * value:.0f}"
 
 
 def interval(low: float | None, high: float | None, form: Form) -> str:
-    """Formats an interval; empty without one."""
+    """Formats an interval; returns an empty text if an end is None."""
     return "" if low is None or high is None else f"{form(low)}-{form(high)}"
 
 
@@ -98,9 +98,9 @@ class Column(Generic[C]):
     """True: Markdown and LaTeX leave the column out if it is empty, as terminals and pages do with
     every column."""
     weight: int = 5
-    """Rank on a terminal: light columns come first, and heavy ones leave where it is narrow."""
+    """Order on a terminal: light columns come first; a narrow terminal drops the heaviest."""
     role: Literal["place", "name", "notes"] | None = None
-    """Part of the place of a trial, the name of the row, or its notes."""
+    """Role of the column: a part of the trial's cell, the name of the row, or its notes."""
     phrase: str | None = None
-    """Format of a value that all rows share, in a heading; None: it stays in its column. The
-    columns of the place have one by default."""
+    """Format by which a heading shows a value that is equal in all rows; None: the value stays in
+    its column. Columns with the role `place` have a format by default."""

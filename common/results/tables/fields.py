@@ -1,4 +1,7 @@
-"""Fields and columns that the rows of all tables have in common; None where there is no value."""
+"""Fields and columns that the rows of all tables have in common. None: there is no value.
+
+A cell, or place, is the trials that are compared with each other.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ AXES = {
     "network": "network",
     "fault": "fault",
 }
-"""Keys of a trial's place, which compared trials share, and the titles of their columns."""
+"""Keys of a trial that compared trials share (their place), and the titles of their columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Identity:
 
     @property
     def where(self) -> str:
-        """Description of the place, for a sentence."""
+        """Description of the trial's cell, for a sentence."""
         extra = "".join(f", {name}" for name in (self.network, self.fault) if name)
         return f"{self.what}, {self.world_size} workers{extra}"
 
@@ -75,19 +78,19 @@ class Compared(Identity):
     compared_to: str | None = None
     """Label of the baseline, also if it is flagged; None for the baseline itself."""
     speedup: float | None = None
-    """Time of the baseline over the time of this trial: of a step, or to the target accuracy. None
-    if it is only known to lie beyond `speedup_low` or `speedup_high`."""
+    """Time of the baseline divided by the time of this trial: of a step, or to the target accuracy.
+    None if only one limit is known, `speedup_low` or `speedup_high`."""
     speedup_low: float | None = None
     """Ends of the 95 % interval."""
     speedup_high: float | None = None
     verdict: str | None = None
     detectable: float | None = None
-    """Relative difference that such a sweep detects with a probability of 80 %."""
+    """Smallest relative difference that such a sweep detects with a probability of 80 %."""
     precision: float | None = None
     """Requested half width of the speed-up's interval, relative to the speed-up."""
     more_repeats: int | None = None
-    """Further repeats that would probably give that half width; 0: it is reached. None: unknown, or
-    very many."""
+    """Number of further repeats that would probably give this half width; 0: it is reached. None:
+    unknown, or very many."""
     leads: bool | None = None
     """True: the trial is the fastest of its cell, or not distinguishable from it."""
 
@@ -99,24 +102,24 @@ class Compared(Identity):
 
 @dataclass(frozen=True, kw_only=True)
 class Validity:
-    """Validity of a row's number."""
+    """Validity of a row's result."""
 
     flag: str | None = None
-    """Reason why the number is flagged. A flagged number has no verdict."""
+    """Reason why the result is flagged (not valid). A flagged result has no verdict."""
     reason: str | None = None
-    """Reason why there is no number, or why it is flagged, and all other notes."""
+    """Reason why there is no result, or why it is flagged; then all other notes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Use of a trial beside its samples; None: unknown, or there is none."""
+    """Tokens, memory and arithmetic of a trial. None: unknown, or the trial has none."""
 
     tokens_per_s: float | None = None
     """Tokens of all workers over elapsed time, of a language model."""
     memory_bytes: int | None = None
-    """Peak memory of the rank and repeat that took most."""
+    """Peak memory of the rank and repeat with the largest peak."""
     mfu: float | None = None
-    """Operations of the model per second and worker over the published peak of its device."""
+    """Model FLOPs utilization: operations per second of a worker / peak of its device."""
 
     @classmethod
     def of(cls, record: Record, samples_per_s: float) -> Use:

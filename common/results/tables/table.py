@@ -1,4 +1,4 @@
-"""Table of typed cells, which terminals, Markdown, LaTeX, HTML and CSV have in common."""
+"""Table of typed cells, for output on terminals and as Markdown, LaTeX, HTML or CSV."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table(Generic[R]):
-    """Rows and columns. A row without a result shows its place, status and reason.
+    """Rows and columns. A row without a result shows only its first columns, status and reason.
 
-    The first columns of such a table are the place and the name; the last column has the notes.
+    The first columns are the settings of the trial and the algorithm; the last has the notes.
     """
 
     rows: Sequence[R]
@@ -51,12 +51,12 @@ class Table(Generic[R]):
         return [dataclasses.replace(cell, text=" ".join(cell.text.split())) for cell in cells]
 
     def after(self, title: str, columns: Iterable[Column[R]]) -> Table[R]:
-        """Returns the table with further columns behind that of the title."""
+        """Returns the table with further columns behind the column `title`."""
         place = self.titles.index(title) + 1
         return Table(self.rows, [*self.columns[:place], *columns, *self.columns[place:]])
 
     def _written(self) -> list[int]:
-        """Returns the places of the columns of a written table."""
+        """Returns the indices of the columns that Markdown and LaTeX show."""
         body = self.body
         return [
             i
@@ -70,10 +70,10 @@ class Table(Generic[R]):
         Footnotes need the package threeparttable.
 
         Args:
-            titles: titles of the columns, in the order of the paper; None: all that have a value.
+            titles: titles of the columns, in this order; None: all columns that have a value.
 
         Raises:
-            UserError: there is no such column, or no row has a value in it.
+            UserError: there is no column with a title, or no row has a value in it.
         """
         roles = [column.role for column in self.columns]
         used = [i for i in self._written() if roles[i] != "notes"]
@@ -113,7 +113,7 @@ class Table(Generic[R]):
         return markdown(lines, [self.columns[i].right for i in used])
 
     def print(self, title: str, width: int | None = None) -> None:
-        """Prints the table; `width` is that of the terminal in columns (None: as it is)."""
+        """Prints the table; `width` is the terminal's width in characters; None: the real one."""
         cells, grey = self.cells, [row.flag is not None for row in self.rows]
         if not terminal.show(self.columns, cells, grey, title, width):
             print(self.markdown(), end="")
@@ -125,7 +125,7 @@ def markdown(lines: Sequence[Sequence[str]], right: Sequence[bool], *, padded: b
     Args:
         lines: texts by line; the first line has the titles.
         right: alignment to the right, by column.
-        padded: whether the bars stand below each other.
+        padded: True to align the bars by spaces.
     """
     texts = [[text.replace("|", r"\|") for text in line] for line in lines]
     # A rule of one character is no rule: at least "-:".

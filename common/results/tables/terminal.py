@@ -1,4 +1,4 @@
-"""Table on a terminal: a block per model, with what its rows share in a heading."""
+"""Table on a terminal: a block per model; its heading has the values that its rows share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MANY = 400
-"""Largest number of rows that are printed as a grid. Markdown prints more of them at once."""
+"""Largest number of rows that are printed as a grid; larger tables are printed as Markdown."""
 _NOTES = 30
-"""Least width of the column of notes, which may be broken into lines."""
+"""Smallest width of the column of notes, whose texts may be broken into lines."""
 _COLOURS = {"FASTER": "green", "SLOWER": "red", "NO": "bold red", "failed": "red", "timeout": "red"}
 
 
@@ -27,12 +27,12 @@ def show(
 ) -> bool:
     """Prints a title and a table to stdout; returns False for a table of too many rows.
 
-    On a terminal, columns without room are left out; the last one then follows below. Elsewhere,
-    everything is printed.
+    On a terminal, columns that do not fit are left out; if the last one (notes) does not fit, it is
+    printed below. If stdout is no terminal, everything is printed.
 
     Args:
-        grey: whether a row is grey.
-        width: width of the terminal in columns; None: as it is.
+        grey: by row, True to print it in grey.
+        width: width of the terminal in characters; None: the real width.
     """
     from rich.console import Console
     from rich.text import Text
@@ -54,7 +54,7 @@ def show(
 
 
 def phrases(columns: Sequence[Column[R]], cells: Sequence[Sequence[Cell]]) -> dict[int, str]:
-    """Returns what all rows share, by column, for columns that may leave their table."""
+    """Returns the values that are equal in all rows, by column; such columns are not printed."""
     shared = {}
     for i, column in enumerate(columns):
         form = column.phrase or ("{}" if column.role == "place" else None)
@@ -93,7 +93,7 @@ def _grid(
     grey: Sequence[bool],
     chosen: Sequence[int],
 ) -> None:
-    """Prints these columns, as far as they are not empty."""
+    """Prints the columns `chosen` that are not empty."""
     from rich.table import Table
     from rich.text import Text
 
@@ -129,7 +129,7 @@ def _width(column: Column[R], cells: Sequence[Sequence[Cell]], index: int) -> in
 
 
 def _fitting(widths: dict[int, int], columns: Sequence[Column[R]], width: int) -> list[int]:
-    """Returns the columns that fit; the heaviest leave first, and the last of equals."""
+    """Returns the columns that fit; drops the heaviest first, and of equal ones the last."""
     kept = list(widths)
     while len(kept) > 1:
         needed = (min(widths[i], _NOTES) if columns[i].role == "notes" else widths[i] for i in kept)

@@ -14,7 +14,10 @@ R = TypeVar("R", bound=Compared)
 
 
 def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
-    """Returns a sentence per place about its fastest trial, and those not distinguishable."""
+    """Returns a sentence per cell about its fastest trial, and those not distinguishable from it.
+
+    A cell, or place, is the trials that are compared with each other.
+    """
     lines = []
     for peers in by_place(rows):
         leaders = sorted((row for row in peers if row.leads), key=lambda row: row.step_s or 0.0)
@@ -74,7 +77,7 @@ def general_remarks(rows: Sequence[R], records: Iterable[Record]) -> list[str]:
 
 
 def _flagged_baseline(rows: Sequence[Compared]) -> str | None:
-    """Tells why a place has no verdicts, if its baseline is not valid."""
+    """Returns the sentence that a cell has no verdicts, if its baseline is not valid."""
     names = {row.compared_to for row in rows if row.compared_to}
     for base in rows:
         flag = base.flag if isinstance(base, Validity) else None
@@ -87,7 +90,7 @@ def _flagged_baseline(rows: Sequence[Compared]) -> str | None:
 
 
 def _power(rows: Sequence[Compared]) -> str | None:
-    """Tells which differences the repeats of a place could detect."""
+    """Returns the sentence that says which differences the repeats of a cell could detect."""
     compared = [row for row in rows if row.verdict]
     if not compared:
         return None
@@ -102,7 +105,7 @@ def _power(rows: Sequence[Compared]) -> str | None:
 
 
 def _wide(rows: Sequence[Compared]) -> str | None:
-    """Tells how many repeats would narrow the intervals of a place as much as was requested."""
+    """Returns the sentence that says how many more repeats the requested precision needs."""
     parts = []
     wide = [r for r in rows if r.precision and r.speedup_low and r.more_repeats != 0]
     if not wide:

@@ -1,4 +1,4 @@
-"""Plausibility of a step time beside its lower bound."""
+"""Plausibility of a step time, compared with its lower bound."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ BoundNote = Literal["wrong bound", "far from bound"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Plausible shares of the bound: bound over step time."""
+    """Limits of plausible shares, where a share is the lower bound divided by the step time."""
 
     most: float = 1.02
-    """A shorter step proves that its bound is wrong, because clocks are good to a percent."""
+    """Largest plausible share. A shorter step proves that the bound is wrong, because clocks are
+    right to within 1 %."""
     least: float = 0.5
-    """A step of more than twice its bound has costs that the bound does not know, such as the
-    start-ups of many messages, or a rank without a core. Lack of overlap is no explanation: two
-    tasks in turn take at most twice as long as side by side."""
+    """Smallest plausible share. A step of more than twice its bound has costs that are not in the
+    bound, such as the start-ups of many messages, or a rank without a core. Lack of overlap does
+    not explain it: two tasks in turn take at most twice as long as side by side."""
 
 
 LIMITS = Limits()
 
 
 def bound_note(of_bound: float, limits: Limits = LIMITS) -> BoundNote | None:
-    """Returns the kind of an implausible share; None for a plausible one."""
+    """Returns why a share is implausible; None if it is plausible."""
     if of_bound > limits.most:
         return "wrong bound"
     return "far from bound" if of_bound < limits.least else None
 
 
 def describe(kind: BoundNote, of_bound: float) -> str:
-    """Describes an implausible share."""
+    """Describes an implausible share in a sentence."""
     if kind == "wrong bound":
         return (
             f"wrong bound: the step is {1 - 1 / of_bound:.0%} shorter than it, so costs or compute "
@@ -44,5 +45,5 @@ def describe(kind: BoundNote, of_bound: float) -> str:
 
 
 def share(of_bound: float, kind: BoundNote | None) -> str:
-    """Returns the share for a table."""
+    """Returns the text of the share for a table."""
     return f"WRONG {of_bound:.0%}" if kind == "wrong bound" else f"{of_bound:.0%}"

@@ -1,8 +1,9 @@
 """Comparison of two sweeps, trial by trial.
 
-The ratio, its interval and the verdict are those of a table (`rows.difference`), with Holm's
-correction over all pairs. Trials of one run took turns and are compared by rounds; trials of two
-runs never took turns. Mann and Whitney's U test over the repeats is shown beside them.
+A pair is a trial of the first sweep and its counterpart in the second. The ratio, its interval and
+the verdict are computed as in a sweep's table (`rows.difference`), with Holm's correction over all
+pairs. Only trials of one run took turns; they are compared per round. The table also shows Mann and
+Whitney's U test over the repeats.
 """
 
 from __future__ import annotations
@@ -37,37 +38,37 @@ MOST_REPEATS = 100
 """Largest number of further repeats that a table shows."""
 Worse = Literal["slower", "failed", "incorrect", "flagged", "missing"]
 Matched = tuple[Record, Record | None]
-"""Trial of the first sweep and its counterpart in the second; None: it has none."""
+"""Trial of the first sweep, and its counterpart in the second (None: there is none)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Validity, Identity):
-    """Trial of the first sweep beside that of the second; its label is `A -> B` for two algorithms.
+    """Row of a pair. If the algorithms differ, the label is `A -> B`.
 
-    Model, batch size, workers, network and fault are those of the first.
+    Model, batch size, workers, network and fault are those of the first sweep's trial.
     """
 
     batch_size: int
     across: str | None = None
-    """Values of the keys in which the two differ because the user says so, as `key A -> B`."""
+    """Values of the keys in which the user allows the two to differ, as `key A -> B`."""
     before: float | None = None
     """Samples per second in the first sweep."""
     after: float | None = None
     unit: str | None = None
     ratio: float | None = None
-    """Throughput of the second over that of the first; above 1 the second is faster."""
+    """Throughput of the second, divided by that of the first; above 1: the second is faster."""
     ratio_low: float | None = None
     """Ends of the 95 % interval; a single repeat has none."""
     ratio_high: float | None = None
     u_test: float | None = None
     """p value of Mann and Whitney's U test over the repeats, two-sided."""
     verdict: str | None = None
-    """Verdict on the second sweep."""
+    """Verdict on the second sweep's trial."""
     more_repeats: int | None = None
-    """Further repeats of each side that would probably decide; None for a decided pair, or if they
-    are too many."""
+    """Number of further repeats of each trial after which the verdict would probably not be UNSURE;
+    None if it is not UNSURE, or if the number is too large."""
     worse: Worse | None = None
-    """State of the second, if it is not valid and the first is; or slower than a limit allows."""
+    """State of the second trial if only the first is valid; or slower than allowed."""
 
     @property
     def batch(self) -> int:
@@ -83,12 +84,13 @@ def pairs(
 ) -> list[Matched]:
     """Returns the trials of the first sweep with their counterparts in the second.
 
-    Trials are matched by identity, or else by place and label. Where each side has one trial of a
-    place, these two are a pair.
+    Trials are matched by identity, or else by cell and label. If both sweeps have a single trial in
+    a cell, these two are a pair.
 
     Args:
-        across: keys of `AXES` in which the trials of a pair may differ; then identity is no match.
-        other_labels: whether trials with different labels may be a pair.
+        across: keys of `AXES` in which the trials of a pair may differ; if there are any, trials
+            are not matched by identity.
+        other_labels: True if trials with different labels may be a pair.
     """
     left, matched = list(after), dict[int, Record]()
     place = [key for key in AXES if key not in across]
@@ -115,9 +117,9 @@ def _value(record: Record, key: str) -> str:
 
 
 def why_unmatched(before: Sequence[Record], after: Sequence[Record], across: Sequence[str]) -> str:
-    """Tells why no trial of the second sweep is the counterpart of one of the first."""
+    """Returns the reason why no trial has a counterpart in the other sweep."""
     if not after:
-        return "the second has no record of such a trial"
+        return "the second sweep has no record of such a trial"
     differ, texts = [], []
     for key in AXES:
         values = [{_value(record, key) for record in side} for side in (before, after)]
@@ -127,7 +129,7 @@ def why_unmatched(before: Sequence[Record], after: Sequence[Record], across: Seq
     if differ:
         pairing = ",".join([*across, *differ])
         return f"the sweeps differ in {'; '.join(texts)}; --across {pairing} compares them"
-    return "no trial of one belongs to exactly one of the other; SWEEP@key=value chooses some"
+    return "several trials could be counterparts of one; SWEEP@key=value chooses some of them"
 
 
 def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
@@ -154,7 +156,7 @@ def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
 
 
 def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
-    """Returns a pair with its rates, or with the reason why it is not compared."""
+    """Returns the row of a pair with its throughputs, or with the reason why it is not compared."""
     pair = Pair(**identity(first), batch_size=first.trial["batch_size"])
     if second is None:
         known = _flag("first", first)
@@ -182,7 +184,7 @@ def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
 
 
 def _flag(side: str, record: Record) -> str | None:
-    """Returns the reason why one side of a pair is not compared."""
+    """Returns the reason why a trial of a pair cannot be compared; None if it can."""
     text = flag_text(record)
     if text is None and not record.timed:
         return f"the {side} has timed no steps"
@@ -212,14 +214,14 @@ def _difference(first: Record, second: Record) -> Difference:
 
 
 def _rate_of(record: Record) -> float:
-    """Returns the throughput as tables show it; that of a trial that learns is on record."""
+    """Returns the throughput as tables show it."""
     if not record.timed:
         return record.throughput.value
     return stats.throughput(record.repeats, _samples(record)).value
 
 
 def u_test(before: Repeats, after: Repeats) -> float | None:
-    """Returns p of Mann and Whitney's U over the times per step; None for a single repeat."""
+    """Returns the p value of Mann and Whitney's U test of step times; None for a single repeat."""
     if min(len(before), len(after)) < 2:
         return None
     times = [[statistics.fmean(repeat) for repeat in repeats] for repeats in (before, after)]
@@ -227,7 +229,7 @@ def u_test(before: Repeats, after: Repeats) -> float | None:
 
 
 def more_repeats(measured: Difference) -> int | None:
-    """Returns the further repeats of each side that would probably decide, at the same spread."""
+    """Returns how many more repeats of each trial would probably give a verdict; None: too many."""
     if measured.error is None or measured.repeats < 2:
         return max(1, stats.MIN_REPEATS - measured.repeats)
     for count in range(max(measured.repeats, stats.MIN_REPEATS), MOST_REPEATS + 1):
@@ -247,7 +249,7 @@ def geometric_mean(compared: Iterable[Pair]) -> tuple[float, int] | None:
 
 
 def environment(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
-    """Returns the differences between the machines, a line each: `name: A -> B`."""
+    """Returns a line `name: A -> B` for each difference between the machines."""
     if not (before and after):
         return []
     first, second = (flat_card(records[0].machine) for records in (before, after))
@@ -259,7 +261,7 @@ def environment(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
 
 
 def refuse_mixed(before: Sequence[Record], after: Sequence[Record]) -> None:
-    """Raises `UserError` if the sweeps were measured on different machines or fabrics."""
+    """Raises `UserError` if the sweeps are from different machines or kinds of cluster."""
     for what, of in (
         ("fabrics", lambda record: record.fabric.kind),
         ("machines", lambda record: (record.machine.get("cpu"), record.machine.get("cores"))),
@@ -268,12 +270,12 @@ def refuse_mixed(before: Sequence[Record], after: Sequence[Record]) -> None:
         if kinds[0] != kinds[1]:
             raise UserError(
                 f"compare: different {what}: {', '.join(kinds[0])} and {', '.join(kinds[1])}; "
-                "--force compares them all the same"
+                "--force compares them nevertheless"
             )
 
 
 def table(compared: Sequence[Pair], across: Iterable[str] = ()) -> Table[Pair]:
-    """Returns the table of the pairs; keys that differ within pairs share a column."""
+    """Returns the table of the pairs; one column shows all keys that differ within pairs."""
     differ = [AXES[key] for key in across]
     place = [column for column in PLACE if column.title not in differ]
     return Table(compared, (*place[:-1], _ACROSS, place[-1], *_COLUMNS))

@@ -1,6 +1,6 @@
-"""Step time by the event model, from the profile, plan and costs of a trial.
+"""Step time by the event model, from the layer profile, messages and costs of a trial.
 
-The model shares nothing with the emulation, so an error of one of them shows as a difference.
+The event model and the emulation share no code, so an error in one of them shows as a difference.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dear.training.algorithm import algorithm_class, algorithm_options
 
 
 def modelled(record: Record) -> Modelled | None:
-    """Returns the step by the model; None for a trial that the model does not cover.
+    """Returns the step by the event model; None for a trial that the model does not cover.
 
-    It covers emulated trials of synchronous algorithms with timed steps and several ranks, all of
-    which have the same device.
+    The model covers trials with timed steps that are emulated, with a synchronous algorithm and
+    several ranks on equal devices.
     """
     if record.fabric.kind != "emulated" or not record.ok or record.throughput is None:
         return None
@@ -46,24 +46,24 @@ def prediction(record: Record) -> Prediction:
     """Returns the step of a trial by the event model.
 
     Raises:
-        UnmodelledError: the record lacks something, or the model does not cover something.
+        UnmodelledError: the record lacks data, or the model does not cover the trial.
         UserError: the algorithm or an option does not exist any more.
     """
     trial, result = record.trial, record.first
     if record.fault is not None:
-        raise UnmodelledError("its cluster was disturbed on purpose")
+        raise UnmodelledError("the trial injects faults into its cluster")
     if result is None or result.compute is None or not result.costs:
-        raise UnmodelledError("compute and costs of collectives are not on record")
+        raise UnmodelledError("times of compute or costs of collectives are not on record")
     kind = algorithm_class(trial["algorithm"])
     options = algorithm_options(trial["algorithm"], trial["options"])
-    # Ranks of a host share its link in what collectives cost, too.
+    # The costs of collectives contain that ranks of one host share its link.
     local_size = trial.get("ranks_per_host") or 1
     engine_costs, plan = result.engine_costs, result.plan
     in_groups = kind.traffic(options, trial["world_size"], local_size) is not None
     if in_groups and engine_costs is None:
-        raise UnmodelledError("its ranks average in groups, whose costs are not on record")
+        raise UnmodelledError("the ranks average in groups, whose costs are not on record")
     if plan is None or not plan.groups:
-        raise UnmodelledError("its plan is not on record")
+        raise UnmodelledError("the messages of a step are not on record")
     passes = trial_passes(trial, result.compute.update_s)
     bundles = [
         Bundle(
@@ -78,7 +78,7 @@ def prediction(record: Record) -> Prediction:
     statement = kind.overlap_of(options)
     engine = kind.sends_by(options)
     if engine is not None and (engine_costs is None or engine_costs.engine != engine):
-        raise UnmodelledError(f"it sends by {engine}, whose costs are not on record")
+        raise UnmodelledError(f"the algorithm sends by {engine}, whose costs are not on record")
     return predict(passes, messages, statement, _costs(result), trial["world_size"])
 
 
@@ -89,7 +89,7 @@ def trial_passes(trial: JsonObject, update_s: float) -> Passes:
         trial: settings of the trial, as in its record.
 
     Raises:
-        UnmodelledError: the trial followed no profile of float32, or the profile is not here.
+        UnmodelledError: the trial's model has no layer profile for float32, or its file is missing.
     """
     return passes_of(_profile(trial), update_s)
 
@@ -107,15 +107,15 @@ def _costs(result: Result) -> dict[str, Cost]:
 def _profile(trial: JsonObject) -> Profile:
     model, _, device = trial["model"].rpartition("@")
     if not model:
-        raise UnmodelledError("its model has no profile")
+        raise UnmodelledError("the trial's model has no layer profile")
     if trial["dtype"] != "float32":
-        raise UnmodelledError(f"its parameters are {trial['dtype']}")
+        raise UnmodelledError(f"the trial's dtype is {trial['dtype']}, not float32")
     brought = (trial.get("brought") or {}).get("profile")
     path = path_of(model, device, trial["batch_size"]) if brought is None else Path(brought)
     try:
         profile = load(path)
     except UserError:
-        raise UnmodelledError("the profile that it followed is not here") from None
+        raise UnmodelledError("the file of the trial's layer profile is missing") from None
     if profile.digest != trial.get("profile_digest"):
-        raise UnmodelledError("the profile that it followed is not the one that is here now")
+        raise UnmodelledError("the file of the layer profile has changed since the trial")
     return profile

@@ -1,8 +1,9 @@
-"""Explanation of the fastest and slowest rows, from their plans, costs and compute.
+"""Explanation of the fastest and slowest rows, from their messages, costs and compute.
 
-A step is compute, and the time that communication adds to it. That time follows from the messages
-of the plan, from their costs on this network, and from the window in which they may be hidden (the
-kind of the trial's bound). If it does not match the measured step, there is no explanation.
+A step takes the time of its compute, plus the time that communication adds. The added time is
+computed from the messages, from their costs on this network, and from the window (the part of the
+compute that may hide them). If the result does not match the measured step, there is no
+explanation.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 
 Cost = Callable[[int], float]
-"""Seconds of a message by its bytes."""
+"""Function from the bytes of a message to its seconds."""
 FAR = 0.9
-"""Share of its bound below which a row is explained."""
+"""Share (lower bound / step time) below which a row is explained."""
 APART = 1.05
 """Ratio of the slowest step to the fastest from which both rows are explained."""
 _OFF = 0.25
-"""Allowed relative error of an account; a hundredth of a step is always allowed."""
+"""Allowed relative error of the computed time; an error of 1 % of a step is always allowed."""
 _LITTLE = 0.03
-"""Largest share of a step that hidden communication adds."""
+"""Largest share of a step that communication may add and still count as hidden."""
 _WHOLE = 0.98
 """Smallest share of the gradients that a complete plan has."""
 
@@ -36,14 +37,14 @@ _EVERYTHING = "the computation of a step"
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """All messages of an operation, and the window that may hide them."""
+    """Messages of one collective operation, and the window that may hide them."""
 
     operation: str
     window: str | None
     """Name of the window; None: no window hides the messages."""
     window_s: float
     total_s: float
-    """Time of all messages in turn."""
+    """Time of all messages, one after the other."""
     start_up_s: float
     """Part of `total_s` that the same bytes in one message would not take."""
     last_s: float
@@ -69,9 +70,9 @@ class Account:
 
     step_s: float
     added_s: float
-    """Step without compute and update."""
+    """Measured step time minus compute and update."""
     added_shared_s: float
-    """The same, if each rank does its share of the update."""
+    """Same as `added_s` if each rank does only its share of the update."""
     exposed_s: float | None
     messages: Sequence[int]
     """Bytes of the messages, in the order of their starts."""
@@ -86,11 +87,11 @@ class Account:
 
     @property
     def last_s(self) -> float:
-        """Time of the last messages of all phases, except those that all compute may hide."""
+        """Time of the last message of each phase, without phases that all compute may hide."""
         return sum(phase.last_s for phase in self.phases if phase.window != _EVERYTHING)
 
     def explains(self, seconds: float, added_s: float | None = None) -> bool:
-        """Returns whether a time matches the measured one, and the waiting if it is known."""
+        """Returns True if a time matches the measured added time, and the wait if it is known."""
         added = self.added_s if added_s is None else added_s
         if self.exposed_s is not None and self.exposed_s < seconds / 2:
             return False
@@ -98,7 +99,7 @@ class Account:
 
 
 def sentences(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
-    """Explains the fastest and the slowest row of each place, and those far from their bound.
+    """Explains the fastest and the slowest row of each cell, and rows far from their bound.
 
     Args:
         records: records of the rows.
@@ -130,10 +131,10 @@ def _standing_out(pairs: Sequence[tuple[Row, Record]]) -> Iterable[tuple[Row, Re
 
 
 def reason(record: Record, *, hidden: bool) -> str | None:
-    """Explains the length of a step; None if the data are not sufficient.
+    """Returns the explanation of a step's length; None if the data are not sufficient.
 
     Args:
-        hidden: whether to explain a step to which communication adds almost nothing.
+        hidden: True to explain also a step to which communication adds almost nothing.
     """
     account = account_of(record)
     if account is None:
@@ -144,7 +145,7 @@ def reason(record: Record, *, hidden: bool) -> str | None:
 
 
 def account_of(record: Record) -> Account | None:
-    """Returns None if the record lacks something, or gradients were not sent as planned."""
+    """Returns the account of a step; None if the record lacks data, or its plan is incomplete."""
     result, bound, costs = record.first, record.bound, record.sending_costs
     if result is None or bound is None or not costs:
         return None
@@ -183,7 +184,7 @@ def account_of(record: Record) -> Account | None:
 
 
 def _all_travels(result: Result, planned: int) -> bool:
-    """Returns whether the plan has all gradients, and no fewer bytes were sent."""
+    """Returns True if the plan has all gradients, and rank 0 sent at least as many bytes."""
     gradients, sent = result.gradient_bytes, result.bytes_per_step
     if not gradients or planned < _WHOLE * gradients:
         return False
@@ -205,7 +206,7 @@ def _phase(
 
 
 def _hidden(account: Account) -> str | None:
-    """Explains hidden communication, if the windows can hide all messages."""
+    """Returns the explanation of hidden communication; None if the windows are too short."""
     if any(
         phase.window is None or phase.left_s > _LITTLE * account.step_s for phase in account.phases
     ):
@@ -222,7 +223,7 @@ def _hidden(account: Account) -> str | None:
 
 
 def _late(account: Account) -> str | None:
-    """Explains a step by its last message, if that alone adds the measured time.
+    """Returns the explanation by the last message, if this alone adds the measured time.
 
     The message starts at the end of the backward pass, and the next forward pass reads it first.
     """
@@ -240,7 +241,7 @@ def _late(account: Account) -> str | None:
 
 
 def _long(account: Account) -> str | None:
-    """Explains a step by bytes that take longer than their windows."""
+    """Returns the explanation by messages that take longer than their windows."""
     left = account.left_s
     if any(phase.window is None for phase in account.phases) or left <= account.last_s:
         return None
@@ -258,7 +259,7 @@ def _long(account: Account) -> str | None:
 
 
 def _start_ups(account: Account) -> str | None:
-    """Explains a step by start-ups, if one message of the same bytes would be hidden."""
+    """Returns the explanation by start-ups, if one message of the same bytes would be hidden."""
     start_ups = sum(phase.start_up_s for phase in account.phases)
     left = sum(max(0.0, phase.left_s - phase.start_up_s) for phase in account.phases)
     if any(phase.window is None for phase in account.phases) or left > account.added_s / 2:

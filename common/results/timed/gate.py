@@ -1,4 +1,4 @@
-"""Gate of a comparison: what is worse in the second sweep, for people, CI systems and programs."""
+"""Summary of a comparison of two sweeps: which trials of the second are worse (`--fail-on`)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Summary:
 
     schema: int = SCHEMA
     first: str
-    """Sweeps, as given."""
+    """Names of the sweeps, as the user gave them."""
     second: str
     across: list[str]
     """Keys in which the trials of a pair may differ."""
     fail_on: str | None
     outcome: Outcome
-    """`worse`: some pairs fail. `nothing compared`: no pair has a ratio, and all may fail."""
+    """`worse`: at least one pair fails. `nothing compared`: no pair has a ratio."""
     compared: int
     """Number of pairs with a ratio."""
     geometric_mean: float | None
@@ -47,7 +47,7 @@ class Summary:
 
     @property
     def lines(self) -> list[str]:
-        """Sentences about the pairs that fail, and the end of the gate."""
+        """Lines about the pairs that fail, and a last line with the outcome."""
         lines = []
         if self.fail_on is not None:
             lines = [f"{p.worse}: {p.where}, {name(p)}: {text(p)}" for p in self.pairs if p.worse]
@@ -71,12 +71,12 @@ class Summary:
 
 
 def name(pair: Pair) -> str:
-    """Describes the trial of a pair without its place."""
+    """Returns batch size, algorithm and differing keys of a pair as a text."""
     return ", ".join(filter(None, (f"batch {pair.batch_size}", pair.algorithm, pair.across)))
 
 
 def text(pair: Pair) -> str:
-    """Returns the result of a pair, or the reason why there is none, in a line."""
+    """Returns the result of a pair in one line, or the reason why it has none."""
     if pair.ratio is None:
         return " ".join((pair.reason or "").split())
     ends = "" if pair.ratio_low is None else f" ({pair.ratio_low:.3f}-{pair.ratio_high:.3f})"
@@ -97,7 +97,7 @@ def summarize(
 
     Args:
         names: names of the sweeps.
-        share: share of the throughput that `fail_on` allows to lose; None without a limit.
+        share: largest loss of throughput that does not fail, as a fraction; None: no limit.
         across, other_labels: as for `compare.pairs`.
     """
     matched = compare.pairs(before, after, across, other_labels=other_labels)

@@ -1,4 +1,4 @@
-"""Description of a plan: its groups, its prediction, and the trials of its tuner."""
+"""Description of a plan: the groups of gradients (buckets), the predicted step, and the tuner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN = 12
 
 
 def lines(record: Record) -> list[str]:
-    """Returns the title of a trial, and the lines about its plan."""
+    """Returns the title of a trial, and indented lines about its plan."""
     trial, plan = record.trial, record.first and record.first.plan
     title = f"{record.label}: {trial['model']}, batch {trial['batch_size']}, "
     title += f"{trial['world_size']} workers"
@@ -35,7 +35,7 @@ def lines(record: Record) -> list[str]:
 
 
 def _modelled(record: Record) -> list[str]:
-    """Returns the step by the event model beside the measured one."""
+    """Returns the line that compares the event model's step with the measured one."""
     model = record.modelled
     if model is None or not record.timed:
         return []

@@ -1,4 +1,7 @@
-"""Rows and tables of a sweep's timed trials: comparison and breakdown."""
+"""Rows and tables of a sweep's timed trials: the comparison, and the phases of a step.
+
+A cell is the trials that are compared with each other.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ LEGEND = (
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of a step: measured, by phase, and at least."""
+    """Seconds of a step: measured, by phase, and lower bounds."""
 
     step_s: float | None = None
     """Elapsed time per step of all ranks together."""
@@ -50,9 +53,9 @@ class Times:
     backward_s: float | None = None
     update_s: float | None = None
     exposed_comm_s: float | None = None
-    """Waiting for communication; None if an algorithm hides it in the other three phases."""
+    """Waiting for communication; None if the algorithm waits inside the other three phases."""
     bound: str | None = None
-    """Formula of `bound_s`."""
+    """Name of the formula of `bound_s`."""
     bound_s: float | None = None
     compute_limit_s: float | None = None
     wire_limit_s: float | None = None
@@ -60,15 +63,15 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Validity, Times, Use, Compared):
-    """Timed trial in a table, and a line of its CSV file.
+    """Row of a timed trial, in the table and in the CSV file.
 
-    A trial with a result has `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a
-    step. Comparisons need two valid trials.
+    If the trial has a result, `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a
+    step are set. Fields of comparisons are set if both trials are valid.
     """
 
     batch_size: int
     throughput: float | None = None
-    """Samples of all workers over elapsed time."""
+    """Samples of all workers per second of elapsed time."""
     unit: str | None = None
     ci_low: float | None = None
     """Ends of the 95 % interval; None for a single repeat."""
@@ -79,22 +82,23 @@ class Row(Validity, Times, Use, Compared):
     paired: bool | None = None
     """True: the speed-up compares repeats of the same round."""
     efficiency: float | None = None
-    """Throughput over world size times the single worker's throughput."""
+    """Throughput / (world size x the single worker's throughput)."""
     efficiency_low: float | None = None
     efficiency_high: float | None = None
     of_bound: float | None = None
-    """Shortest possible step time of the algorithm over the step time."""
+    """Lower bound of the algorithm's step time, divided by the step time."""
     bound_note: BoundNote | None = None
-    """Kind of an implausible `of_bound`, for a valid number."""
+    """Reason why `of_bound` is implausible, for a valid number; None: plausible."""
     systematic: float | None = None
-    """|T(k) - T(2k)| / T(k): dependence of the step on the time scale k of the emulation."""
+    """Change of the step time T if the emulation runs at half its speed (2k times slower than real
+    time instead of k times): |T(k) - T(2k)| / T(k)."""
     systematic_low: float | None = None
-    """Ends of its 95 % interval; 0 if sampling error explains it."""
+    """Ends of the 95 % interval of `systematic`; from 0 if sampling error explains the change."""
     systematic_high: float | None = None
     model_s: float | None = None
     """Step time by the event model."""
     off_model: float | None = None
-    """Difference of the measured step from the model's, relative to the model's."""
+    """(Measured step time - `model_s`) / `model_s`."""
     unmodelled: str | None = None
     """Reason why the event model has no step time."""
     correct: str | None = None
@@ -114,14 +118,14 @@ class Row(Validity, Times, Use, Compared):
 
 
 def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
-    """Makes one row per record; speed-ups are relative to `compare_to` in the same cell and world.
+    """Returns one row per record; speed-ups are relative to the trial `compare_to` of its cell.
 
     Raises:
-        UserError: `compare_to` is no label, and the algorithm has several variants.
+        UserError: `compare_to` is no label, but an algorithm with several variants.
     """
     records = list(records)
     rows = {id(record): _measured(record) for record in records}
-    # By settings, for all world sizes; of several single workers the first counts.
+    # Single workers by settings, for all world sizes; of several, the first is used.
     alone = {_key(r): r for r in reversed(records) if r.trial["algorithm"] == "none"}
     for peers in _cells(records):
         for record in peers:
@@ -134,7 +138,7 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
 
 
 def _measured(record: Record) -> Row:
-    """Returns a row with the values that need no other record."""
+    """Returns a row with the values that need no other record than this one."""
     row = Row(**identity(record), batch_size=record.trial["batch_size"])
     if record.throughput is None or record.check is None:
         return dataclasses.replace(row, reason=record.error and record.error.message)
@@ -195,7 +199,7 @@ def _measured(record: Record) -> Row:
 
 
 def _joined(notes: Iterable[str | None]) -> str | None:
-    """Joins notes to a reason; None without any."""
+    """Joins notes to one text; None if there are none."""
     return "; ".join(dict.fromkeys(filter(None, notes))) or None
 
 
@@ -208,7 +212,7 @@ def _cells(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _compare(peers: Sequence[Record], compare_to: str, rows: dict[int, Row]) -> None:
-    """Adds to the rows of a cell their comparison with the baseline, if both are valid."""
+    """Compares the rows of a cell with the baseline, if both are valid, and adds the results."""
     base = base_of(peers, compare_to)
     if base is None:
         return
@@ -249,7 +253,7 @@ def _lead(peers: Sequence[Record], rows: dict[int, Row]) -> None:
         [record.repeats for record in rivals], lambda i, j: _took_turns(rivals[i], rivals[j])
     )
     verdicts, base = [rows[id(r)].verdict for r in rivals], rows[id(rivals[best])].compared_to
-    # The verdicts hold here too: what is SLOWER than the baseline is slower than a FASTER trial.
+    # Verdicts are used, too: a trial that is SLOWER than the baseline is slower than a FASTER one.
     faster = verdicts[best] == "FASTER"
     if faster:
         others = [i for i in others if rivals[i].label != base]
@@ -267,12 +271,12 @@ def base_of(peers: Sequence[Record], compare_to: str) -> Record | None:
 
 
 def difference(record: Record, base: Record) -> Difference:
-    """Compares two trials: by rounds if they took turns, else unpaired."""
+    """Compares two trials: per round if they took turns, else unpaired."""
     return stats.compare(record.repeats, base.repeats, _took_turns(record, base))
 
 
 def _took_turns(first: Record, second: Record) -> bool:
-    """Returns whether repeats of the same number ran in the same round of one run and one cell."""
+    """Returns True if repeats with the same number ran in the same round of one run and cell."""
     seeds = [record.order and record.order.seed for record in (first, second)]
     together = bool(first.run) and first.run == second.run and seeds[0] == seeds[1]
     return together and len(first.repeats) == len(second.repeats)
@@ -379,7 +383,7 @@ def _time(title: str, seconds: Callable[[Row], float | None]) -> Column[Row]:
 
     def cell(row: Row) -> Cell:
         value = seconds(row)
-        # An exact zero is no measurement, so it has no parentheses.
+        # An exact zero is not measured, so a flag does not put it in parentheses.
         return number(value, _milliseconds, flag=row.flag if value else None, missing=UNKNOWN)
 
     return Column(title=title, cell=cell)

@@ -169,8 +169,10 @@ class Fleet(Ranks):
         super().stop(patience_s, ask)
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Waits for all commands; returns False if some need longer, whose workers then print their
-        stacks."""
+        """Waits for all commands; if some need longer, their workers print their stacks.
+
+        Returns False in this case.
+        """
         if self.wait(timeout_s):
             return True
         self.send(b"stacks\n")
@@ -191,8 +193,7 @@ class Fleet(Ranks):
 
 
 def agent_of(given: str | None, hosts: Sequence[Host] | None) -> list[str]:
-    """Returns the words of the remote shell: `given`, or else ssh, or its stand-in for virtual
-    hosts."""
+    """Returns the words of the remote shell: `given`, else ssh (its stand-in for virtual hosts)."""
     if given is not None:
         words = shlex.split(given)
         if not words:

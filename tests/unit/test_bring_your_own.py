@@ -462,7 +462,7 @@ def test_a_rank_finds_in_the_trial_what_it_needs(trial, mine, nothing_brought):
     assert not torch.equal(built.inputs[0], again.inputs[0]), "ranks have samples of their own"
     nothing_brought()
     mine(TINY + "# another\n")
-    assert "not what it was" in one_line(lambda: Trial.from_json(computed))
+    assert "has changed since the sweep began" in one_line(lambda: Trial.from_json(computed))
 
 
 def test_one_value_is_as_good_as_a_list_of_one(tmp_path, trial):

@@ -40,7 +40,7 @@ class Taken(TypedDict):
     seconds: float
     steps: int
     behind: Mapping[str, Sequence[float]]
-    """By neighbour: number of uses of its values so far, and sum of the values' ages in steps."""
+    """Number of uses of each neighbour's values so far, and sum of the values' ages in steps."""
     train_loss: float | None
     """Mean training loss of the steps since the last copy."""
 

@@ -212,7 +212,7 @@ def step_parts(began: Mark, forward: Mark, backward: Mark, end: Mark) -> Breakdo
 
 
 def typical(steps: Sequence[Breakdown], time_scale: float, *, waits_seen: bool) -> Breakdown:
-    """Returns the mean of the middle half of steps (by duration), in the modelled cluster's seconds.
+    """Returns the mean of the middle half of steps by duration, in the modelled cluster's seconds.
 
     Args:
         waits_seen: False if the algorithm waits in code that does not report waits, so that the

@@ -157,7 +157,7 @@ def _add(sums: dict[str, float], key: str, value: float) -> None:
 
 
 def machine_id() -> str:
-    """Returns the id of the running kernel. Virtual hosts on a machine share this id and a clock."""
+    """Returns the id of the running kernel. Virtual hosts on a machine share it, and the clock."""
     try:
         return _BOOT_ID.read_text(encoding="utf-8").strip()
     except OSError:

@@ -271,7 +271,6 @@ def _tests(place: Place) -> Step:
 
 
 def _sweep(place: Place, title: str, model: str, changes: Mapping[str, Any], **limits: Any) -> Step:
-    """Returns the step that runs the trials of `model` in the changed experiment."""
     settings = {"algorithms": algorithms(place.device), "device": place.device, **changes}
     command = [place.python, "benchmarks.py", "run", EXPERIMENT, "--rerun", "all", "--no-plot"]
     command += ["--quiet", "--logs", str(place.out / "sweeps"), "-k", f"model={model}"]

@@ -93,7 +93,6 @@ def _signals() -> int:
 
 
 def _read_pipe() -> bool:
-    """Reads from standard input; returns True if it has closed."""
     try:
         text = os.read(0, 4096)
     except ConnectionError:  # it may be a socket
@@ -109,7 +108,6 @@ def _read_pipe() -> bool:
 
 
 def _kill_all_below() -> None:
-    """Kills all descendants, including those in other sessions."""
     while below := _below():
         for process in below:
             with contextlib.suppress(OSError):

@@ -143,7 +143,6 @@ class NodesLauncher(SshLauncher):
                     _serve(link, f"node{options.node_rank}")
 
     def _call(self, port: int, patience_s: float) -> socket.socket:
-        """Connects to a port of node 0; raises `UserError` if it does not answer in time."""
         deadline = time.monotonic() + patience_s
         while True:
             try:

@@ -127,7 +127,6 @@ class PerHostLauncher(RemoteLauncher):
         return commands
 
     def _hosts_of(self, job: Job) -> Sequence[Host]:
-        """Returns the hosts with their slots for this job."""
         return self._hosts or [Host(name="localhost", slots=job.world_size)]
 
     def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:

@@ -217,7 +217,6 @@ class NetworkProfile:
         return max(_QUEUE_BYTES, 2 * _under_way_bytes(gbps, latency_us))
 
     def _site_of(self, host: int, hosts: int) -> int:
-        """Returns the index of the site that contains this host."""
         counts = [site.hosts for site in self.sites]
         if None in counts:
             hosts_per_site, remainder = divmod(hosts, len(counts))

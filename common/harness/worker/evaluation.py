@@ -174,14 +174,12 @@ def result(
 
 
 def _canary_s(alive: Sequence[Saved]) -> list[float] | None:
-    """Returns the times of the fixed computation (canary) on the slowest machine, or None."""
     times = [rank["canary_s"] for rank in alive]
     before_s, after_s = (max(moment) for moment in zip(*times, strict=True))
     return [before_s, after_s] if after_s else None
 
 
 def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any]:
-    """Returns the fields of `Evaluation` that need no data."""
     taken = [rank and rank["taken"][mark] for rank in saved]
     alive = [copy for copy in taken if copy]
     seconds, at = max(copy["seconds"] for copy in alive), trial.learn.marks[mark]
@@ -247,7 +245,6 @@ def _of_mean(workload: Workload, copies: Sequence[torch.Tensor], test: Samples) 
 
 
 def _of_ranks(workload: Workload, copies: Sequence[torch.Tensor], test: Samples) -> Scores:
-    """Returns the smallest and the largest score of the ranks' models."""
     scores = [_score(workload, copy, test) for copy in copies]
     return {
         f"{name}_{end}": pick(score[name] for score in scores)
@@ -279,7 +276,6 @@ def _score(workload: Workload, values: torch.Tensor, test: Samples) -> Scores:
 
 
 def _check(before: Check, last: Evaluation, agreement: Agreement | None) -> Check:
-    """Returns the check with the agreement of the replicas at the end, if it is known."""
     if agreement is None and last.consensus_distance is not None:
         near = last.consensus_distance <= CONSENSUS_LIMIT
         agreement = {"replicas_agree": near, "consensus_distance": last.consensus_distance}

@@ -92,8 +92,6 @@ def learn(
 
 
 class _Session:
-    """Training on one rank, with the measurements before and after it."""
-
     def __init__(
         self,
         trial: Trial,
@@ -201,7 +199,6 @@ class _Session:
         self.snapshots.take(marks, self._state(), seconds, steps, self._behind(), loss)
 
     def _behind(self) -> dict[str, list[float]]:
-        """Returns, by neighbour, the number of uses of its values, and the sum of their ages."""
         ages = self._training.engine.statistics().get("staleness", {})
         return {
             peer: [age["uses"], age["uses"] * age["mean"]]

@@ -71,7 +71,6 @@ def main(folder: Path, repeat: int) -> int:
 
 
 def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result | None:
-    """Returns the result on rank 0; other ranks may return None."""
     phase("joining the other ranks")
     join(trial, briefing)
     launcher = runtime.facts().launcher
@@ -153,7 +152,6 @@ def _kind(error: BaseException) -> str:
 
 
 def _write(path: Path, value: Mapping[str, object]) -> None:
-    """Writes a JSON file atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value), encoding="utf-8")
     partial.replace(path)

@@ -113,7 +113,6 @@ class _Repeat:
         return plan if plan.groups or plan.found else None
 
     def _costs(self) -> list[Measurement]:
-        """Measures the costs of collectives, if no other trial has done so."""
         self._phase("timing collectives")
         # Rank 0 decides, because a shared file system may show other ranks an older file.
         known = self._communicator.broadcast_object(self._briefing.costs)

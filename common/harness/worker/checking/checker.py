@@ -196,5 +196,4 @@ def _with_finding(check: Check, finding: str | None) -> Check:
 
 
 def _first_finding(findings: Sequence[str | None]) -> str | None:
-    """Returns the error of the lowest rank that has one, with the rank's number."""
     return next((f"rank {rank}: {text}" for rank, text in enumerate(findings) if text), None)

@@ -102,7 +102,6 @@ def check_invariants(
 
 
 def _too_stale(trial: Trial, statistics: Sequence[Statistics]) -> str | None:
-    """Returns the text of an error if a rank used older values than the options allow."""
     limit = getattr(trial.options, "max_staleness", None)
     if limit is None:
         return None
@@ -117,7 +116,6 @@ def _too_stale(trial: Trial, statistics: Sequence[Statistics]) -> str | None:
 
 
 def _leaking(trial: Trial, statistics: Sequence[Statistics], steps: int) -> str | None:
-    """Returns the text of an error if weights of a bucket are not positive or have a wrong sum."""
     if not all("p" in counts for counts in statistics):
         return None
     weights = np.array([counts["p"] for counts in statistics])

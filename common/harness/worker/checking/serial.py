@@ -90,7 +90,6 @@ def _row(tensors: Sequence[torch.Tensor | None], params: Sequence[nn.Parameter])
 
 
 def _shaped(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a row with the dtype, shape and memory layout of `like`."""
     if like.is_complex():
         row = torch.view_as_complex(row.reshape(*like.shape, 2))
     return torch.empty_like(like, requires_grad=False).copy_(row.reshape(like.shape))
@@ -106,8 +105,6 @@ largest ratio in tests was 1.7 (fp16, AdamW, 3 ranks)."""
 
 
 class _Sampled(nn.Module):
-    """One rank's parameters at the sampled elements, as one tensor."""
-
     def __init__(self, values: np.ndarray, dtype: torch.dtype) -> None:
         super().__init__()
         self.values = nn.Parameter(torch.tensor(values, dtype=dtype))  # a copy: it is trained

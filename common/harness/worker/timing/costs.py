@@ -127,7 +127,6 @@ def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
 
 
 def _drift(first: Measurement, again: Measurement) -> float:
-    """Returns the relative change of the time of the largest message in both measurements."""
     before = dict(zip(first.nbytes, first.typical_s, strict=True))
     after = dict(zip(again.nbytes, again.typical_s, strict=True))
     largest = max(before.keys() & after.keys())

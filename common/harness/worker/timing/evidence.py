@@ -241,7 +241,6 @@ def _lines(name: str) -> list[str]:
 
 
 def _queues() -> dict[str, dict[str, int]]:
-    """Returns counters of `tc -s` by device and kind of queue; empty without `tc`."""
     tool = shutil.which("tc")
     if tool is None:
         return {}

@@ -107,8 +107,6 @@ class Gauge:
 
 
 class _Reading:
-    """Counters of the kernel at one time."""
-
     def __init__(self, links_pid: int | None) -> None:
         self.threads = _threads()
         self.links_s = 0.0 if links_pid is None else _ran_s(links_pid)
@@ -120,7 +118,6 @@ class _Reading:
 
 
 def _threads() -> dict[str, tuple[float, float]] | None:
-    """Returns CPU time and waits for a core in seconds, by thread id."""
     threads = {}
     for folder in _TASKS.iterdir():
         try:
@@ -136,7 +133,6 @@ def _threads() -> dict[str, tuple[float, float]] | None:
 
 
 def _ran_s(pid: int) -> float:
-    """Returns the CPU seconds of a process with one thread; 0 if it has ended or is unknown."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[0]) / _NS_PER_S
     except OSError:

@@ -250,10 +250,10 @@ WRONG_MODELS = {
     "raises": ("x = 1\n1 / 0\n", ["cannot be imported: ZeroDivisionError", "(line 2)"]),
     "ends": ("import sys\nsys.exit('no GPU')\n", ["cannot be imported: SystemExit: no GPU"]),
     "no Python": ("def model(:\n", ["cannot be imported: SyntaxError", "line 1"]),
-    "nothing": ("import torch\n", ["no function model()", "classes of modules: none"]),
+    "nothing": ("import torch\n", ["must have a function model()", "(it has: none)"]),
     "two classes": (
         "from torch import nn\nclass A(nn.Module): pass\nclass B(nn.Module): pass\n",
-        ["no function model()", "classes of modules: A, B"],
+        ["must have a function model()", "(it has: A, B)"],
     ),
     "a class with arguments": (
         "from torch import nn\nclass A(nn.Module):\n    def __init__(self, width): pass\n",

@@ -103,7 +103,6 @@ def _print_plan(chosen: dict[str, Recipe]) -> None:
 
 
 def _took_minutes(name: str) -> float | None:
-    """Returns the minutes that the present record took; None if they are unknown."""
     seconds = (catalogue.manifest(name) or {}).get("duration_s")
     return seconds and seconds / 60
 
@@ -174,7 +173,6 @@ def _kept_evidence(work: Path, out: Path) -> dict[str, str]:
 
 
 def _copy(paths: Iterable[Path], folder: Path) -> None:
-    """Copies each file to `folder`, into a subfolder with the name of the file's present folder."""
     for path in paths:
         target = folder / path.parent.name
         target.mkdir(parents=True, exist_ok=True)

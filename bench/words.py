@@ -168,7 +168,6 @@ def twins(count: int, experiment: Path, logs: Path) -> int:
 
 
 def _complete(folder: Path) -> bool:
-    """Returns True if all trials of the sweep have ended, in one run of the command."""
     try:
         comparison = Comparison.load(folder)
     except UserError:  # not begun

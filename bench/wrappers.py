@@ -197,8 +197,6 @@ def _timings(args: argparse.Namespace, tensors: int) -> dict[str, dict[str, list
 
 
 class _Training:
-    """Usual training loop on a model of one-element tensors."""
-
     def __init__(self, name: str, tensors: int) -> None:
         class Scale(torch.nn.Module):
             def __init__(self) -> None:
@@ -284,7 +282,6 @@ def _peak(args: argparse.Namespace, name: str, options: Options) -> dict[str, in
 
 
 def _status(key: str) -> int:
-    """Returns a size in /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024

@@ -1,1 +1,1 @@
-"""Shared code of the benchmark: harness, launchers, models and results; pip does not install it."""
+"""Code of the benchmark suite, which the library `dear` does not use."""

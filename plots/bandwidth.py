@@ -35,7 +35,6 @@ draw = style.writer("bandwidth", figure)
 
 
 def _gbps(record: Record) -> float | None:
-    """Returns the bandwidth of a virtual host's link in Gb/s; None if the record has none."""
     return (record.fabric.network.requested or {}).get("gbps")
 
 

@@ -78,7 +78,6 @@ def _panel(axis: Axes, panel: Sequence[Mark]) -> None:
 
 
 def _text(row: Row) -> str:
-    """Returns the label of a bar: the sum of the phases, and why it is not reliable."""
     if row.forward_s is None:
         return "no phases on record"
     seconds = {name: getattr(row, key) or 0.0 for key, (name, _) in _PHASES.items()}

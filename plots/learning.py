@@ -83,7 +83,6 @@ draw = style.writer("learning", figure)
 
 
 def _cells(marks: Sequence[Mark]) -> Cells:
-    """Groups trials into cells; a single worker belongs to each cell of its model and network."""
     cells: dict[tuple[Any, ...], list[Mark]] = {}
     singles = [mark for mark in marks if mark.record.trial["algorithm"] == "none"]
     for mark in marks:
@@ -104,7 +103,6 @@ def _cells(marks: Sequence[Mark]) -> Cells:
 
 
 def _curves(cells: Cells) -> Figure:
-    """Draws a column of panels for each cell."""
     marks = [mark for cell in cells.values() for mark in cell]
     learn = marks[0].record.trial["learn"]
     # The x axis has seconds, because all algorithms make equally many steps in an epoch.
@@ -141,7 +139,6 @@ def _curves(cells: Cells) -> Figure:
 
 
 def _race(axis: Axes, marks: Sequence[Mark]) -> None:
-    """Draws when each run reached the target accuracy, and the mean with its interval."""
     learn = marks[0].record.trial["learn"]
     longest = learn["budget_s"]
     if learn.get("epochs"):
@@ -166,7 +163,6 @@ def _race(axis: Axes, marks: Sequence[Mark]) -> None:
 
 
 def _curve(axis: Axes, marks: Sequence[Mark], *, y: str, x: str) -> None:
-    """Draws for each trial the mean of its runs at each evaluation, and the range of the runs."""
     along = "mean_steps" if x == "steps" else x
     for number, mark in enumerate(sorted(marks, key=lambda mark: not mark.row.flag)):
         points = []
@@ -201,7 +197,6 @@ def _curve(axis: Axes, marks: Sequence[Mark], *, y: str, x: str) -> None:
 
 
 def _paces(cells: Cells) -> Figure:
-    """Draws steps per second of trials that train without data."""
     figure, axes = style.stacked([len(cell) for cell in cells.values()], 6.8, 0.42, sharex=True)
     rows = [mark.row for cell in cells.values() for mark in cell]
     axes[0].set_xlim(0, 1.25 * max(row.steps_per_s_high or row.steps_per_s for row in rows))

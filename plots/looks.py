@@ -126,7 +126,6 @@ def looks(records: Iterable[Record]) -> dict[str, Look]:
 
 
 def _free(colour: str, taken: Mapping[str, Look]) -> Look:
-    """Returns a look of this colour, with the first unused marker, hatch and line style."""
 
     def first(pool: Sequence[Any], key: str) -> Any:
         used = [getattr(look, key) for look in taken.values()]
@@ -141,13 +140,11 @@ def _free(colour: str, taken: Mapping[str, Look]) -> Look:
 
 
 def _shade(colour: str, number: int) -> str:
-    """Mixes the colour with white or with black."""
     share = _SHADES[number % len(_SHADES)]
     target = 1.0 if share > 0 else 0.0
     return to_hex([part + (target - part) * abs(share) for part in to_rgb(colour)])
 
 
 def _lightness(colour: str) -> float:
-    """Returns the lightness of a colour in a grey print, from 0 to 1."""
     red, green, blue = to_rgb(colour)
     return 0.299 * red + 0.587 * green + 0.114 * blue

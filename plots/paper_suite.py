@@ -60,7 +60,6 @@ def _compared(records: Sequence[Record]) -> bool:
 
 
 def _table(record: Record) -> DataFrame:
-    """Returns the published rows of the trial's model, batch size, network and device."""
     table, trial = published.read("ddl_benchmarks"), record.trial
     device = trial["model"].partition("@")[2]
     if not device.startswith(_DEVICE) or trial.get("sentence_len") not in (None, _SENTENCE_LEN):
@@ -71,7 +70,6 @@ def _table(record: Record) -> DataFrame:
 
 
 def _bars(panel: dict[str, Mark]) -> list[Bar]:
-    """Returns the bars of a model and network."""
     first = next(iter(panel.values())).record
     table, workers = _table(first), first.trial["world_size"]
     # Published numbers for our number of hosts are used, or else those for the most hosts.

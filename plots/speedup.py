@@ -71,7 +71,6 @@ def _panel(axis: Axes, panel: Sequence[Mark]) -> None:
 
 
 def _reason(row: Row, base: str | None) -> str:
-    """Returns the reason why a trial has no speed-up."""
     if row.algorithm == base and not row.flag:
         return "baseline of the comparison"
     if base is None:

@@ -92,7 +92,6 @@ def main() -> None:
 
 
 def _serve(parent: Connection, place: Place) -> None:
-    """Runs functions until the parent sends None; exits if the parent is gone."""
     while True:
         try:
             request = parent.recv()

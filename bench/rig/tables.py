@@ -179,7 +179,6 @@ def _cell(
 
 
 def _table(trials: Sequence[stats.Repeats]) -> list[Row]:
-    """Returns the rows of a sweep's table for these step times, compared with the first trial."""
     records = [_record(f"trial {index}", repeats) for index, repeats in enumerate(trials)]
     return make_rows(records, records[0].label)
 

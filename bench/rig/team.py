@@ -291,7 +291,6 @@ class Team:
         return (errors or lines or ["without output"])[-1]
 
     def _commands(self) -> Iterator[tuple[list[str], dict[str, str]]]:
-        """Yields the command and the environment of each process (a rank, or mpirun)."""
         layout = self._layout
         env = {
             "OMP_NUM_THREADS": "1",

@@ -132,12 +132,12 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
 
 
 class Regime(NamedTuple):
-    """Algorithm of a collective, and the size from which it is used."""
+    """Range of sizes in which a collective uses one algorithm, up to the next range."""
 
     name: str
-    """`direct`, `doubling` or `tree`: few hops; `two_hops`: every rank sums a block; `blocks`: a
-    ring of whole blocks; `pieces`: a ring that passes on parts of a block, larger for larger
-    blocks; `pipeline`: a ring whose start-up time no longer grows; `shared_memory`."""
+    """Algorithm: `direct`, `doubling` or `tree` (few hops); `two_hops` (every rank sums a block);
+    `blocks` (a ring of whole blocks); `pieces` (a ring of parts of a block, which are larger for
+    larger blocks); `pipeline` (a ring whose start-up time no longer grows); `shared_memory`."""
     first_nbytes: int
     """Smallest size in bytes of the whole operation (the blocks of all ranks)."""
     setting: str

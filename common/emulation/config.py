@@ -18,7 +18,7 @@ MOST_TIME_SCALE = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Virtual hosts on this machine, connected by one switch; the key `cluster:`."""
+    """Key `cluster:` of an experiment: virtual hosts on this machine, connected by a switch."""
 
     kind: Literal["emulated"] = "emulated"
     """Kind of cluster."""
@@ -72,7 +72,7 @@ _NEEDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Disturbance of the cluster during a trial; one entry of `faults:`."""
+    """Entry of the key `faults:`: a fault that is injected into the cluster during a trial."""
 
     kind: Literal["link_down", "link_rate", "link_delay", "slow_host", "kill_rank"]
     """Kind of disturbance."""

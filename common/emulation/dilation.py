@@ -1,4 +1,8 @@
-"""Choice of the time scale: how much slower than real time an emulated cluster runs."""
+"""Choice of the time scale: how many times slower than real time an emulated cluster runs.
+
+A host has an emulated device (GPU) whose compute is replayed. A cell is the trials that are
+compared; its first round launches each trial once.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,20 @@ from dear.errors import UserError
 BUSY_TARGET = 0.6
 """Share of all cores that a step may keep busy. Above it, ranks wait for cores, not for links."""
 WAIT_TARGET = 0.6
-"""Limit for a cell's first round: seconds per second that all threads of a rank together may wait
-for a core. Later rounds use `UNFAITHFUL_WAIT`."""
+"""Limit in a cell's first round: share of the time for which the threads of a rank, added up, may
+wait for a core. Later rounds use `UNFAITHFUL_WAIT`."""
 UNFAITHFUL_WAIT = 0.7
-"""Limit above which a record is unfaithful. It can be this high because queues of links and the
-deadlines of replayed compute absorb most waits; docs/methodology.md has the runs behind it."""
+"""Limit of such waits above which a record is flagged as unfaithful. It is high, because queues of
+links and the deadlines of replayed compute hide most waits (measured in docs/methodology.md)."""
 BEHIND_TARGET, FELL_BEHIND = 0.015, 0.04
-"""Shares of the time that hosts may fall behind their devices or catch up with them: in a cell's
-first round, and in any launch of a valid record (launches of one trial differ by 2 % while other
-programs run). A launch's steps lack this time, or include it from earlier steps."""
+"""Shares of the time by which hosts may fall behind their devices or catch up with them: in a
+cell's first round, and in any launch of a valid record. This time is missing in the measured steps,
+or is added to them. (Launches of one trial differ by 2 % while other programs run.)"""
 FOREIGN_CORES = 0.25
-"""Cores; less use by other processes is ignored."""
+"""Smallest number of cores used by other processes that is not ignored."""
 SERIAL_TARGET = 0.1
-"""Share of a step that may be work at this machine's own speed; replayed compute compensates for
-most of it."""
+"""Share of a step that may be real work of this machine (update and Python). Replayed compute
+becomes shorter by most of it."""
 
 # Passes over the memory of all parameters, per rank and step. Replay writes each gradient.
 # Algorithms copy gradients into a buffer and averages out of it (two reads, two writes), and add
@@ -45,7 +49,7 @@ _MEMORY = 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Work of a trial in each step, as far as the time scale depends on it."""
+    """Work of a trial in each step on which the time scale depends."""
 
     world_size: int
     hosts: int
@@ -85,10 +89,10 @@ class Seen:
     cpu_s_per_s: float
     """CPU seconds of all ranks per second of real time."""
     core_wait: float | None
-    """Seconds per second that the threads of the longest-waiting rank waited for a core, in total;
-    None: unknown."""
+    """Share of the time for which the threads of a rank, added up, waited for a core, for the rank
+    that waited longest; None: unknown."""
     fell_behind: float = 0.0
-    """Seconds per second by which hosts fell behind their devices; negative: they caught up."""
+    """Share of the time by which hosts fell behind their devices; negative: they caught up."""
     foreign_cores: float = 0.0
     """Cores that other processes used at the same time."""
 
@@ -128,7 +132,7 @@ def _copy_s(nbytes: int) -> float:
 
 
 def foreign_cores(seconds: float = 1.0) -> float:
-    """Cores that other processes and other virtual machines use, measured for `seconds`."""
+    """Returns the number of cores that other processes and virtual machines use, over `seconds`."""
     began, (own_s, busy_s) = time.monotonic(), _own_and_busy_s()
     time.sleep(seconds)
     elapsed_s, (own_after_s, busy_after_s) = time.monotonic() - began, _own_and_busy_s()
@@ -136,14 +140,14 @@ def foreign_cores(seconds: float = 1.0) -> float:
 
 
 def _own_and_busy_s() -> tuple[float, float]:
-    """CPU seconds of this process, and of everything on its cores including stolen time."""
+    """Returns the CPU seconds of this process, and all busy or stolen seconds of its cores."""
     return time.process_time(), sum(busy + stolen for busy, stolen in cores_s().values())
 
 
 def at_hand(cores: int, foreign: float, ranks: int) -> float:
-    """Number of cores that `ranks` can use while other processes use `foreign` cores.
+    """Returns how many cores `ranks` can use while other processes use `foreign` cores.
 
-    It is at least a fair share: one thread per rank against one per foreign core.
+    The result is at least a fair share: each rank and each foreign core count as one thread.
     """
     return (
         cores

@@ -1,4 +1,4 @@
-"""Injects a fault of an experiment at its time, undoes it, and reports what happened."""
+"""Faults of an experiment: a fault is injected at its time, undone, and reported."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def check_fault(
         raise UserError(f"faults: host {fault.host} runs no rank; allowed: 0 to {used - 1}")
     if fault.kind == "slow_host" and not replayed and (fault.factor or 1) < 1:
         raise UserError(
-            f"faults: slow_host: a model that computes for real cannot be made faster, got factor "
-            f"{fault.factor:g}; use at least 1, or a model MODEL@DEVICE"
+            f"faults: slow_host: a model that computes cannot be made faster, got factor "
+            f"{fault.factor:g}; use at least 1, or a replayed model MODEL@DEVICE"
         )
 
 

@@ -139,7 +139,6 @@ def _started(host: OnHost, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def _port(receiving: subprocess.Popen[str]) -> str:
-    """Returns the port of a receiver once it listens."""
     port = receiving.stdout.readline().strip()
     if not port:
         _answer(receiving)  # raises with the last line of its stderr
@@ -157,7 +156,6 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _send(connection: socket.socket, seconds: float, max_bytes: float) -> None:
-    """Sends for `seconds`, at most `max_bytes`, then closes this direction."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
     deadline = time.monotonic() + seconds
     while max_bytes > 0 and time.monotonic() < deadline:

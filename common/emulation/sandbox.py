@@ -135,7 +135,6 @@ def _remedy() -> str:
 
 
 def _make(parent: int, probe: bool, command: list[str]) -> int:
-    """Creates a sandbox and runs the command in it, or only tests that this works."""
     os.setpgid(0, 0)  # the caller receives Ctrl-C and passes it on once
     _new_namespaces()
     ns.die_with_parent()
@@ -183,7 +182,6 @@ def _new_namespaces() -> None:
 
 
 def _first_process(alive: int, command: list[str], probe: bool) -> int:
-    """Sets up the sandbox, runs the command, reaps orphans, and returns the command's status."""
     ns.die_with_parent()
     if select.select([alive], [], [], 0)[0]:
         return _FAILED  # end of file: the parent died before die_with_parent

@@ -1,4 +1,4 @@
-"""Runs a list of commands, most valuable first, within a fixed time."""
+"""Runner of a list of commands (steps) within a fixed time; the most valuable come first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from common.launch.ranks import Ranks
 
-# Time after SIGINT in which a program may write what it has (pytest its report); then it is killed.
+# Time after SIGINT in which a program may write its results; then it is killed.
 GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """End of a command."""
+    """Facts about a command that has ended."""
 
     code: int | None
     """Exit status, minus the signal's number for a signal; None: stopped at its time limit."""
@@ -28,7 +28,7 @@ class Ended:
 
 
 Verdict = tuple[str, str]
-"""Meaning of a step's end: ok, failed or skipped, and the reason."""
+"""Status of a step (ok, failed or skipped), and the reason."""
 
 
 def by_exit_status(ended: Ended) -> Verdict:
@@ -54,15 +54,15 @@ class Step:
     expected_s: float = 0.0
     """Expected duration in seconds; with less time left, the step does not begin."""
     limit_s: float
-    """Longest it may take, in seconds; more is a failure."""
+    """Time limit in seconds; a step that takes longer has failed."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment."""
+    """Variables that are added to the environment."""
     needs: tuple[str, ...] = ()
     """Required packages and compilers; without one of them, the step is skipped."""
     after: tuple[str, ...] = ()
     """Steps that must have ended well."""
     judge: Callable[[Ended], Verdict] = by_exit_status
-    """Returns the meaning of an end; of a stopped command only the reason counts."""
+    """Function that returns the verdict on an end; if it was stopped, only the reason is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Result:
     reason: str = ""
     seconds: float = 0.0
     log: str | None = None
-    """Path of what it printed; None if it was not begun."""
+    """Path of the step's output; None if it was not started."""
 
 
 class Budget:
@@ -100,10 +100,10 @@ def run_steps(
     missing: Mapping[str, str],
     start: Callable[[Step, float], Ended],
 ) -> Iterator[Result]:
-    """Runs the steps in order and yields what became of each.
+    """Runs the steps in order, and yields the result of each.
 
     Args:
-        missing: what is not there, and why or how to get it.
+        missing: reason or remedy by name of each missing package, compiler or device.
         start: runs the step's command for at most the given seconds.
     """
     not_ok: set[str] = set()
@@ -144,7 +144,7 @@ def _obstacle(
 
 
 def run_command(step: Step, limit_s: float, log: Path) -> Ended:
-    """Runs the step's command with its output in `log`; none of its processes stays behind."""
+    """Runs the step's command with its output in `log`, and kills all processes that it leaves."""
     began = time.monotonic()
     code: int | None = None
     with Ranks() as ranks:
@@ -157,7 +157,7 @@ def run_command(step: Step, limit_s: float, log: Path) -> Ended:
                 os.killpg(group, signal.SIGINT)
                 ranks.wait(GRACE_S)
         finally:
-            # Also after Ctrl-C, and also what outlived the command itself.
+            # This kills the whole group, also after Ctrl-C.
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
     return Ended(code=code, seconds=time.monotonic() - began, log=log)

@@ -1,8 +1,8 @@
-"""Tries everything that needs a GPU, on a machine that has one, within a time: `make gpu-check`.
+"""Check of everything that needs a GPU, on a machine with a GPU: `make gpu-check`.
 
-Run by the Python whose torch is to be used; needs the standard library only. After the environment
-is made, tests, sweeps and profiles follow, most valuable first; what cannot run, or has no time
-left, is skipped, and the summary says why.
+It is run by the Python whose torch will be used, and needs only the standard library. It creates an
+environment, then runs tests, sweeps and profiles, the most valuable first, within a time limit.
+Steps that cannot run or have no time are skipped; the summary has the reasons.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROFILES = (("resnet50", 64), ("bert_base", 64), ("bert", 8), ("vgg16", 64))
 PROFILES += (("densenet201", 32), ("inceptionv4", 64), ("bert", 32))
 _LIBRARIES = {"bert": ("transformers",), "bert_base": ("transformers",), "inceptionv4": ("timm",)}
 _SWEEP = ("numpy", "scipy", "rich", "PyYAML", "torchvision")
-# A machine without network must not spend the check's minutes on finding that out.
+# Short time limits of pip: a machine may have no network.
 _PIP = {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "10", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 # Programs that a machine may have without the package of that name.
 _PROGRAMS = ("cmake", "ninja")
@@ -142,7 +142,7 @@ def collect_profiles(profiles: Path, out: Path, since: float) -> None:
 
 
 def ask(python: Path, env: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what `probe` reports with that Python."""
+    """Returns the result of `probe` with the Python at `python`."""
     command = [str(python), "-m", "common.gpu_check.check", "--probe"]
     how = {"cwd": ROOT, "env": {**os.environ, **env}, "capture_output": True, "text": True}
     done = subprocess.run(command, **how)
@@ -153,7 +153,7 @@ def ask(python: Path, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def refuse_without_driver() -> None:
-    """Raises `UserError` where no CUDA program can run; quick, unlike an import of torch."""
+    """Raises `UserError` if there is no NVIDIA driver. This is faster than an import of torch."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -163,7 +163,7 @@ def refuse_without_driver() -> None:
 
 
 def refuse_without_gpu(facts: Mapping[str, Any]) -> None:
-    """Raises `UserError` if there is a torch and it can use no GPU."""
+    """Raises `UserError` if torch is installed but cannot use a GPU."""
     if facts["torch"] is None or facts["gpus"]:
         return
     why = f"torch {facts['torch']} (CUDA {facts['cuda']}) finds none here"
@@ -192,7 +192,7 @@ def probe() -> dict[str, Any]:
 
 
 def missing(requirements: str) -> dict[str, str]:
-    """Names in `requirements` that are not installed, and the compiler, each with how to get it."""
+    """Returns missing packages of `requirements`, and a missing compiler, each with a remedy."""
     lacking = {}
     for requirement in (line.partition("#")[0].strip() for line in requirements.splitlines()):
         name = re.split(r"[<>=!~ ]", requirement, maxsplit=1)[0]
@@ -230,7 +230,7 @@ def plan(place: Place) -> list[Step]:
         needs=("c++", "cmake", "ninja"),
         env=place.env,
     )
-    # Without a network, and without a wheel from before, it says so within seconds.
+    # Without a network and a cached wheel, this step ends within seconds.
     horovod = Step(
         name="build Horovod",
         command=[str(ROOT / "scripts" / "horovod.sh"), str(place.venv)],
@@ -271,7 +271,6 @@ def _tests(place: Place) -> Step:
 
 
 def _sweep(place: Place, title: str, model: str, changes: Mapping[str, Any], **limits: Any) -> Step:
-    """The trials of `model` in the experiment with these changes, by all algorithms."""
     settings = {"algorithms": algorithms(place.device), "device": place.device, **changes}
     command = [place.python, "benchmarks.py", "run", EXPERIMENT, "--rerun", "all", "--no-plot"]
     command += ["--quiet", "--logs", str(place.out / "sweeps"), "-k", f"model={model}"]
@@ -301,7 +300,7 @@ def _profile(place: Place, model: str, batch_size: int) -> Step:
 
 
 def algorithms(device: str) -> list[str]:
-    """Every algorithm that can run on `device`."""
+    """Returns the names of all algorithms that can run on `device`."""
     return [n for n in algorithm_names() if device in algorithm_class(n).capabilities.devices]
 
 

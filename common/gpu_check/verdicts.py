@@ -1,4 +1,4 @@
-"""Verdicts on the steps of the GPU check, from what their commands have left in files."""
+"""Verdicts on the steps of the GPU check, from the files that their commands have written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.gpu_check.budget import Ended, Verdict, by_exit_status
 
 
 def judge_tests(report: Path, ended: Ended) -> Verdict:
-    """Returns the verdict of pytest's report; it is `failed` also if no test ran."""
+    """Returns the verdict from pytest's report; it is `failed` if no test ran, too."""
     if not report.exists():
         return by_exit_status(ended)
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -33,7 +33,7 @@ def judge_tests(report: Path, ended: Ended) -> Verdict:
 
 
 def judge_horovod(note: Path, ended: Ended) -> Verdict:
-    """Returns `skipped` if the script noted why Horovod cannot be built: its trials say so, too."""
+    """Returns `skipped` if the script has written why Horovod cannot be built."""
     return (
         ("skipped", note.read_text(encoding="utf-8").strip())
         if note.exists()
@@ -42,7 +42,7 @@ def judge_horovod(note: Path, ended: Ended) -> Verdict:
 
 
 def judge_sweep(folder: Path, models: set[str], ended: Ended) -> Verdict:
-    """Returns the verdict of a sweep's records of `models`; a wrong training is a failure, too."""
+    """Returns the verdict from a sweep's records of `models`; incorrect training is a failure."""
     from common.results import store
 
     good, bad, unchecked, without = [], [], [], []

@@ -93,7 +93,6 @@ def run_variables(arguments: Sequence[str], environ: Mapping[str, str] = os.envi
 
 
 def _full(*folders: Path) -> Path | str:
-    """Returns the folder whose disk is full."""
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
             try:

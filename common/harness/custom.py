@@ -89,7 +89,6 @@ def cache() -> Path:
 
 
 def _register(name: str) -> tuple[str, Brought | None]:
-    """Adds a model to the registry; returns its name in trials and tables, and its origin."""
     if name.startswith(FILE):
         path = Path(name.removeprefix(FILE))
         if re.fullmatch(r"[\w.+-]+\.py", path.name) is None:
@@ -109,7 +108,6 @@ def _register(name: str) -> tuple[str, Brought | None]:
 
 
 def _profiler(gpu: str) -> tuple[str, Callable[[str, int, int | None], Profile]]:
-    """Returns the device's name after the `@`, and a function that profiles a model on it."""
     if gpu != HERE:
         choice = gpus.find(gpu)
         return choice.folder_name, lambda *model: _modelled(choice, *model)

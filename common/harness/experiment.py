@@ -319,7 +319,6 @@ class Experiment:
 
     @functools.cached_property
     def _chosen(self) -> list[tuple[AlgorithmChoice, Options]]:
-        """Algorithms, each with all options, defaults included."""
         return [(a, algorithm_options(a.name, a.options)) for a in self.algorithms]
 
     @property

@@ -239,7 +239,6 @@ def _index(node: list[object], part: str, text: str) -> int:
 
 
 def _as_list(value: object) -> list[object]:
-    """Returns the value of a key as a list; a single value becomes a list of one."""
     return [] if value is None else [*value] if isinstance(value, list) else [value]
 
 
@@ -270,7 +269,6 @@ def load_plugins(paths: Sequence[object], folder: Path) -> tuple[str, ...]:
 
 
 def _absolute_model(model: object, folder: Path) -> object:
-    """Returns an item of `models`, with an absolute path if it names a file."""
     if isinstance(model, str):
         return _absolute_name(model, folder)
     if isinstance(model, dict) and isinstance(model.get("name"), str):

@@ -224,7 +224,6 @@ class LearnConfig:
             self.schedule.check(self.epochs)
 
     def _goes_with(self, other: str, *fields: str) -> None:
-        """Raises `UserError` if one of `fields` is set, because `other` is not."""
         for field in fields:
             if self._is_set(field):
                 raise UserError(f"learn.{field}: goes with learn.{other}")

@@ -109,7 +109,7 @@ def _whole(given: Mapping[str, str], name: str, least: int = 1) -> int:
 
 
 def _replayed(dnn: str) -> str:
-    """The model as a GPU's profile replays it, where there is one: virtual hosts have no GPU."""
+    """Returns the name of the replayed model, if there is a profile; virtual hosts have no GPU."""
     recorded = [name for name in MODELS if name.startswith(f"{dnn}@")]
     return recorded[0] if recorded else dnn
 
@@ -205,7 +205,6 @@ def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> N
 
 
 def _gpus() -> int:
-    """NVIDIA's, of this machine."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 

@@ -155,7 +155,6 @@ def _host_name(text: str) -> str | None:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the number and text of each line that is not only a comment."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.partition("#")[0].strip():
             yield number, line.strip()

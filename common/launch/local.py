@@ -1,8 +1,8 @@
 """Launcher of ranks on this machine, forked from a server that has already imported torch.
 
 It also supports virtual hosts, which are namespaces of this machine: each process first moves to
-its host. Importing torch takes seconds, and a sweep starts dozens of jobs; with the fork server
-torch is imported once.
+its host. A sweep starts dozens of jobs. With the fork server, torch is imported once, not in each
+of them.
 """
 
 from __future__ import annotations

@@ -106,7 +106,6 @@ class MpirunLauncher(RemoteLauncher):
 
 
 def _first_failure(log: str) -> dict[int, int]:
-    """Returns the exit status of the first process that failed, by rank, from mpirun's report."""
     sentence = " ".join(log.split())  # the report spans several lines
     killed = re.search(r"rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)", sentence)
     if killed:

@@ -1,4 +1,4 @@
-"""Helper of launchers on a host; it ends all of its processes when the launcher ends.
+"""Helper program of launchers on a host; when the launcher ends, it kills all ranks there.
 
     python -m common.launch.node --ranks FOLDER REPEAT FIRST COUNT WORLD_SIZE -- COMMAND...
     python -m common.launch.node --tied [--undo JSON] -- COMMAND...
@@ -93,7 +93,6 @@ def _signals() -> int:
 
 
 def _read_pipe() -> bool:
-    """Reads from standard input; returns True if it has closed."""
     try:
         text = os.read(0, 4096)
     except ConnectionError:  # it may be a socket
@@ -109,7 +108,6 @@ def _read_pipe() -> bool:
 
 
 def _kill_all_below() -> None:
-    """Kills all descendants, including those in other sessions."""
     while below := _below():
         for process in below:
             with contextlib.suppress(OSError):
@@ -121,7 +119,10 @@ def _kill_all_below() -> None:
 
 
 def _below() -> list[psutil.Process]:
-    """Returns all descendants, with their PIDs in /proc, which may show another PID namespace."""
+    """Returns all descendants of this process, with the PIDs that /proc shows.
+
+    /proc may belong to another PID namespace, so that `os.kill` may need other PIDs.
+    """
     me = int(Path("/proc/self").readlink().name)
     return psutil.Process(me).children(recursive=True)
 

@@ -1,9 +1,9 @@
-"""Launcher of ranks on nodes of which each was started by hand, without ssh or a scheduler.
+"""Launcher of ranks on nodes that the user starts by hand, without ssh or a scheduler.
 
-Every node runs the same command with a `node_rank` of its own. Node 0 leads the sweep and listens
-at the control port. The others stay connected to it as long as it runs, and start the ranks that
-they are given. `python -m common.launch.nodes PORT nodeK HOST COMMAND` stands in for the remote
-shell of HOST: it hands the command to node K when that calls, at the control port + K.
+The user runs the same command on every node, each with another `node_rank`. Node 0 leads the sweep
+and listens at the control port. The other nodes stay connected to it, and start ranks when it asks.
+`python -m common.launch.nodes PORT nodeK HOST COMMAND` replaces the remote shell of HOST: it passes
+the command to node K when this node connects, at the control port + K.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CALL_S = 20.0
 
 
 class NodesLauncher(SshLauncher):
-    """Launcher whose hosts are the nodes that call; equal numbers of ranks fill them in order."""
+    """Launcher whose hosts are the connected nodes; each gets equally many ranks, in order."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PortOptions):
@@ -143,7 +143,6 @@ class NodesLauncher(SshLauncher):
                     _serve(link, f"node{options.node_rank}")
 
     def _call(self, port: int, patience_s: float) -> socket.socket:
-        """Connects to a port of node 0; raises `UserError` if it does not answer in time."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -171,7 +170,7 @@ class NodesLauncher(SshLauncher):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hands a command to the node that calls for it; returns the command's exit status."""
+    """Passes a command to the node that connects for it; returns the command's exit status."""
     port, name, _, command = argv
     deadline = time.monotonic() + CALL_S
     with _listen(int(port) + int(name.removeprefix("node"))) as server:

@@ -127,7 +127,6 @@ class PerHostLauncher(RemoteLauncher):
         return commands
 
     def _hosts_of(self, job: Job) -> Sequence[Host]:
-        """Returns the hosts with their slots for this job."""
         return self._hosts or [Host(name="localhost", slots=job.world_size)]
 
     def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:
@@ -169,8 +168,10 @@ class Fleet(Ranks):
         super().stop(patience_s, ask)
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Waits for all commands; returns False if some need longer, whose workers then print their
-        stacks."""
+        """Waits for all commands; if some need longer, their workers print their stacks.
+
+        Returns False in this case.
+        """
         if self.wait(timeout_s):
             return True
         self.send(b"stacks\n")
@@ -191,8 +192,7 @@ class Fleet(Ranks):
 
 
 def agent_of(given: str | None, hosts: Sequence[Host] | None) -> list[str]:
-    """Returns the words of the remote shell: `given`, or else ssh, or its stand-in for virtual
-    hosts."""
+    """Returns the words of the remote shell: `given`, else ssh (its stand-in for virtual hosts)."""
     if given is not None:
         words = shlex.split(given)
         if not words:

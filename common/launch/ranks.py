@@ -284,7 +284,6 @@ def _be_rank(
     log: Path | None,
     before: Callable[[], None] | None,
 ) -> None:
-    """Runs in the new process."""
     # Daemonic processes may not have children, which DataLoader needs.
     multiprocessing.current_process().daemon = False
     os.setsid()
@@ -319,7 +318,6 @@ def _die_with_caller() -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kills the group that the process leads, or only the process if it leads none yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

@@ -40,7 +40,6 @@ class TorchrunLauncher(PerHostLauncher):
 
 
 def _killed(log: str) -> dict[int, int]:
-    """Returns the exit status of killed ranks, from torchrun's report."""
     codes = re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-\d+)", log)
     # torchrun sends SIGTERM to the other ranks when one fails.
     return {int(rank): int(code) for rank, code in codes if code != "-15"}

@@ -106,14 +106,12 @@ def _first_line(path: Path) -> str | None:
 
 
 def _mhz() -> list[float] | None:
-    """Returns the present clock rate of each core in MHz; None if the system does not show it."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
     return clocks or None
 
 
 def _turbo() -> bool | None:
-    """Returns True if turbo frequencies are enabled; None if the system does not show it."""
     boost = _first_line(_CPU / "cpufreq/boost")
     if boost is not None:
         return boost == "1"
@@ -174,7 +172,6 @@ def _diff() -> str | None:
 
 
 def _git(*args: str) -> str | None:
-    """Returns the output of a git command in this checkout; None if it fails or git is missing."""
     command = ["git", "-C", str(ROOT), *args]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

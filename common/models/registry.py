@@ -204,7 +204,6 @@ def _brought_entry(name: str) -> ModelEntry | None:
 
 
 def _paths(name: str) -> dict[int, Path]:
-    """Returns the profiles of a replayed model, by batch size."""
     model, _, device = name.partition("@")
     sizes = profiles.batch_sizes().get(name, ())
     paths = {size: profiles.path_of(model, device, size) for size in sizes}

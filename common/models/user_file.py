@@ -80,7 +80,6 @@ def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workloa
 
 
 def _maker(path: Path, file: ModuleType) -> Callable[[], Any]:
-    """Returns the function `model`, or the only class of modules that the file defines."""
     model = getattr(file, "model", None)
     if isinstance(model, nn.Module):
         raise UserError(

@@ -175,7 +175,6 @@ def _profile(
 
 
 def _reason(case: Case) -> str:
-    """Returns the source of the factors of a case."""
     if case.like:
         return (
             f"these are the factors of {case.like}, because nothing usable is published for "
@@ -239,7 +238,6 @@ def _dtype(gpu: gpus.Choice) -> torch.dtype:
 
 
 def _layers(workload: Workload, device: Device) -> Layers:
-    """Returns the counted times of one step, by module."""
     if isinstance(workload.inputs, dict):
         # The mask is all ones, so it is left out: transformers would read its values, which do not
         # exist on `meta`.

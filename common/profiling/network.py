@@ -65,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start_ranks(argv: list[str], ranks: int) -> int:
-    """Runs this command on `ranks` processes; returns the status of the first failure, or 0."""
     with tempfile.TemporaryDirectory() as folder, Ranks() as started:
         for rank in range(ranks):
             env = rank_env(rank, ranks, store=Path(folder, "store"))

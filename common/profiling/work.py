@@ -192,7 +192,6 @@ def _moved(packet: Any, args: Args, kwargs: Mapping[str, object], out: object) -
 
 
 def _convolution_gradients(args: Args, out: Args) -> list[Kernel]:
-    """Returns a kernel for each gradient (input, weight, bias) that is computed."""
     grad, x, weight, *_ = args
     of_input, of_weight, of_bias = out
     flops = _convolution_backward(args, out) // max(1, sum(args[10][:2]))

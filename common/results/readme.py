@@ -272,7 +272,6 @@ def _figure(folder: Path, what: str | None, place: Path) -> str:
 
 
 def _way(path: Path, place: Path) -> str:
-    """Returns a path as a link in a document of the folder `place`."""
     return Path(os.path.relpath(path.resolve(), place.resolve())).as_posix()
 
 

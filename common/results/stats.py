@@ -277,7 +277,6 @@ def precise_enough(
 
 
 def _times(repeats: Repeats) -> list[float]:
-    """Returns the elapsed time per step of each repeat."""
     return list(map(elapsed_per_step_s, repeats))
 
 

@@ -105,7 +105,6 @@ def _tell(path: Path, damaged: tuple[int, ...]) -> None:
 
 
 def _parsed(line: bytes) -> JsonObject | None:
-    """Returns the JSON object of a line; None if the line is damaged."""
     try:
         value = json.loads(line)
     except ValueError:  # bad JSON or bad UTF-8

@@ -90,7 +90,6 @@ def _off_the_model(record: Record) -> Flag | None:
 
 
 def _beyond_the_bound(record: Record) -> Flag | None:
-    """Returns a flag if the step is shorter than its bound, so that one of the two is wrong."""
     bound = record.bound and record.bound.step_s
     if bound is None or not record.timed or bound / record.step_s <= BEYOND:
         return None
@@ -102,7 +101,6 @@ def _beyond_the_bound(record: Record) -> Flag | None:
 
 
 def _short_of_cores(record: Record) -> Flag | None:
-    """Returns a flag if real ranks waited for cores: they measure the machine instead."""
     waits = [strain.main_wait for strain in record.strain if strain.main_wait is not None]
     if record.fabric.kind != "real" or max(waits, default=0.0) <= OVERSUBSCRIBED:
         return None

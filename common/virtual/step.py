@@ -93,7 +93,6 @@ def _check_costs(kinds: Sequence[Kind], costs: Mapping[str, Cost]) -> None:
 
 
 def _steady(rank: _Rank) -> Prediction:
-    """Runs steps until their times repeat."""
     lengths: list[float] = []
     exposed: list[float] = []
     while len(lengths) < LONGEST:
@@ -279,7 +278,6 @@ def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:
 
 
 def _transfers_of(message: Message, overlap: Overlap) -> tuple[Transfer, ...]:
-    """Returns the transfers of a message."""
     instead = [t for t in overlap.transfers if t.buckets == "instead"]
     some = any(t.buckets == "some" for t in overlap.transfers)
     if (some and message.some is None) or any(t.up_to_bytes is None for t in instead):

@@ -140,7 +140,7 @@ def test_mixing_that_mixes_nothing_is_found(world, name):
 
 def test_push_sum_weights_that_leak_are_found(world):
     check = check_of(world(3), "push-sum", REPLAYED, size=3, spoil=(wrong_programs.leaking, ""))
-    assert check.verdict == "NO" and check.finding.startswith("weights of values add up to ")
+    assert check.verdict == "NO" and check.finding.startswith("weights of values must add up to ")
 
 
 def test_values_staler_than_declared_are_found(world):

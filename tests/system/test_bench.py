@@ -154,8 +154,8 @@ def test_the_table_describes_the_fit_and_the_record_keeps_every_time():
     assert lines[0].split() == ["bytes", "all_reduce", "us"]
     assert lines[1].split() == ["4096", "104.1"]
     assert lines[-1] == (
-        "all_reduce: all sizes: alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s); one half of the "
-        "repeats differs by 0.0% from the fit to the other half, and by 0.0% from that half"
+        "all_reduce: all sizes: alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s); a fit to half "
+        "of the repeats differs from the other half by 0.0%; the halves differ by 0.0%"
     )
     two_ways = dataclasses.replace(
         LINE,

@@ -104,7 +104,7 @@ def test_the_slowdown_may_come_change_and_go(clock, tmp_path):
 def test_a_slowdown_that_is_no_factor_is_an_error(tmp_path, content):
     path = tmp_path / "pace-h0"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="pace-h0: not a positive"):
+    with pytest.raises(ValueError, match="pace-h0: the factor must be positive"):
         Pace(1.0, path).wait(0.001)
 
 

@@ -69,7 +69,9 @@ def test_the_base_is_the_one_with_that_label_or_the_only_variant_of_that_algorit
     assert result[0].compared_to == "dear"
     quick = record("dear", 0.05, label="quick")
     assert rows.make_rows([record(), ours], "dear")[0].compared_to == "dear(fusion=none)"
-    with pytest.raises(UserError, match=r"'dear' names several trials; use .*: dear\(fusion=none\), quick"):
+    with pytest.raises(
+        UserError, match=r"'dear' names several trials; use .*: dear\(fusion=none\), quick"
+    ):
         rows.make_rows([ours, quick], "dear")
 
 

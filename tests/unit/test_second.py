@@ -71,18 +71,18 @@ def test_a_failed_record_is_not_modelled_twice():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"costs": None}, "compute and costs"),
-        ({"compute": None}, "compute and costs"),
-        ({"plan": None}, "plan is not on record"),
-        ({"plan": Plan()}, "plan is not on record"),
-        ({"plan": Plan(groups=[Group(bytes=8)])}, "does not fit"),
-        ({"trial": {"model": "resnet50"}}, "no profile"),
-        ({"trial": {"model": "resnet50@nowhere"}}, "is not here"),
-        ({"trial": {"profile_digest": "0"}}, "not the one that is here now"),
+        ({"costs": None}, "costs of collectives are not"),
+        ({"compute": None}, "times of compute or"),
+        ({"plan": None}, "messages of a step are not on record"),
+        ({"plan": Plan()}, "messages of a step are not on record"),
+        ({"plan": Plan(groups=[Group(bytes=8)])}, "do not fit"),
+        ({"trial": {"model": "resnet50"}}, "no layer profile"),
+        ({"trial": {"model": "resnet50@nowhere"}}, "is missing"),
+        ({"trial": {"profile_digest": "0"}}, "has changed since the trial"),
         ({"trial": {"dtype": "bfloat16"}}, "bfloat16"),
         ({"trial": {"algorithm": "gone"}}, "gone"),
         ({"trial": {"options": {"compression": "topk", "density": 0.01}}}, "topk"),
-        ({"trial": {"fault": {"kind": "slow_host", "host": 0, "factor": 2.0}}}, "on purpose"),
+        ({"trial": {"fault": {"kind": "slow_host", "host": 0, "factor": 2.0}}}, "injects faults"),
     ],
 )
 def test_what_cannot_be_modelled_says_why(change, reason):

@@ -342,10 +342,10 @@ def test_a_plan_is_matched_with_gradients_by_sizes_and_names():
     halves = messages_of(passes, [Bundle(nbytes=24)], share=0.5)
     assert halves == (Message(members=(0, 1, 2, 3), nbytes=12),)
     for plan, words in [
-        ([Bundle(nbytes=12), Bundle(nbytes=12)], "does not fit"),
-        ([Bundle(nbytes=16, tensors=3)], "does not fit"),
-        ([Bundle(nbytes=16, names=("z",))], "does not fit"),
-        ([Bundle(nbytes=16)], "lacks 2 of 4"),
+        ([Bundle(nbytes=12), Bundle(nbytes=12)], "do not fit"),
+        ([Bundle(nbytes=16, tensors=3)], "do not fit"),
+        ([Bundle(nbytes=16, names=("z",))], "do not fit"),
+        ([Bundle(nbytes=16)], "lack 2 of 4"),
     ]:
         with pytest.raises(UnmodelledError, match=words):
             messages_of(passes, plan)

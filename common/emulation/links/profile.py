@@ -30,7 +30,7 @@ FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Hosts of a cluster that are near each other; one entry of `sites:`."""
+    """Entry of the key `sites:`: hosts of a cluster that are near each other."""
 
     name: str
     hosts: int | None = None
@@ -43,7 +43,7 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """Connection between two sites, the same in both directions; one entry of `between:`."""
+    """Entry of the key `between:`: connection of two sites, the same in both directions."""
 
     sites: tuple[str, str]
     latency_us: float
@@ -64,7 +64,7 @@ class Distance:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Period with a constant rate; one entry of `trace:`."""
+    """Entry of the key `trace:`: a period with a constant rate."""
 
     gbps: float
     for_s: float
@@ -217,7 +217,6 @@ class NetworkProfile:
         return max(_QUEUE_BYTES, 2 * _under_way_bytes(gbps, latency_us))
 
     def _site_of(self, host: int, hosts: int) -> int:
-        """Returns the index of the site that contains this host."""
         counts = [site.hosts for site in self.sites]
         if None in counts:
             hosts_per_site, remainder = divmod(hosts, len(counts))

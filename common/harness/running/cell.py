@@ -112,7 +112,6 @@ class Cell:
         return True
 
     def _interrupt(self, reason: str) -> None:
-        """Records the finished repeats of the trials that are running."""
         for turn in self._running:
             if turn.facts is not None:  # only repeats at twice the scale are missing
                 self._context.record(turn, _OK)
@@ -127,7 +126,6 @@ class Cell:
             raise _UnpreparedError(str(error)) from error
 
     def _rounds(self, fail_fast: bool) -> bool:
-        """Runs the rounds, beginning with the first incomplete one."""
         had = [len(turn.results) for turn in self._running]
         repeat = min(had, default=0)
         torn = repeat < max(had, default=0)
@@ -207,7 +205,6 @@ class Cell:
         return notes.invalid(result.strain, self._launches.emulated(turn.trial))
 
     def _keep_all(self) -> None:
-        """Saves the results of all running trials, which a later run may continue."""
         self._keep(
             {
                 turn.trial.hash: turn.standing(self._fabric.describe(turn.trial))
@@ -216,7 +213,6 @@ class Cell:
         )
 
     def _enough(self, repeats: int) -> bool:
-        """Returns True if all trials have all repeats, or narrow enough intervals."""
         if repeats < self._measure.least_repeats:
             return False
         if repeats >= self._measure.most_repeats:
@@ -328,7 +324,6 @@ class Cell:
 
 
 def _scale_of(kept: Mapping[str, Standing]) -> Choice | None:
-    """Returns the time scale of the kept results; None if there are none."""
     for standing in kept.values():
         facts = standing.facts
         return Choice(time_scale=facts.time_scale, reason=facts.time_scale_reason or "")
@@ -336,7 +331,6 @@ def _scale_of(kept: Mapping[str, Standing]) -> Choice | None:
 
 
 def _precise(running: Sequence[Turn], bases: Mapping[int, Turn], precision: float | None) -> bool:
-    """Returns True if the intervals of all ratios are narrow enough, in every world size."""
     from common.results.stats import precise_enough  # numpy: a dry run must not pay for it
 
     for world_size in {turn.trial.world_size for turn in running}:

@@ -221,7 +221,6 @@ class EmulatedFabric(Fabric):
         return outcome
 
     def _traced(self, trial: Trial, job: Job) -> tuple[Outcome, dict[str, Any]]:
-        """Runs the trial; returns its outcome, and the changes by the network's trace."""
         if not self._links.trace:
             return self._run(trial, job), {}
         with TracePlayer(self._cluster, job.folder, job.repeat) as player:
@@ -250,7 +249,6 @@ class EmulatedFabric(Fabric):
         return outcome
 
     def _checked(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome, or a failure if the links broke before the end."""
         reason = self._cluster.links.broken()
         if reason is None:
             return outcome

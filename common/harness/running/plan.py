@@ -128,7 +128,6 @@ def _least_s(trial: Trial, entry: dict[str, Any], experiment: Experiment) -> flo
 
 
 def _size(trial: Trial) -> str:
-    """Returns a text with the size of a replayed model; empty for models that compute."""
     if not is_replay(trial.model):
         return ""
     profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)

@@ -150,7 +150,6 @@ def _check(results: Sequence[Result]) -> Check:
 
 
 def _finite(value: Any) -> Any:
-    """Replaces infinity and nan by None, because JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list):
@@ -218,7 +217,6 @@ def _notes(
 
 
 def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
-    """Returns the lower bounds of a step; None if its compute was not measured."""
     compute = first.compute
     if compute is None:
         return None

@@ -144,7 +144,6 @@ class Sweep:
             _say(f"earlier results of {count} trials are not used, because of changes: {changed}")
 
     def _go_on(self, trials: list[Trial]) -> None:
-        """Loads the results of this cell that an interrupted run has left."""
         begun = Underway.load(self._underway(trials))
         if begun is None:
             return
@@ -172,7 +171,6 @@ class Sweep:
         return path_of(self.folder, order_seed(self.experiment.name, trials[0]))
 
     def _run_cell(self, trials: list[Trial], settled: Choice | None, fail_fast: bool) -> bool:
-        """Runs a cell; returns False if a trial failed and `fail_fast` asks to stop."""
         kept = {trial.hash: self._kept[trial.hash] for trial in trials if trial.hash in self._kept}
         run = next((self._runs[trial] for trial in kept), self._run_id)
         for trial in trials:
@@ -289,7 +287,6 @@ def _place(trial: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings as a flat dictionary, with dots in the keys."""
     flat = {}
     for key, value in json.loads(json.dumps(values)).items():
         nested = isinstance(value, dict)
@@ -326,7 +323,6 @@ def _without_fault(trial: Trial) -> Trial:
 
 
 def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """Groups trials by cell, in the order of first appearance."""
     cells: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in trials:
         cells.setdefault(trial.cell, []).append(trial)

@@ -114,7 +114,6 @@ def _reasons(progress: Progress) -> list[str]:
 
 
 def _promises(progress: Progress) -> list[str]:
-    """Returns the best trial so far and the remaining time, as far as they are known."""
     parts = [f"best: {progress.best}"] if progress.best else []
     eta_s = progress.eta_s()
     return parts if eta_s is None else [*parts, f"ETA {duration(eta_s)}"]

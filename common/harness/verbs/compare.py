@@ -117,7 +117,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _lines(summary: Summary) -> list[str]:
-    """Returns the sentences below the table."""
     lines = [f"environment: {line}" for line in summary.environment]
     if summary.geometric_mean is not None:
         trials = "1 trial" if summary.compared == 1 else f"{summary.compared} trials"
@@ -142,7 +141,6 @@ def _across(options: argparse.Namespace) -> list[str]:
 
 
 def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> int:
-    """Prints a table of mean rates, with a column per report, folder of logs, or sweep."""
     from common.results.exports.reference_reports import (
         is_reports,
         load_reports,
@@ -181,7 +179,6 @@ def _folder(name: str, logs: Path) -> Path | None:
 
 
 def _regression(text: str | None) -> float | None:
-    """Returns the share in `regression:5%`; None for None."""
     if text is None:
         return None
     match = re.fullmatch(r"regression:(\d{1,2}(\.\d+)?)%", text)

@@ -94,7 +94,6 @@ def keys(cls: type[Any] | None = None, prefix: str = "") -> Iterator[Key]:
 
 
 def _meanings(cls: type[Any]) -> dict[str, str]:
-    """Returns the notes below the fields of a dataclass."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     pairs = zip(node.body, node.body[1:], strict=False)
     return {
@@ -105,7 +104,6 @@ def _meanings(cls: type[Any]) -> dict[str, str]:
 
 
 def _part_of(hint: Any) -> tuple[type[Any] | None, bool]:
-    """Returns the dataclass in a type, and whether the key has a list of them."""
     if dataclasses.is_dataclass(hint):
         return hint, False
     parts = [_part_of(inner)[0] for inner in typing.get_args(hint)]
@@ -114,7 +112,6 @@ def _part_of(hint: Any) -> tuple[type[Any] | None, bool]:
 
 
 def _type_name(hint: Any) -> str:
-    """Returns the name of a type in documents, in the terms of YAML."""
     names = {bool: "true or false", int: "integer", float: "number", str: "text"}
     names |= {type(None): "null", dict: "mapping", tuple: "list"}
     if typing.get_origin(hint) is typing.Literal:

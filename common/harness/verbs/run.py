@@ -304,7 +304,6 @@ def _print(
 
 
 def _command(experiment: Experiment, record: Record) -> str:
-    """Returns the launch script's command for the record's trial, or why there is none."""
     try:
         return variables.command(experiment, Trial.from_json(record.trial))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Worker of a trial: one rank of one repeat; launchers run this module or call its `main`."""
+"""Worker: the code of one rank in one repeat of a trial."""
 
 from common.harness.worker.rank import main
 

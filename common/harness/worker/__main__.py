@@ -1,4 +1,4 @@
-"""`python -m common.harness.worker TRIAL_DIR REPEAT`: one rank of one repeat of one trial."""
+"""Entry point of a worker: `python -m common.harness.worker TRIAL_DIR REPEAT`."""
 
 import sys
 from pathlib import Path

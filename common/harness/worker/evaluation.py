@@ -1,4 +1,7 @@
-"""Copies of a rank's parameters, and the evaluation of a learning trial from them."""
+"""Copies of a rank's parameters during training, and their evaluation afterwards.
+
+A mark is a time or an epoch at which a copy is due.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,17 @@ class Taken(TypedDict):
     """Facts about a copy."""
 
     row: int
-    """Index of its values; two marks that one step passes share a copy."""
+    """Index of the copy; two marks within one step share a copy."""
     seconds: float
     steps: int
     behind: Mapping[str, Sequence[float]]
-    """Uses of each neighbour's values so far, and their summed staleness in steps."""
+    """Number of uses of each neighbour's values so far, and sum of the values' ages in steps."""
     train_loss: float | None
-    """Mean of the steps since the last copy."""
+    """Mean training loss of the steps since the last copy."""
 
 
 class Measurements(TypedDict):
-    """Measurements of a rank, with the fields of its `RankPace`."""
+    """Measurements of a rank; the first three are the fields of `RankPace`."""
 
     steps: int
     samples: int
@@ -55,7 +58,7 @@ class Measurements(TypedDict):
     canary_s: list[float]
     network: dict[str, Any]
     agreement: Agreement | None
-    """None: the ranks trained at their own pace."""
+    """Agreement of the replicas; None if each rank trained at its own pace."""
 
 
 class Saved(Measurements):
@@ -66,7 +69,7 @@ class Saved(Measurements):
 
 
 class Snapshots:
-    """Memory for a copy of all floating-point tensors of a state dict per mark, on the host.
+    """Memory on the host for copies of a state dict (floating-point tensors), one per mark.
 
     Raises:
         UserError: the copies would take more than `MOST_BYTES`.
@@ -82,7 +85,7 @@ class Snapshots:
             )
         numel = sum(value.numel() for value in floating.values())
         dtype = next((value.dtype for value in floating.values()), torch.float32)
-        # Written now: the kernel would clear new memory in the middle of training.
+        # The memory is written now; otherwise the kernel would allocate it during training.
         self._values = torch.zeros(marks, numel, dtype=dtype)
         self._taken: list[Taken | None] = [None] * marks
         self._rows = 0
@@ -96,7 +99,7 @@ class Snapshots:
         behind: Mapping[str, Sequence[float]],
         train_loss: float | None = None,
     ) -> None:
-        """Makes one copy for all of `marks`, with the facts of `Taken`."""
+        """Makes one copy for all `marks`, with the facts of `Taken`."""
         row = self._values[self._rows]
         start = 0
         for value in _floating(state).values():
@@ -110,7 +113,7 @@ class Snapshots:
         self._rows += 1
 
     def save(self, path: Path, measurements: Mapping[str, object]) -> None:
-        """Writes copies and `measurements` (JSON) to a file, whole or not at all."""
+        """Writes the copies and `measurements` (JSON values) to a file, atomically."""
         partial = path.with_suffix(".partial")
         values = self._values[: self._rows].clone()
         torch.save({"values": values, "taken": self._taken, **measurements}, partial)
@@ -135,11 +138,12 @@ def result(
     data: Parts | None,
     check: Check | None = None,
 ) -> Result:
-    """Returns the result of a repeat from the files of its ranks (None: the rank died).
+    """Returns the result of a repeat.
 
     Args:
+        saved: content of each rank's file; None: the rank died.
         data: training and test data; None for synthetic data.
-        check: check before the training.
+        check: result of the check before the training.
     """
     alive = [rank for rank in saved if rank is not None]
     first, marks = alive[0], len(trial.learn.marks)
@@ -170,14 +174,12 @@ def result(
 
 
 def _canary_s(alive: Sequence[Saved]) -> list[float] | None:
-    """Returns the canary's times on the slowest machine; None if its ranks have died."""
     times = [rank["canary_s"] for rank in alive]
     before_s, after_s = (max(moment) for moment in zip(*times, strict=True))
     return [before_s, after_s] if after_s else None
 
 
 def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any]:
-    """Returns the fields of `Evaluation` that need no data."""
     taken = [rank and rank["taken"][mark] for rank in saved]
     alive = [copy for copy in taken if copy]
     seconds, at = max(copy["seconds"] for copy in alive), trial.learn.marks[mark]
@@ -195,7 +197,7 @@ def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any
 
 
 def _ages(taken: Sequence[Taken], mark: int) -> Iterator[float]:
-    """Yields the mean staleness since the last mark of each neighbour whose values were used."""
+    """Yields the mean age in steps, since the last mark, of each neighbour's values."""
     if mark == 0:
         return
     before = taken[mark - 1]["behind"]
@@ -206,9 +208,10 @@ def _ages(taken: Sequence[Taken], mark: int) -> Iterator[float]:
 
 
 def _scores(trial: Trial, alive: Sequence[Saved], data: Parts) -> list[Scores]:
-    """Returns the scores of the mean model by mark, and those of the ranks' models for the last.
+    """Returns the scores of the mean model at each mark.
 
-    The ranks' models at every mark would take several times as long.
+    At the last mark, the scores of the ranks' models are added. At each mark, they would take
+    several times as long.
     """
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have ended
     device = torch.device(trial.device)
@@ -242,7 +245,6 @@ def _of_mean(workload: Workload, copies: Sequence[torch.Tensor], test: Samples) 
 
 
 def _of_ranks(workload: Workload, copies: Sequence[torch.Tensor], test: Samples) -> Scores:
-    """Returns the smallest and the largest score of the ranks' models."""
     scores = [_score(workload, copy, test) for copy in copies]
     return {
         f"{name}_{end}": pick(score[name] for score in scores)
@@ -274,7 +276,6 @@ def _score(workload: Workload, values: torch.Tensor, test: Samples) -> Scores:
 
 
 def _check(before: Check, last: Evaluation, agreement: Agreement | None) -> Check:
-    """Adds to a check how far the replicas agree at the end, if that is known."""
     if agreement is None and last.consensus_distance is not None:
         near = last.consensus_distance <= CONSENSUS_LIMIT
         agreement = {"replicas_agree": near, "consensus_distance": last.consensus_distance}

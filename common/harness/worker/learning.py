@@ -1,4 +1,4 @@
-"""A trial that learns: trains on real data, with copies of the parameters for evaluation."""
+"""Trial that learns: it trains for a time or for epochs, and copies parameters for evaluation."""
 
 from __future__ import annotations
 
@@ -41,25 +41,26 @@ def learn(
 ) -> Result | None:
     """Runs one repeat on all ranks; rank 0 returns the result.
 
-    Ranks report in files, not in messages: at their own pace, ranks go on when another has died.
+    Each rank writes its results to a file. Messages would fail if a rank has died, although ranks
+    at their own pace go on then.
 
     Args:
         data: training and test data; None: the model's synthetic batch.
-        check: check before the training.
+        check: result of the check before the training.
 
     Raises:
         UserError: copies of the parameters take too much memory.
     """
     phase("warming up")
     if data is not None:
-        # A pass without an update loads libraries and takes memory.
+        # A pass without an update loads libraries and allocates memory.
         workload.backward(workload.loss())
         workload.model.zero_grad()
-    # Dropout draws the same masks whatever the algorithm; each rank has its own.
+    # Dropout draws the same masks for every algorithm; ranks have different masks.
     torch.manual_seed(trial.seed * 1000 + dear.rank())
     training = Training(trial, workload)
     if data is None:
-        # Synthetic data teaches nothing, so steps may set up the algorithm before the clock runs.
+        # With synthetic data there is no accuracy, so warm-up steps are no unfair advantage.
         training.run(max(untimed_steps(trial), 1))
         training.synchronize()
     session = _Session(trial, briefing, workload, training, data)
@@ -79,7 +80,7 @@ def learn(
         return None
     phase("judging")
     paths = [_path(briefing.folder, repeat, other) for other in range(size)]
-    # A rank that died left no file.
+    # A rank that died has left no file.
     saved = [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
     result = evaluation.result(trial, saved, data, check)
     name = evidence.file_name(repeat)
@@ -91,8 +92,6 @@ def learn(
 
 
 class _Session:
-    """The training on one rank, from the measurements before it to those after it."""
-
     def __init__(
         self,
         trial: Trial,
@@ -133,7 +132,7 @@ class _Session:
         self._before_s = canary_s(self._communicator)
 
     def run(self) -> Measurements:
-        """Trains to the end; returns what is known before the other ranks have ended."""
+        """Trains to the end; returns the measurements that do not need the other ranks."""
         learn, own_pace = self._trial.learn, self._trial.own_pace
         training, communicator = self._training, self._communicator
         loop = Loop(
@@ -171,7 +170,7 @@ class _Session:
         }
 
     def end(self, measurements: Measurements) -> None:
-        """Adds what is measured when no rank trains any more."""
+        """Adds the measurements that need all ranks to have ended training."""
         if self._batches is not None:
             self._batches.close()
         if self._trial.own_pace:  # no collective call: a rank may be dead
@@ -200,7 +199,6 @@ class _Session:
         self.snapshots.take(marks, self._state(), seconds, steps, self._behind(), loss)
 
     def _behind(self) -> dict[str, list[float]]:
-        """Returns the uses of each neighbour's values so far, and their summed staleness."""
         ages = self._training.engine.statistics().get("staleness", {})
         return {
             peer: [age["uses"], age["uses"] * age["mean"]]
@@ -213,10 +211,10 @@ class _Session:
 
 
 def load_data(trial: Trial) -> Parts | None:
-    """Returns the data that the trial learns; None if it learns none.
+    """Returns the trial's data set; None if its data are synthetic.
 
     Raises:
-        UserError: the data is missing, or not that of the trial.
+        UserError: the data are missing, or their digest differs from the trial's.
     """
     learn = trial.learn
     if learn is None or learn.data is None:
@@ -225,8 +223,8 @@ def load_data(trial: Trial) -> Parts | None:
     digest = datasets.digest(learn.data, path)
     if digest != trial.sources.data_digest:
         raise UserError(
-            f"learn.data: {learn.data} has changed since the sweep began, or is another one "
-            f"on this host: digest {digest}, wanted {trial.sources.data_digest}"
+            f"learn.data: {learn.data} has changed since the sweep began, or differs on this "
+            f"host: digest {digest}, but the sweep has {trial.sources.data_digest}"
         )
     return datasets.load(learn.data, path, registry.sample_size(trial.model, trial.sentence_len))
 

@@ -1,8 +1,9 @@
-"""Loops that train for a time or for epochs, with ranks in step or at their own pace.
+"""Loops that train for a time or for epochs, with ranks in lockstep or at their own pace.
 
-Ranks in step must all end at the same step and copy their parameters at the same steps. Rank 0
-decides. A decision in every step would be a collective in every step, so rank 0 announces the
-number of steps until its next decision, which is about when the next copy is due.
+Ranks in lockstep must end at the same step and copy their parameters at the same steps; rank 0
+decides which. To avoid a collective in every step, rank 0 announces after how many steps it will
+decide again, which is about when the next copy is due. A mark is a time or an epoch at which a copy
+is due.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Loop:
     step: Callable[[], int]
     """Trains a step; returns its number of samples."""
     settle: Callable[[], None]
-    """Called before copies of ranks in step; nothing is in flight afterwards."""
+    """Waits until nothing is in flight; called before copies of ranks in lockstep."""
     take: Callable[[range, float, int], None]
-    """Copies the parameters, with the clock stopped: for marks by index, at a time, after steps."""
+    """Copies the parameters, with the clock stopped. Arguments: indices of marks, time, steps."""
     schedule: Schedule
-    """Marks at which copies are due, in seconds of `clock` or in epochs; the last is the end."""
+    """Marks, in seconds of `clock` or in epochs; the last mark is the end."""
     clock: TrainingClock
     communicator: Communicator
 
@@ -44,12 +45,12 @@ class Loop:
 
         self._start()
         pace = run_for(self.schedule.end, step, self.communicator, self.clock.now)
-        # The time may end after the last look at the clock in `step`.
+        # The time may have ended after `step` has last read the clock.
         self._copy(self.clock.now(), steps)
         return pace
 
     def in_step(self) -> Pace:
-        """Trains for a time by rank 0's clock. Waits for transfers before a copy count as time."""
+        """Trains for a time by rank 0's clock, which includes waits for transfers before a copy."""
         steps = samples = 0
         block, block_began_s, now_s = 1, 0.0, 0.0
         self._start()
@@ -61,7 +62,7 @@ class Loop:
             self.communicator.barrier()  # ranks that are behind take their time on the clock
             with self.clock.stopped():
                 step_s = (self.clock.now() - block_began_s) / block
-                # The first steps are not typical, so a block at most triples their number.
+                # The first steps are not typical, so the number of steps at most triples.
                 decision = self.clock.now(), self._next_block(step_s, most=2 * steps)
                 now_s, block = self.communicator.broadcast_object(decision)
                 self._copy(now_s, steps)
@@ -70,7 +71,7 @@ class Loop:
         return Pace(steps=steps, samples=samples, elapsed_s=now_s)
 
     def for_epochs(self, steps_per_epoch: int, *, own_pace: bool) -> Pace:
-        """Trains for epochs: all ranks copy after the same steps, each by its own clock."""
+        """Trains for epochs: all ranks copy after the same steps; times are by their own clock."""
         samples, epochs = 0, int(self.schedule.end)
         self._start()
         for epoch in range(1, epochs + 1):
@@ -105,8 +106,8 @@ class TrainingClock:
     """Seconds of training since `start`, without those in which the clock is stopped.
 
     Args:
-        clock: seconds of this machine.
-        time_scale: seconds of this machine per second of training.
+        clock: returns real seconds.
+        time_scale: real seconds per second of training.
     """
 
     def __init__(self, clock: Callable[[], float], time_scale: float) -> None:
@@ -135,7 +136,7 @@ class TrainingClock:
 
 
 class Schedule:
-    """Marks on the way, each of which is passed once.
+    """Marks that the training passes one after the other.
 
     Args:
         marks: seconds of training, or epochs; ascending.

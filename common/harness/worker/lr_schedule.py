@@ -21,8 +21,10 @@ def make_schedule(
     epochs: int,
     world_size: int,
 ) -> schedulers.LRScheduler:
-    """Scales the learning rate of `optimizer`, sets it for the first step, and returns the
-    scheduler, whose `step()` belongs after each step of the optimizer."""
+    """Sets the learning rate of `optimizer` for the first step, and returns the scheduler.
+
+    Call the scheduler's `step()` after each step of the optimizer.
+    """
     factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}
     scale = factor[config.scale]
     for group in optimizer.param_groups:
@@ -39,7 +41,7 @@ def make_schedule(
 def _later(
     optimizer: Optimizer, config: ScheduleConfig, steps_per_epoch: int, steps: int, warmup: int
 ) -> schedulers.LRScheduler:
-    """Returns the scheduler after the warm-up; milestones count from the beginning."""
+    """Returns the scheduler for the steps after the warm-up; milestones include the warm-up."""
     if config.kind == "cosine":
         return schedulers.CosineAnnealingLR(optimizer, T_max=steps)
     if config.kind == "exponential":

@@ -1,8 +1,8 @@
-"""One rank of one repeat of a trial: builds model, optimizer, algorithm and communicator.
+"""Rank: one process in one repeat of a trial.
 
 Every launcher starts it in the same way: `python -m common.harness.worker TRIAL_DIR REPEAT`. It
 reads `trial.json` and `briefing.json` from `TRIAL_DIR`. Rank 0 writes `repeat-R.json`, and a rank
-that fails writes `error-R-rankK.json`. Output on stdout is for people.
+that fails writes `error-R-rankK.json`. No program reads its output on stdout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(folder: Path, repeat: int) -> int:
     rank, current = 0, "start"
 
     def phase(name: str) -> None:
-        """Reports in a file what the rank does, for the launcher."""
+        """Writes the present phase of the rank into a file, for the launcher."""
         nonlocal current
         current = name
         (folder / f"phase-{repeat}-rank{rank}").write_text(
@@ -65,20 +65,19 @@ def main(folder: Path, repeat: int) -> int:
         _write(folder / f"error-{repeat}-rank{rank}.json", failure)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Peers may hold this process's collectives open for ever, so it leaves at once.
+        # Collectives with other ranks may never end, so the process exits at once.
         os._exit(1)
     return 0
 
 
 def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result | None:
-    """Returns the result on rank 0; other ranks may return None."""
     phase("joining the other ranks")
     join(trial, briefing)
     launcher = runtime.facts().launcher
     phase("building the model")
     device = torch.device("cpu")
     if trial.device == "cuda":
-        # Ranks may share a GPU if a backend other than NCCL moves the bytes.
+        # Ranks may share a GPU, except with the backend NCCL.
         device = dear.device()
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = trial.cuda.tf32
@@ -98,7 +97,7 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
         if repeat == 0:
             phase("comparing with plain training")
             check = check_training(trial, workload)
-            # Restores weights, batch and random state, and frees what the check has used.
+            # A new workload restores weights, batch and random state, and frees memory.
             workload = None
             workload = make_workload(trial, device, classes)
         result = learn(trial, briefing, workload, data, check, repeat, phase)
@@ -108,7 +107,7 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
 
 
 def join(trial: Trial, briefing: Briefing) -> None:
-    """Makes this process a rank of the trial, at the pace of its host."""
+    """Joins the trial's job as a rank, and sets the pace of its host."""
     torch.set_num_threads(trial.threads_per_rank)
     dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
     if dear.size() != trial.world_size:
@@ -125,7 +124,7 @@ def join(trial: Trial, briefing: Briefing) -> None:
     if trial.backend == "comm_core":
         import comm_core  # which may not be built where trials use another backend
 
-        # Linux's monotonic clock is the performance counter.
+        # On Linux, time.monotonic and time.perf_counter are the same clock.
         pace.awaited_s = comm_core.last_awaited_s
         pace.lulls_s = comm_core.lulls_s
     set_pace(pace)
@@ -153,7 +152,6 @@ def _kind(error: BaseException) -> str:
 
 
 def _write(path: Path, value: Mapping[str, object]) -> None:
-    """Writes JSON so that readers see all of it or nothing."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value), encoding="utf-8")
     partial.replace(path)

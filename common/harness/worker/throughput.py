@@ -1,7 +1,7 @@
-"""A trial whose steps are timed: the timed blocks, and what precedes and follows them.
+"""Trial whose steps are timed: the timed blocks, and the measurements before and after them.
 
 The first repeat also checks that the trial trains correctly, from the first step to the end of the
-timed ones. Nothing of this happens while steps are timed.
+timed steps. The check computes nothing while steps are timed.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from dear.cost.measurement import Measurement
 from dear.training.algorithm import algorithm_class
 
 Phase = Callable[[str], None]
-"""Function that reports what the rank does."""
+"""Function that reports the present phase of the rank."""
 
 
 def time_steps(
     trial: Trial, briefing: Briefing, workload: Workload, repeat: int, phase: Phase
 ) -> Result:
-    """Runs one repeat on all ranks; the result of rank 0 is that of the repeat."""
+    """Runs one repeat on all ranks; rank 0's result is the result of the repeat."""
     current = _Repeat(trial, briefing, workload, repeat, phase)
     return current.first() if repeat == 0 else current.later()
 
 
 class _Repeat:
-    """One repeat. Seconds are those of this machine, except in the result."""
+    """Repeat of a trial. Times are real seconds, except in the result."""
 
     def __init__(
         self, trial: Trial, briefing: Briefing, workload: Workload, repeat: int, phase: Phase
@@ -62,13 +62,13 @@ class _Repeat:
         self._evidence: dict[str, Any] = {}
 
     def later(self) -> Result:
-        """Times steps, and compares the replicas."""
+        """Runs a repeat after the first: times steps, and compares the replicas."""
         training = self._wrapped()
         self._time(training, warmed=0, checker=None)
         return self._end(training, Check)
 
     def first(self) -> Result:
-        """Also times collectives, traces some more steps, and checks the training."""
+        """Runs the first repeat: also times collectives, traces steps, and checks the training."""
         trial, model, steps = self._trial, self._workload.model, self._trial.measure.check_steps
         samples = self._costs() if trial.world_size > 1 else []
         self._phase("training plainly, to compare with")
@@ -113,9 +113,8 @@ class _Repeat:
         return plan if plan.groups or plan.found else None
 
     def _costs(self) -> list[Measurement]:
-        """Measures the costs of collectives, if no other trial has done so."""
         self._phase("timing collectives")
-        # Rank 0 decides: a shared file system may show the others an older file.
+        # Rank 0 decides, because a shared file system may show other ranks an older file.
         known = self._communicator.broadcast_object(self._briefing.costs)
         samples = self._time_collectives() if known is None else []
         self._result["costs"] = known or costs.fits(samples, self._scale)
@@ -144,7 +143,7 @@ class _Repeat:
 
         Args:
             warmed: number of steps that were trained before.
-            checker: watches a step between two blocks.
+            checker: watches a step between two blocks; None: no check.
         """
         trial, communicator = self._trial, self._communicator
         self._phase("warming up")
@@ -231,11 +230,11 @@ class _Repeat:
         """Returns the breakdown of the timed steps of the slowest rank.
 
         Args:
-            parts: by rank, the parts of all steps since the first block.
+            parts: parts of all steps since the first block, by rank.
         """
         measured, first = self._measured, self._untimed
         block = first + len(measured.iters[0])
-        # Programs that send past the communicator may wait there, too, as DDP does.
+        # Algorithms that send without the communicator (DDP) may wait in the passes, too.
         waited = any(step.exposed_comm_s for rank in parts for step in rank)
         waits_seen = measured.bytes_sent > 0 or waited or self._trial.world_size == 1
         # A replayed device is idle during every wait.

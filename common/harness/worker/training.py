@@ -27,8 +27,8 @@ from dear.training.engine import Engine, Replica
 SHORT_STEP_S = 0.5
 EXTRA_WARMUP_STEPS = 3
 Mark = tuple[float, float]
-"""A moment, and the rank's waits for communication until then; in seconds. For a replayed model,
-the clock and the idle time of its device."""
+"""Time, and the sum of the rank's waits for communication until then, in seconds. For a replayed
+model, both are those of the emulated device."""
 
 
 def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -47,13 +47,13 @@ def untimed_steps(trial: Trial) -> int:
 
 
 class Training:
-    """The ordinary training loop with the trial's algorithm.
+    """Ordinary training loop with the trial's algorithm.
 
     Attributes:
         optimizer: the trial's optimizer, wrapped by its algorithm.
         engine: engine of the algorithm (`dear.training.engine.Engine`).
         loss: loss of the last step.
-        consistency: promise of the algorithm (`dear.training.algorithm.Capabilities`).
+        consistency: how equal replicas are (`dear.training.algorithm.Capabilities`).
     """
 
     def __init__(self, trial: Trial, workload: Workload) -> None:
@@ -61,13 +61,13 @@ class Training:
         self.device = torch.device(trial.device)
         self._communicator = runtime.communicator()
         self.optimizer = make_optimizer(trial.optimizer, workload.model)
-        # A replayed model slows down by itself. Hosts that can be slowed are all on this machine.
+        # Replayed models need no brake. Only virtual hosts, all on this machine, are slowed down.
         threads = trial.world_size * trial.threads_per_rank
         crowd = threads / len(os.sched_getaffinity(0))
         self._replayed = is_replay(trial.model)
         self._brake = Brake(None if self._replayed else pace.current(), crowd)
         if self._brake.scaled:
-            # These hooks run before the algorithm's: a gradient leaves when the slower host has it.
+            # These hooks run before the algorithm's: it gets gradients when a slow host has them.
             for param in filter(lambda p: p.requires_grad, workload.model.parameters()):
                 param.register_post_accumulate_grad_hook(self._brake.catch_up)
         self.consistency = "synchronous"
@@ -77,7 +77,7 @@ class Training:
             self.engine = Engine(replica)
         else:
             algorithm = algorithm_class(trial.algorithm)()
-            # Times among the options are seconds of the modelled cluster.
+            # Times in options are seconds of the modelled cluster.
             options = trial.options.slowed(pace.current().time_scale)
             self.consistency = algorithm.capabilities.consistency
             workload.model, self.optimizer = algorithm.wrap(
@@ -86,7 +86,7 @@ class Training:
             self.engine = self.optimizer
         self.loss = torch.zeros(())
         self._marks: list[tuple[Any, Any, Any, Any]] = []
-        """Marks of every step: its begin and the ends of its three calls."""
+        """Marks of every step: its start, and the ends of its three phases."""
 
     def run(self, steps: int) -> None:
         """Trains a number of steps."""
@@ -94,10 +94,10 @@ class Training:
             self.step()
 
     def warm_up(self, steps: int) -> float:
-        """Trains at least `steps`; more if they are short, since the first few are not typical.
+        """Trains at least `steps` steps; more if they are short, since the first are not typical.
 
         Returns:
-            The duration of a step in seconds of this machine.
+            The duration of a step in real seconds.
         """
         self.run(steps - 1)
         step_s = self._mean_s(1)
@@ -125,13 +125,15 @@ class Training:
         self._marks.append((began, forward, backward, self._mark()))
 
     def unmarked_step(self) -> None:
-        """Trains a step that `parts` and `phases` leave out."""
+        """Trains a step that is not in the results of `parts` and `phases`."""
         self.step()
         self._marks.pop()
 
     def parts(self) -> list[Breakdown]:
-        """Returns the parts of every step since `forget_parts`. On a GPU they come from the
-        device's events, and contain the waits of a stream for others."""
+        """Returns the parts of every step since `forget_parts`.
+
+        On a GPU, they come from events, and contain the waits of a stream for other streams.
+        """
         self.finish()
         if self.device.type == "cpu":
             return [step_parts(*marks) for marks in self._marks]
@@ -139,8 +141,11 @@ class Training:
         return [dataclasses.replace(step_parts(*t), exposed_comm_s=None) for t in times]
 
     def phases(self) -> list[list[float]]:
-        """Returns the begin of each step since `forget_parts`, and the ends of its forward pass,
-        backward pass and update, in seconds of the host's clock. On a GPU, call `finish` first."""
+        """Returns the phases of each step since `forget_parts`. On a GPU, call `finish` first.
+
+        Each step has four times by the host's clock, in seconds: its start, and the ends of forward
+        pass, backward pass and update.
+        """
         if self.device.type != "cpu":
             at_s = self._communicator.device_clock(self.device).at_s
             return [[at_s(event) for event in marks] for marks in self._marks]
@@ -151,7 +156,7 @@ class Training:
         self._marks.clear()
 
     def synchronize(self) -> None:
-        """Waits until parameters are current and nothing is in flight, on the device either."""
+        """Waits until parameters are current and nothing is in flight, also on the device."""
         self.engine.synchronize()
         self.finish()
 
@@ -161,8 +166,10 @@ class Training:
 
     @property
     def absorbed_s(self) -> float | None:
-        """Returns the rank's waits for a core that did not lengthen its compute, which is slowed
-        down anyway, in seconds of this machine; None if compute is replayed."""
+        """Returns the real seconds of waits for a core that did not lengthen this rank's compute.
+
+        The time scale slows compute down, which leaves time for waits. None if it is replayed.
+        """
         return None if self._replayed else self._brake.absorbed_s
 
     def close(self) -> None:
@@ -179,17 +186,17 @@ class Training:
 
 
 def of_slowest_rank(ranks: Sequence[Breakdown]) -> Breakdown:
-    """Returns the breakdown of the rank that waits least: the others wait for it."""
+    """Returns the breakdown of the rank that waits least, for which the others wait."""
     busy_s = [rank.forward_s + rank.backward_s + rank.update_s for rank in ranks]
     slowest = busy_s.index(max(busy_s))
     return dataclasses.replace(ranks[slowest], rank=slowest)
 
 
 def step_parts(began: Mark, forward: Mark, backward: Mark, end: Mark) -> Breakdown:
-    """Returns the parts of a step from its marks, for hosts that wait for each part (CPU).
+    """Returns the parts of a step on a CPU from its marks.
 
-    An algorithm may communicate within any call. The parts leave out waits for communication, so
-    that all four add up.
+    An algorithm may wait for communication in any phase. These waits are the fourth part, and are
+    not contained in the other three.
     """
     forward_s, backward_s, update_s = (
         later[0] - earlier[0] - (later[1] - earlier[1])
@@ -205,13 +212,11 @@ def step_parts(began: Mark, forward: Mark, backward: Mark, end: Mark) -> Breakdo
 
 
 def typical(steps: Sequence[Breakdown], time_scale: float, *, waits_seen: bool) -> Breakdown:
-    """Returns the mean of the middle half by duration, in seconds of the modelled cluster.
-
-    Its parts add up, and no straggler counts.
+    """Returns the mean of the middle half of steps by duration, in the modelled cluster's seconds.
 
     Args:
-        waits_seen: False: the algorithm waits in code that reports no waits, so that the other
-            parts contain them.
+        waits_seen: False if the algorithm waits in code that does not report waits, so that the
+            other parts contain them.
     """
     ordered = sorted(steps, key=lambda step: step.step_s)
     cut = (len(ordered) + 1) // 4
@@ -225,7 +230,7 @@ def typical(steps: Sequence[Breakdown], time_scale: float, *, waits_seen: bool) 
 
 
 def finished_s(device: torch.device) -> float:
-    """Waits until the device has nothing left to do; returns the time."""
+    """Waits until the device is idle; returns the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return pace.current().clock()

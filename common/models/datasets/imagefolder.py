@@ -39,7 +39,6 @@ def digest(data: str, folder: Path) -> str:
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
-    """Returns the folders of the training images and of the test images."""
     train = folder / "train"
     test = next((folder / name for name in _TEST_FOLDERS if (folder / name).is_dir()), None)
     if not train.is_dir() or test is None:

@@ -134,8 +134,6 @@ class Replay(Module):
 
 
 class _Step:
-    """One forward pass and its backward pass."""
-
     def __init__(self, model: Replay, gradients: Gradients) -> None:
         self.model = model
         self.gradients = gradients

@@ -245,8 +245,6 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class _Start:
-    """Start of communication on an idle network."""
-
     at: float
     behind_s: float
 

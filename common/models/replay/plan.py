@@ -86,7 +86,6 @@ def _units(profile: Profile) -> dict[int, list[Unit]]:
 
 
 def _paired(units: Sequence[Unit]) -> list[Unit]:
-    """Merges the units of two parameters whose gradients are complete at the same time."""
     result: list[Unit] = []
     for unit in units:
         later = result[-1] if result else None  # in the backward pass

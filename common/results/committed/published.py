@@ -138,7 +138,6 @@ def _rate(row: Mapping[str, str], records: Sequence[Record]) -> Rate:
 def _measured(
     row: Mapping[str, str], algorithm: str, options: Options, records: Sequence[Record]
 ) -> float | None:
-    """Returns the rate of the newest valid record of the same model, cluster and method."""
     gpus, hosts = int(row["gpus"]), int(row["hosts"])
     profile = _profile(MODELS[row["model"]], int(row["batch_size"]))
     place = {
@@ -184,7 +183,6 @@ def table(compared: Sequence[Rate]) -> str:
 
 
 def _markdown(lines: Sequence[Sequence[str]], texts: int) -> str:
-    """Returns a table whose first columns, `texts` in number, are aligned to the left."""
     right = [index >= texts for index in range(len(lines[0]))]
     return markdown(lines, right, padded=False).rstrip("\n")
 

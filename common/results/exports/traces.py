@@ -91,7 +91,6 @@ def events(ranks: Sequence[RankSpans], clocks: Clocks) -> Event:
 
 
 def _rows(rank: RankSpans) -> Iterator[Event]:
-    """Yields the spans of a rank, and the names of its rows."""
     pid, placed = rank.number, lanes(rank.transfers)
     yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"rank {pid}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
@@ -165,7 +164,6 @@ def _between(ranks: Sequence[RankSpans], numbers: Iterator[int]) -> Iterator[Eve
 
 
 def _arrow(name: str, ends: Sequence[tuple[Track, float]], number: int) -> Iterator[Event]:
-    """Yields the events that draw an arrow through the given tracks at the given times."""
     for step, ((pid, tid), moment) in enumerate(ends):
         kind = "s" if step == 0 else "f" if step == len(ends) - 1 else "t"
         event = {"ph": kind, "cat": "arrows", "name": name, "id": number, "pid": pid, "tid": tid}

@@ -151,14 +151,12 @@ def _difference(ours: Sequence[Finish], others: Sequence[Finish]) -> Difference:
 
 
 def _seconds(runs: Sequence[Finish]) -> list[list[float]]:
-    """Returns the times in the order of seeds."""
     by_seed = sorted(runs, key=lambda finish: finish.seed)
     # If a target is reached at once, the time is 0, which has no logarithm.
     return [[max(finish.seconds, 1e-9)] for finish in by_seed]
 
 
 def _paired(ours: Sequence[Finish], others: Sequence[Finish]) -> bool:
-    """Returns whether each run has a run of the same seed on the other side."""
     seeds = {finish.seed for finish in ours}
     same = seeds == {finish.seed for finish in others}
     return same and len(seeds) == len(ours) == len(others)

@@ -167,7 +167,6 @@ def limit(learn: Mapping[str, float | None]) -> str:
 
 
 def _with_target(row: LearnRow, record: Record) -> LearnRow:
-    """Adds the time and the steps to the target."""
     if row.target is None:
         return row
     finishes = race.finishes(record)
@@ -188,7 +187,6 @@ def _with_target(row: LearnRow, record: Record) -> LearnRow:
 
 
 def _with_quality(row: LearnRow, record: Record) -> LearnRow:
-    """Adds the results of the last evaluations: means with t intervals, and medians."""
     last = [run.evaluations[-1] for run in record.learning]
     row = dataclasses.replace(
         row,
@@ -216,7 +214,6 @@ def _with_quality(row: LearnRow, record: Record) -> LearnRow:
 
 
 def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequence[int]) -> LearnRow:
-    """Adds the rates, and their ratio to those of `calm`, the same trial without a fault."""
     slowed = race.slowed_ranks(record.trial)
     rates = race.rates(record, leave_out=slowed)
     rate = race.typical(rates) or _NOTHING
@@ -240,8 +237,6 @@ def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequenc
 
 @dataclass(frozen=True, kw_only=True)
 class _Ends:
-    """Unknown value with unknown interval."""
-
     value: None = None
     low: None = None
     high: None = None
@@ -275,7 +270,6 @@ def _settings(trial: Mapping[str, object]) -> dict[str, object]:
 def _compare(
     here: Sequence[int], records: Sequence[Record], compare_to: str | None, rows: list[LearnRow]
 ) -> None:
-    """Compares the rows of a cell with the baseline, if both are valid, and adds the results."""
     base = base_of([records[i] for i in here], compare_to) if compare_to is not None else None
     if base is None:
         return
@@ -312,7 +306,6 @@ def _with_speedup(
 
 
 def _lead(here: Sequence[int], records: Sequence[Record], rows: list[LearnRow]) -> None:
-    """Marks the fastest row of a cell, and the rows that are not distinguishable from it."""
     rivals = [i for i in here if flag(records[i]) is None and _several(records[i])]
     leaders = race.leaders([race.finishes(records[i]) for i in rivals])
     if leaders and len(rivals) > 1:
@@ -321,7 +314,6 @@ def _lead(here: Sequence[int], records: Sequence[Record], rows: list[LearnRow]) 
 
 
 def _several(record: Record) -> bool:
-    """Returns whether the trial has several workers."""
     return record.trial["algorithm"] != "none"
 
 

@@ -72,7 +72,6 @@ def _steps(row: LearnRow) -> Cell:
 
 
 def _speedup(row: LearnRow) -> Cell:
-    """Returns the cell of the speed-up, or of its limit if a trial missed the target."""
     if row.speedup is not None:
         ends = interval(row.speedup_low, row.speedup_high, _two)
         return number(row.speedup, _two, ends=ends)
@@ -115,7 +114,6 @@ def _column(title: str, cell: Callable[[LearnRow], Cell], weight: int = 5) -> Co
 def _number(
     title: str, value: Callable[[LearnRow], float | None], form: Form = significant
 ) -> Column[LearnRow]:
-    """Returns the column of a plain number."""
     return _column(title, lambda row: number(value(row), form, flag=row.flag))
 
 

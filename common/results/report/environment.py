@@ -153,7 +153,6 @@ def _range(values: Iterable[float | None], missing: str = _UNKNOWN) -> Cell:
 
 
 def _each(record: Record, index: int) -> list[Grid]:
-    """Returns a table of every link and a table of every delay of a network."""
     net, grids = record.fabric.network, []
     name = (net.requested or {}).get("name")
     together = {link["host"]: link for link in net.together}

@@ -116,8 +116,6 @@ def _kilobytes(size: int) -> str:
 
 
 class _Looks(TypedDict):
-    """Style sheets and script of the page."""
-
     script: Markup
     script_digest: str
     style: Markup
@@ -137,13 +135,11 @@ def _looks() -> _Looks:
 def _figures(
     folder: Path, records: Sequence[Record], figures: Figures | None
 ) -> list[tuple[object, Download, Markup]]:
-    """Returns each figure with its data as a download, and its picture."""
     drawn = figures(folder) if figures is not None and any(r.ok for r in records) else []
     return [(f, download(f"{f.name}.csv", f.csv, "text/csv"), Markup(f.svg)) for f in drawn]
 
 
 def _counts(comparison: Comparison, records: Sequence[Record]) -> list[tuple[int, str, str]]:
-    """Returns the number of trials in each state, the state, and its mark."""
     marks = Counter(flagged.mark(record) or "ok" for record in records)
     missing = len(comparison.trials) - len(records)
     counts = [(marks.pop("ok", 0), "valid", "ok")]
@@ -152,7 +148,6 @@ def _counts(comparison: Comparison, records: Sequence[Record]) -> list[tuple[int
 
 
 def _withdrawn(folder: Path) -> str | None:
-    """Returns the reason if the sweep is a withdrawn (outdated) record of this repository."""
     path = folder.resolve()
     if path.parent != catalogue.FOLDER.resolve():
         return None
@@ -184,7 +179,6 @@ def _results(summary: Overview, records: Sequence[Record], compare_to: str) -> G
 
 
 def _breakdown(summary: Overview, records: Sequence[Record]) -> Grid | None:
-    """Returns the table of the phases of a step; None if no steps were timed."""
     shown = [(r, row) for r, row in zip(records, summary.rows, strict=True) if row.status == "ok"]
     timed = [row for _, row in shown if isinstance(row, Row)]
     if not timed:
@@ -194,7 +188,6 @@ def _breakdown(summary: Overview, records: Sequence[Record]) -> Grid | None:
 
 
 def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
-    """Returns words and titles of columns, each with its meaning."""
     learned = summary.kind is LearnRow
     what = "the time to the target" if learned else "the time of a step"
     alpha, notable, equal = (
@@ -239,28 +232,22 @@ def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Made:
-    """Run, and the number of its records on the page."""
-
     run: store.Run
     trials: int
 
 
 def _runs(folder: Path, records: Sequence[Record]) -> list[_Made]:
-    """Returns the runs that have made records of the page."""
     trials = Counter(record.run for record in records)
     return [_Made(run=r, trials=trials[r.run]) for r in store.runs(folder) if trials[r.run]]
 
 
 def _made_by(folder: Path) -> list[str]:
-    """Returns the commands that made a record of this repository."""
     path = folder / catalogue.MANIFEST
     return json.loads(path.read_bytes())["made_by"] if path.exists() else []
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Downloads:
-    """Files of the sweep inside the page."""
-
     records: Download
     count: int
     whole: bool

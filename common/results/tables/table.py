@@ -150,7 +150,6 @@ def _letters(number: int) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escapes a text for LaTeX."""
     return "".join(_LATEX.get(mark, mark) for mark in text)
 
 

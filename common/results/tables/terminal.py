@@ -69,7 +69,6 @@ def _block(
     cells: Sequence[Sequence[Cell]],
     grey: Sequence[bool],
 ) -> None:
-    """Prints the rows of a model."""
     from rich.text import Text
 
     shared = phrases(columns, cells)
@@ -93,7 +92,6 @@ def _grid(
     grey: Sequence[bool],
     chosen: Sequence[int],
 ) -> None:
-    """Prints the columns `chosen` that are not empty."""
     from rich.table import Table
     from rich.text import Text
 

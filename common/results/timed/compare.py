@@ -156,7 +156,6 @@ def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
 
 
 def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
-    """Returns the row of a pair with its throughputs, or with the reason why it is not compared."""
     pair = Pair(**identity(first), batch_size=first.trial["batch_size"])
     if second is None:
         known = _flag("first", first)
@@ -184,7 +183,6 @@ def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
 
 
 def _flag(side: str, record: Record) -> str | None:
-    """Returns the reason why a trial of a pair cannot be compared; None if it can."""
     text = flag_text(record)
     if text is None and not record.timed:
         return f"the {side} has timed no steps"
@@ -199,7 +197,6 @@ def _worse(first: Record, second: Record) -> Worse | None:
 
 
 def _samples(record: Record) -> int:
-    """Returns the samples of all ranks per step."""
     return record.trial["batch_size"] * record.trial["world_size"]
 
 
@@ -214,7 +211,6 @@ def _difference(first: Record, second: Record) -> Difference:
 
 
 def _rate_of(record: Record) -> float:
-    """Returns the throughput as tables show it."""
     if not record.timed:
         return record.throughput.value
     return stats.throughput(record.repeats, _samples(record)).value

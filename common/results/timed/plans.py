@@ -35,7 +35,6 @@ def lines(record: Record) -> list[str]:
 
 
 def _modelled(record: Record) -> list[str]:
-    """Returns the line that compares the event model's step with the measured one."""
     model = record.modelled
     if model is None or not record.timed:
         return []

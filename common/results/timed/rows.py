@@ -138,7 +138,6 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
 
 
 def _measured(record: Record) -> Row:
-    """Returns a row with the values that need no other record than this one."""
     row = Row(**identity(record), batch_size=record.trial["batch_size"])
     if record.throughput is None or record.check is None:
         return dataclasses.replace(row, reason=record.error and record.error.message)
@@ -199,12 +198,10 @@ def _measured(record: Record) -> Row:
 
 
 def _joined(notes: Iterable[str | None]) -> str | None:
-    """Joins notes to one text; None if there are none."""
     return "; ".join(dict.fromkeys(filter(None, notes))) or None
 
 
 def _cells(records: Sequence[Record]) -> list[list[Record]]:
-    """Groups records that are compared with each other, in the order of first appearance."""
     cells: dict[tuple[str, int], list[Record]] = {}
     for record in records:
         cells.setdefault((_key(record), record.trial["world_size"]), []).append(record)
@@ -212,7 +209,6 @@ def _cells(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _compare(peers: Sequence[Record], compare_to: str, rows: dict[int, Row]) -> None:
-    """Compares the rows of a cell with the baseline, if both are valid, and adds the results."""
     base = base_of(peers, compare_to)
     if base is None:
         return
@@ -245,7 +241,6 @@ def asked_precision(record: Record) -> float:
 
 
 def _lead(peers: Sequence[Record], rows: dict[int, Row]) -> None:
-    """Marks the fastest row of a cell, and the rows that do not differ from it significantly."""
     rivals = [r for r in peers if flag(r) is None and r.trial["algorithm"] != "none"]
     if len(rivals) < 2:
         return
@@ -283,7 +278,6 @@ def _took_turns(first: Record, second: Record) -> bool:
 
 
 def _efficient(row: Row, record: Record, single: Record) -> Row:
-    """Returns the row with its efficiency relative to the single worker; both are valid."""
     value = single.step_s / record.step_s
     wide = stats.compare(record.repeats, single.repeats, paired=False).half_width
     if single is record or not math.isfinite(wide):
@@ -293,7 +287,6 @@ def _efficient(row: Row, record: Record, single: Record) -> Row:
 
 
 def _key(record: Record) -> str:
-    """Returns the settings that compared trials have in common."""
     differ = ("algorithm", "options", "label", "world_size", "twin", "plugin")
     settings = {key: value for key, value in record.trial.items() if key not in differ}
     if settings["brought"] is not None:  # the folder of its files does not matter
@@ -379,7 +372,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _time(title: str, seconds: Callable[[Row], float | None]) -> Column[Row]:
-    """Returns a column of a time in milliseconds."""
 
     def cell(row: Row) -> Cell:
         value = seconds(row)

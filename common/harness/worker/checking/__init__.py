@@ -1,1 +1,1 @@
-"""Is it the right training: first steps beside plain training, all steps beside a reference."""
+"""Checks that a trial trains correctly, by plain training and by a serial reference."""

@@ -1,11 +1,13 @@
-"""Check that a trial trains correctly: its first steps, and all steps to the end of the timed ones.
+"""Checker: does a trial train correctly, from its first step to the end of the timed steps?
 
-1. Before the trial: plain training of the first steps, with the same start and data.
-2. First steps with the algorithm, compared with plain training as whole tensors.
-3. Warm-up and timed steps, recorded at a sample of the elements. One step, drawn at random, is
-   recorded for a recomputation of its gradients.
-4. Two more steps, with settings of the optimizer that change between them.
-5. Verdict of rank 0: a serial reference repeats all steps from the recordings of all ranks.
+1. Before the trial: plain training of the first steps, with the same start and data. Plain training
+   averages each gradient by one collective, without the trial's algorithm.
+2. First steps with the algorithm; all elements are compared with plain training.
+3. Warm-up and timed steps; a sample of the elements is recorded. For one step, drawn at random (the
+   watched step), all inputs are kept, and its gradients are computed again later.
+4. Two more steps; settings of the optimizer change between them.
+5. Verdict of rank 0: a serial reference (all ranks in one process) repeats all steps from the
+   recordings of all ranks, and must get the same parameters.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from common.results.records.trust import Check
 from dear.comm import runtime
 
 STEPS = 10
-"""Steps for each exchange if no steps are timed; slow links bring only some of the messages."""
+"""Steps per exchange if no steps are timed; on slow links, only some messages arrive in time."""
 
 
 def check_training(trial: Trial, workload: Workload) -> Check:
-    """Checks a trial that learns, before its training; rank 0 returns the verdict.
+    """Checks a trial that trains for a time, before its training; rank 0 returns the verdict.
 
     Args:
-        workload: workload before an algorithm wraps it; it cannot be trained afterwards.
+        workload: workload that no algorithm has wrapped yet; it cannot be trained afterwards.
     """
     communicator = runtime.communicator()
     checker = Checker(trial, workload, trial.measure.check_steps)
@@ -58,15 +60,18 @@ def check_training(trial: Trial, workload: Workload) -> Check:
 
 
 def draw(places: range) -> int:
-    """Draws a place, the same on all ranks, that no program knows: it does not depend on seeds."""
+    """Draws a number of `places`, the same on all ranks, that does not depend on any seed.
+
+    So an algorithm cannot know which step is watched.
+    """
     return int(runtime.communicator().broadcast_object(secrets.choice(places)))
 
 
 class Checker:
-    """Check of one trial on this rank; all ranks call each method at once.
+    """Check of one trial on this rank; all ranks must call each method together.
 
     Args:
-        workload: workload before an algorithm wraps it. It is trained plainly, and then restored.
+        workload: workload that no algorithm has wrapped yet. It is trained plainly, then restored.
         steps: number of first steps.
     """
 
@@ -77,11 +82,11 @@ class Checker:
         self._tolerance = self._standard.tolerance(computed=True)
         self._plain = PlainTraining(trial, workload, steps, self._tolerance)
         self._plain_pass, self.compute = self._plain.forward_pass, self._plain.compute
-        """Compute times of a step in seconds of this machine."""
+        """Compute times of a step in real seconds."""
         self._recorder = Recorder(workload.model, trial.seed)
         self._trial = trial
         self.recomputes = self._standard.recomputes
-        """True if one step between the first and the last ones is to be a watched one."""
+        """True if one step after the first steps and before the last two must be watched."""
         if not self._standard.compares_first_steps:
             self._plain.forget()
 
@@ -93,7 +98,7 @@ class Checker:
         self._passes = ForwardPasses(self._workload.model)
         self._plain.repeat(training)
         self._communicates = communicator.bytes_sent > self._sent
-        """False for programs that send past the communicator, as DDP does."""
+        """False if the algorithm sends messages without the communicator, as DDP does."""
         self._compared = self._recorder.steps
         self._first = self._first_buffer = None
         if self._standard.compares_first_steps:
@@ -105,7 +110,7 @@ class Checker:
     def train_watched_step(self, training: Training) -> None:
         """Trains one step and keeps its inputs for `recompute`.
 
-        The caller draws the place of the step, so that no program knows it.
+        The caller chooses the step by `draw`.
         """
         self._recorder.watch_buffers()
         self._recomputation.watch(frozenset(self._plain_pass.shapes))
@@ -118,11 +123,11 @@ class Checker:
         """Trains two more steps; rank 0 returns the verdict. Parameters are current afterwards.
 
         Args:
-            sent_per_step: bytes that this rank handed to the communicator in each step before.
+            sent_per_step: bytes per timed step that this rank gave to the communicator.
         """
         self._recorder.watch_all()
         training.step()
-        # The second step must follow the change, as after a step of a scheduler.
+        # The second step must use the changed settings, as after a step of a scheduler.
         serial.change_settings(training.optimizer)
         changed = self._recorder.steps
         training.step()
@@ -155,9 +160,10 @@ class Checker:
         return _with_finding(check, finding)
 
     def recompute(self, check: Check) -> Check:
-        """Recomputes the watched step; returns `check`, or a wrong one if the gradients differ.
+        """Computes the watched step's gradients again; returns `check`, failed if they differ.
 
-        All ranks call it when the algorithm is closed. The model cannot be trained afterwards.
+        All ranks call this after the algorithm has been removed. The model cannot be trained
+        afterwards.
         """
         finding = None
         if self.recomputes and self._recomputation.complete:
@@ -171,8 +177,8 @@ class Checker:
         worst = worst_gradient(recording.tensors(recording.gradients[step - 1]), gradients)
         if worst.error > limit:
             return (
-                f"in step {step} the gradient of {worst.tensor} is off by {worst.error:.2g} of "
-                f"what plain passes with the same parameters and samples give (at most {limit:g})"
+                f"in step {step} the gradient of {worst.tensor} is off by {worst.error:.2g} (at "
+                f"most {limit:g}), relative to plain passes with the same parameters and samples"
             )
         if step - 1 in recording.buffers:
             begin, left = recording.buffers[step - 1]
@@ -190,5 +196,4 @@ def _with_finding(check: Check, finding: str | None) -> Check:
 
 
 def _first_finding(findings: Sequence[str | None]) -> str | None:
-    """Returns the first finding, with the rank that has it."""
     return next((f"rank {rank}: {text}" for rank, text in enumerate(findings) if text), None)

@@ -1,4 +1,4 @@
-"""Deviation of tensors from where they should be, and of replicas from each other."""
+"""Deviation of tensors from their correct values, and of replicas from each other."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dear.comm.communicator import Communicator
 State = Mapping[str, torch.Tensor]
 
 APART = ("decentralized", "asynchronous")
-"""Consistencies under which replicas differ."""
+"""Consistencies (promises of algorithms) that allow replicas to differ."""
 CONSENSUS_LIMIT = 1.0
-"""Largest distance of a replica from the mean of all, relative to the norm of the mean."""
+"""Allowed distance of a replica from the mean of all, relative to the norm of the mean."""
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """Error of the worst tensor, relative to the distance that the tensor should have moved."""
+    """Error of the worst tensor, relative to how far the tensor should have moved."""
 
     error: float = 0.0
     tensor: str | None = None
@@ -62,8 +62,8 @@ def rounding(dtype: str, steps: float | np.ndarray, *, mixed: bool = False) -> A
     Errors have both signs, so they grow with the root of the number of steps.
 
     Args:
-        mixed: parameters are averaged in each step. Each average rounds several times, and exact
-            diffusion keeps all of these errors, so they grow with the number of steps itself.
+        mixed: True if parameters are averaged in each step. Each average rounds several times, and
+            exact diffusion keeps all these errors, so they grow linearly with the steps.
     """
     eps = torch.finfo(precision(dtype)[0]).eps
     return 4 * eps * np.maximum(steps, 1) ** (1.0 if mixed else 0.5)
@@ -73,8 +73,8 @@ def movements(state: State, start: State, names: Iterable[str], least: float) ->
     """Returns the norm of each tensor's movement from `start` to `state`.
 
     Args:
-        least: smallest movement, relative to the tensor's norm. Tensors that hardly move differ by
-            rounding, which is no error.
+        least: smallest movement that is returned, relative to the tensor's norm, so that rounding
+            of a tensor that hardly moves is no error.
     """
     return {
         name: max(
@@ -86,7 +86,7 @@ def movements(state: State, start: State, names: Iterable[str], least: float) ->
 
 
 def distances(state: State, wanted: State, names: Iterable[str]) -> dict[str, float]:
-    """Returns the norm of each tensor's difference from its wanted value."""
+    """Returns the norm of each tensor's difference from its correct value, `wanted`."""
     return {name: distance(state[name], wanted[name]) for name in names}
 
 
@@ -96,7 +96,7 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _squared_distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    # A large parameter as a whole would take three times its memory in float64.
+    # In float64, a large parameter would need three times its memory, so it is done in parts.
     pieces = zip(first.flatten().split(_PIECE), second.flatten().split(_PIECE), strict=True)
     return sum((a - b).double().norm().item() ** 2 for a, b in pieces)
 
@@ -104,8 +104,8 @@ def _squared_distance(first: torch.Tensor, second: torch.Tensor) -> float:
 def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
     """Returns the largest difference of any parameter element between ranks.
 
-    The result is infinite if a parameter is not finite. Replicas with equal digests are equal, and
-    send nothing else.
+    The result is infinite if a parameter is not finite. Ranks first compare digests; if these are
+    equal, nothing else is sent.
     """
     digests = communicator.gather_objects(_digest(model))
     if None not in digests and len(set(digests)) == 1:
@@ -139,7 +139,7 @@ def _digest(model: torch.nn.Module) -> bytes | None:
 
 
 def agreement(model: torch.nn.Module, consistency: str, communicator: Communicator) -> Agreement:
-    """Compares the replicas with the consistency that the algorithm promises."""
+    """Compares replicas, and returns how far they agree with the promised consistency."""
     spread = replica_spread(model, communicator)
     agree, apart = spread == 0.0, None
     if consistency in APART:

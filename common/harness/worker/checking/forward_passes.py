@@ -1,7 +1,7 @@
-"""Inputs of forward passes: number of samples, the samples themselves, and training mode.
+"""Check of forward passes: number of samples, the samples themselves, and training mode.
 
-Other checks trust the gradients that a rank reports (`checking.recording`). This check finds
-programs that train on half of their batch, or without dropout.
+Other checks use the gradients that a rank reports (`checking.recording`). This check finds errors
+in how they were computed, such as half of the batch, or no dropout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 VALUES = 64
-"""Most recorded elements of the first layer's input."""
+"""Largest number of recorded elements of the first layer's input."""
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -22,17 +22,17 @@ class ForwardPass:
     """Recorded inputs of one forward pass."""
 
     training: int
-    """Modules in training mode at its begin."""
+    """Number of modules in training mode at the start of the pass."""
     shapes: dict[str, set[Shapes]] = field(default_factory=dict)
-    """Shapes of the inputs and outputs of each watched layer, by name; a set entry for a call."""
+    """Shapes of inputs and outputs by watched layer, for all calls of the layer in the pass."""
     first: str | None = None
-    """Layer that ended first."""
+    """Name of the layer that ended first."""
     values: torch.Tensor | None = None
     """Some elements of that layer's input."""
 
 
 class ForwardPasses:
-    """Records the forward passes of a model that compute gradients.
+    """Recorder of a model's forward passes (only those with gradients).
 
     Args:
         limit: number of passes to record; None: all until `finish`.
@@ -51,7 +51,7 @@ class ForwardPasses:
         self.watch(self._layers)
 
     def watch(self, layers: Iterable[torch.nn.Module]) -> None:
-        """Watches only these layers from now on, and the layer that ends first."""
+        """Records only these layers from now on, and the layer that ends first."""
         chosen = set(layers)
         first = self._passes[0].first if self._passes else None
         self._watching.close()
@@ -98,8 +98,8 @@ def unlike_plain(plain: ForwardPass, passes: list[ForwardPass], compared: int) -
     """Returns the first difference of a trial's forward passes from one of plain training, or None.
 
     Args:
-        compared: number of first steps that were compared with plain training as a whole. If they
-            all had the same batch, all others must have it, too.
+        compared: number of first steps that were compared with plain training completely. If all
+            of them had the same samples, later steps must have these, too.
     """
     first = passes[0]
     constant = compared > 1 and all(_equal(p.values, first.values) for p in passes[:compared])

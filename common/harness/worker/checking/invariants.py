@@ -1,12 +1,13 @@
-"""Invariants of ranks that wait for nobody, in whatever order their messages arrive.
+"""Invariants of asynchronous algorithms, which hold for any order of messages.
 
-Nothing reports which of a neighbour's values a rank has averaged with, so no single path is right.
-But the recorded gradients tell where each rank would be alone, and averaging must satisfy:
+It is not known which of a neighbour's values a rank has averaged with, so many results are right.
+But from the recorded gradients follows where each rank would be without averaging (alone). The
+checks are:
 
-- Ranks move from there towards each other, in every tensor, and their mean moves little.
+- Averaging moves ranks towards each other, in every tensor, and their mean moves little.
 - No more bytes are sent than the algorithm declares.
-- Values are no staler than it declares.
-- Weights that travel with values are positive, and add up to the number of ranks.
+- Values are not older (staler) than the algorithm declares.
+- Weights that are sent with values are positive, and their sum is the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from dear.training.algorithm import algorithm_class
 
 Statistics = Mapping[str, Any]
 LEAST_ROUNDS = 3.0
-"""Least messages from each neighbour (on average) for a verdict: the first one brings what the
-receiver has, too."""
+"""Smallest number of messages from each neighbour (on average) for a verdict. The first message has
+no effect, because sender and receiver start with equal values."""
 CLOSER = 0.25
-"""Least share of the way from ranks alone to ranks in step that ranks must have come together, if
-every message was sent; less if the links could not carry all."""
+"""Least effect of averaging if every message was sent: a share of the distance between ranks alone
+minus that between ranks in lockstep. It is less if the links could not carry all messages."""
 DRIFT = 0.5
 """Largest distance of the mean of all ranks from the mean without averaging, relative to the
-movement of the mean plus the distance between ranks alone. Stale values move it a little."""
+movement of the mean plus the distance between ranks alone. Stale values move the mean a little."""
 TOUCHED = 1e-3
-"""A tensor was not averaged if its distance from the rank alone is less, relative to the distance
-between ranks alone."""
+"""Smallest effect of averaging on a tensor: its distance from the rank alone, relative to the
+distance between ranks alone. A tensor with less was never averaged."""
 HEADERS = 1.02
-"""Most bytes sent, relative to what is declared: messages carry steps and weights."""
+"""Largest ratio of sent to declared bytes; above 1, as messages also carry steps and weights."""
 
 
 def check_invariants(
@@ -50,7 +51,7 @@ def check_invariants(
     """Checks all invariants.
 
     Args:
-        reference: reference with all ranks in step.
+        reference: reference with all ranks in lockstep.
         sent_bytes: bytes that all ranks together sent since the first step.
         parameter_bytes: size of one replica.
         statistics: the algorithm's counts by rank, after all messages have arrived.
@@ -66,7 +67,7 @@ def check_invariants(
     if reference is not None:
         in_step = _spread(job.norms(_from_mean(job.end_of(reference))), distance)
     spread = _spread(job.norms(_from_mean(end)), distance)
-    # Without differences between ranks alone, as without a gradient, averaging shows nowhere.
+    # If ranks alone do not differ (all gradients are zero), averaging has no visible effect.
     noise = rounding(trial.dtype, job.steps, mixed=True)
     differs = distance > job.norms(start).max(axis=0) * noise
     untouched = differs & (job.norms(end - alone).max(axis=0) <= TOUCHED * distance)
@@ -101,7 +102,6 @@ def check_invariants(
 
 
 def _too_stale(trial: Trial, statistics: Sequence[Statistics]) -> str | None:
-    """Returns a finding if a rank used older values than the options allow."""
     limit = getattr(trial.options, "max_staleness", None)
     if limit is None:
         return None
@@ -116,17 +116,16 @@ def _too_stale(trial: Trial, statistics: Sequence[Statistics]) -> str | None:
 
 
 def _leaking(trial: Trial, statistics: Sequence[Statistics], steps: int) -> str | None:
-    """Returns a finding if weights of values, by bucket, do not add up or are not positive."""
     if not all("p" in counts for counts in statistics):
         return None
     weights = np.array([counts["p"] for counts in statistics])
     if not (weights > 0).all():
-        return f"the weight of a rank's values is {weights.min():.3g}, and must be positive"
+        return f"the weight of a rank's values must be positive, but is {weights.min():.3g}"
     arrived = np.array([counts["p_arrived"] for counts in statistics])
     totals = weights.sum(axis=0) + arrived.sum(axis=0)
     worst = totals[np.abs(totals - trial.world_size).argmax()]
     if abs(worst / trial.world_size - 1) > rounding(trial.dtype, steps, mixed=True):
-        return f"weights of values add up to {worst:.6g}, and must to {trial.world_size}"
+        return f"weights of values must add up to {trial.world_size}, but add up to {worst:.6g}"
     return None
 
 
@@ -135,7 +134,7 @@ def _from_mean(x: np.ndarray) -> np.ndarray:
 
 
 def _spread(norms: np.ndarray, distance: np.ndarray) -> float:
-    """Returns the median over tensors, for the farthest rank, relative to `distance`."""
+    """Returns the norms of the farthest rank, relative to `distance`: the median over tensors."""
     return float(np.median(norms.max(axis=0)[distance > 0] / distance[distance > 0]))
 
 

@@ -1,7 +1,8 @@
-"""Plain training of a trial: the standard of its first steps, and the time of its compute.
+"""Plain training: the standard for a trial's first steps, and the source of its compute times.
 
-Gradients are averaged by one collective for each tensor, from the same start and with the same
-data. The steps also tell how long forward, backward and update take without communication between.
+Plain training has the same start and data as the trial, but averages each gradient by a collective
+between backward pass and update. So it shows how long the passes and the update take without
+communication.
 """
 
 from __future__ import annotations
@@ -26,22 +27,21 @@ from dear.comm.communicator import Communicator
 from dear.cost.bounds import StepTimes, compute_limit_s
 
 LEAST, ENOUGH, ENOUGH_S = 2, 3, 1.0
-"""Timed steps after the first: the least number; and what is enough, in steps or seconds of this
-machine."""
+"""Timed steps after the first: the least number; and what is enough, in steps or real seconds."""
 SHORT, SHORT_S = 20, 0.3
-"""Most steps and seconds of this machine if steps are short: the first few are not typical."""
+"""Most steps and real seconds if steps are short: then the first few are not typical."""
 Average = Callable[[torch.Tensor], None]
 """Function that averages a gradient over the ranks, in place."""
 
 
 class PlainTraining:
-    """State that plain training of some steps leads to, and its compute times.
+    """Result of plain training for some steps, and its compute times.
 
-    The model is left as it was. All ranks call each method at once. At least one step is trained
-    and compared; for a delayed algorithm, so many updates.
+    The model is restored afterwards. All ranks must call each method together. At least one step
+    (for a delayed algorithm: one update) is trained and compared.
 
     Args:
-        tolerance: tolerance of relative errors, which rounding alone must not exceed.
+        tolerance: largest allowed relative error.
     """
 
     def __init__(self, trial: Trial, workload: Workload, steps: int, tolerance: float) -> None:
@@ -50,7 +50,7 @@ class PlainTraining:
         self._steps = steps + self._staleness
         model = workload.model
         start = deviation.snapshot(model)
-        # The first step only: its time does not count.
+        # Only the first step does this: its time is not used.
         passes = ForwardPasses(model, limit=1)
         # Gradients stay until all steps are timed: new memory for them would take longer.
         optimizer, self._wanted, times = self._train(self._average)
@@ -58,7 +58,7 @@ class PlainTraining:
         self.compute = slowest_rank(
             workload, optimizer, runtime.communicator(), times[self._staleness :]
         )
-        """Seconds of this machine that a step takes without communication."""
+        """Real seconds that a step takes without communication."""
         optimizer.zero_grad()
         least = deviation.rounding(trial.dtype, self._steps) / tolerance
         names = [name for name, _ in model.named_parameters()]
@@ -78,7 +78,7 @@ class PlainTraining:
         return optimizer, *plain_steps(self._workload, optimizer, *steps, average)
 
     def _allow_sums(self, start: dict[str, torch.Tensor], tolerance: float) -> None:
-        """Raises the allowed error of each tensor to the effect of sums in the smaller type.
+        """Increases the allowed error of each tensor by the effect of sums in a 16-bit dtype.
 
         Optimizers such as Adam magnify the rounding of small gradients.
         """
@@ -97,16 +97,16 @@ class PlainTraining:
 
     def deviation(self) -> Deviation:
         """Returns the model's deviation from plain training, for the worst tensor of any rank."""
-        # Not a copy: the estimate of the trial's memory has no room for one.
+        # No copy is made here: the trial's memory has no room for one.
         reached = self._workload.model.state_dict()
         errors = deviation.distances(reached, self._wanted, self._moved)
         return _of_worst_rank(worst_deviation(errors, self._moved))
 
     def buffer_deviation(self) -> Deviation:
-        """Returns the same for floating-point buffers, such as running statistics.
+        """Returns the deviation of floating-point buffers, such as running statistics.
 
-        Buffers depend on a rank's own samples, and some algorithms send those of rank 0 to all. So
-        only a distance beyond that of rank 0's buffers counts as an error.
+        A rank's buffers depend on its samples, but some algorithms broadcast rank 0's. So a
+        distance up to that of rank 0's buffers is allowed.
         """
         reached, communicator = self._workload.model.state_dict(), runtime.communicator()
         errors = {}
@@ -123,19 +123,19 @@ class PlainTraining:
         self._wanted = {}
 
     def _average(self, gradient: torch.Tensor) -> None:
-        """Averages gradients as they are rounded to travel, in place."""
+        """Averages a gradient in place, rounded to the dtype in which the algorithm sends it."""
         gradient.copy_(on_the_wire(gradient, self._trial))
         average_over_ranks(gradient)
 
     def _summed_average(self, gradient: torch.Tensor) -> None:
-        """Averages in place, with the sum rounded to the smaller type."""
+        """Averages a gradient in place, with the sum rounded to the 16-bit dtype, too."""
         communicator = runtime.communicator()
         rows = gradient.new_empty(communicator.size, gradient.numel())
         communicator.all_gather(rows.flatten(), gradient.flatten()).wait()
         gradient.copy_(summed_on_the_wire(rows, self._trial)[0].reshape(gradient.shape))
 
     def _seed(self) -> None:
-        # Dropout draws the same masks in both trainings; each rank has its own.
+        # Dropout must draw the same masks in both trainings; ranks have different masks.
         torch.manual_seed(self._trial.seed * 1000 + dear.rank())
 
 
@@ -148,7 +148,7 @@ def _counts(buffer: torch.Tensor) -> bool:
 
 
 def average_over_ranks(gradient: torch.Tensor) -> None:
-    """Averages over all ranks, in place."""
+    """Averages a gradient over all ranks, in place."""
     runtime.communicator().all_reduce(gradient, op="mean").wait()
 
 
@@ -159,11 +159,11 @@ def plain_steps(
     staleness: int = 0,
     average: Average = average_over_ranks,
 ) -> tuple[dict[str, torch.Tensor], list[StepTimes]]:
-    """Trains `steps` steps with plain averages of gradients; the last gradients stay.
+    """Trains `steps` steps with plain averages of gradients; the last gradients are kept.
 
     Args:
-        staleness: number of steps that gradients are old when they are applied; the first steps
-            update nothing.
+        staleness: age of gradients, in steps, when they are applied; the first `staleness` steps
+            do not update parameters.
 
     Returns:
         The state afterwards, and the compute times of each step on this rank.
@@ -188,10 +188,10 @@ def timed_step(
     optimizer: torch.optim.Optimizer,
     exchange: Callable[[], None] = lambda: None,
 ) -> StepTimes:
-    """Trains one step; returns its compute times on this rank, in seconds of this machine.
+    """Trains one step; returns its compute times on this rank, in real seconds.
 
     Args:
-        exchange: called between backward pass and update, and not timed.
+        exchange: called between backward pass and update; its time is not included.
     """
     began = pace.current().clock()
     optimizer.zero_grad()
@@ -215,21 +215,21 @@ def slowest_rank(
     communicator: Communicator,
     steps: Sequence[StepTimes],
 ) -> StepTimes:
-    """Returns the median compute times of the slowest rank, with all ranks at work.
+    """Returns the median compute times of the slowest rank, while all ranks compute.
 
-    Trains on without averages until there are enough steps. The caller restores parameters,
+    Trains further steps without averages until there are enough. The caller restores parameters,
     optimizer state, gradients and random state.
 
     Args:
-        steps: times of this rank's steps so far. The first one touches much memory for the first
-            time and does not count.
+        steps: times of this rank's steps so far. The first step is left out, because it allocates
+            memory.
     """
     counted = list(steps[1:])
-    # One rank decides, or some ranks would compute while others rest.
+    # One rank decides, so that all ranks compute at the same time.
     while communicator.broadcast_object(_too_few(counted)):
         communicator.barrier()
         counted.append(timed_step(workload, optimizer))
-    # The lower of two: a disturbance only adds time.
+    # Of two medians the lower one is used, because other load only adds time.
     medians = {n: statistics.median_low(getattr(s, n) for s in counted) for n in vars(counted[0])}
     return max(communicator.gather_objects(StepTimes(**medians)), key=compute_limit_s)
 

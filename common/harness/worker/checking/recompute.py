@@ -1,8 +1,8 @@
-"""Gradients of one late step, recomputed by the model as it was before the algorithm wrapped it.
+"""Recomputation of one late step's gradients, by the model without the algorithm.
 
-Other checks trust the gradients that a rank reports (`checking.recording`). This check runs the
+Other checks use the gradients that a rank reports (`checking.recording`). This check runs the
 forward and the backward pass again, without the algorithm, on the same parameters, batch and random
-state. The result differs if the rank had a scaled loss, other labels or a layer less.
+state. The result differs if, for example, the algorithm has scaled the loss or skipped a layer.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from common.harness.worker.checking.deviation import Deviation, worst_deviation
 from common.models.workload import Workload
 
 SMALL = 1e-3
-"""Least size of a tensor's gradient, relative to the largest one: the gradient of a bias before a
-batch norm is nothing but rounding."""
+"""Smallest size of a tensor's gradient, relative to the largest one, that is compared. For example,
+the gradient of a bias before a batch norm is only rounding errors."""
 Read = list[tuple[torch.nn.Module, str, str]]
-"""Parameters that a module reads: owner, attribute of the owner, and name in the model."""
+"""Parameters that a module reads: owning module, attribute of the owner, and name in the model."""
 
 
 class Recomputation:
-    """Records the inputs of one step, and repeats its passes when the algorithm is removed.
+    """Record of one step's inputs, which repeats the step's passes without the algorithm.
 
     Args:
-        workload: workload before an algorithm wraps it.
+        workload: workload that no algorithm has wrapped yet.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -40,7 +40,7 @@ class Recomputation:
             )
             for module in self._model.modules()
         }
-        """Class and attributes of every module, with its hooks."""
+        """Class and attributes (with hooks) of every module, before the algorithm."""
         self._params = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         self._names = {id(param): name for name, param in self._params.items()}
         self._read: dict[str, torch.Tensor] = {}
@@ -52,8 +52,8 @@ class Recomputation:
         """Records the next step, until `unwatch`.
 
         Args:
-            called: names of the layers that forward passes call. Parameters of other layers are
-                read by the modules around them.
+            called: names of the layers that forward passes call. The parameters of other layers
+                are read by the modules that contain them.
         """
         names = {module: name for name, module in self._model.named_modules()}
         for module in names:
@@ -77,7 +77,8 @@ class Recomputation:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Repeats the passes of the step; returns the gradients of the trained parameters.
 
-        The model is bare afterwards, has the buffers that the passes leave, and cannot be trained.
+        Afterwards, the model has no algorithm and the buffers of these passes, and cannot be
+        trained.
         """
         for module, (kind, attributes) in self._original.items():
             module.__class__ = kind
@@ -100,7 +101,7 @@ class Recomputation:
 
     @property
     def complete(self) -> bool:
-        """True if the step read all parameters as wholes, in their own type."""
+        """True if the step read all parameters completely, in their own dtype."""
         read = {name: value.dtype for name, value in self._read.items()}
         wanted = {name: param.dtype for name, param in self._params.items()}
         return bool(self._random) and read == wanted
@@ -125,11 +126,11 @@ class Recomputation:
 def worst_gradient(
     seen: Mapping[str, np.ndarray], recomputed: Mapping[str, np.ndarray]
 ) -> Deviation:
-    """Returns the gradient of a step that is farthest from its recomputed value.
+    """Returns the tensor whose gradient differs most from the recomputed one.
 
     Args:
-        seen: elements of each tensor; NaN if there was no gradient.
-        recomputed: the same elements; zeros if there was none.
+        seen: recorded elements of each gradient; NaN if there was no gradient.
+        recomputed: the same elements, computed again; zeros if there was no gradient.
     """
     sizes = {name: float(np.linalg.norm(value)) for name, value in recomputed.items()}
     least = SMALL * max(sizes.values(), default=0.0)

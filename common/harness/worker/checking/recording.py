@@ -1,8 +1,8 @@
 """Recording of a rank's training at a sample of each tensor's elements, from the first step on.
 
-Each rank records the gradients of its own backward passes, before an algorithm touches them, and
-the parameters that its layers read in forward passes. A serial reference repeats every step from
-the recordings of all ranks, timed steps included, and must arrive where the ranks are.
+Each rank records its gradients before the algorithm changes them, and the parameters that its
+layers read in forward passes. A serial reference repeats every step (timed steps, too) from the
+recordings of all ranks. It must get the parameters that the ranks have.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import torch
 from torch import nn
 
 SAMPLE = 32
-"""Most elements of a tensor: the first, the last, and some between."""
+"""Largest number of recorded elements of a tensor: the first, the last, and some between."""
 GLANCES = 4
-"""Layers that are watched in timed steps: the first, the last, and some between."""
+"""Number of layers whose reads are recorded in timed steps: first, last, and some between."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Recording of one rank: elements of all tensors one after another, NaN if unknown."""
+    """Recording of one rank: sampled elements of all tensors, one after another; NaN: unknown."""
 
     names: tuple[str, ...]
     """Names of the tensors."""
     ends: tuple[int, ...]
-    """End of each tensor's elements."""
+    """Index of the end of each tensor's elements."""
     start: np.ndarray
     """Parameters before the first step, `[elements]` like all arrays below."""
     gradients: np.ndarray
-    """`[steps, elements]`."""
+    """Gradients, `[steps, elements]`."""
     reads: dict[int, np.ndarray]
     """Parameters that the watched layers read in forward passes, by index of the step."""
     buffers: dict[int, tuple[np.ndarray, np.ndarray]]
-    """Floating-point buffers at the begin and the end of forward passes, as samples, by index of
-    the step; only steps in which buffers were watched."""
+    """Sampled floating-point buffers at the start and the end of the forward pass, by index of the
+    step; only for steps in which buffers were watched."""
     end: np.ndarray
     """Parameters after the last step."""
     end_buffers: np.ndarray
-    """Buffers after the last step, as samples."""
+    """Sampled buffers after the last step."""
 
     def tensors(self, row: np.ndarray) -> dict[str, np.ndarray]:
         """Splits a row of elements by tensor."""
@@ -50,12 +50,12 @@ class Recording:
 
 
 class Recorder:
-    """Records the training of a model until `finish`.
+    """Recorder of a model's training, until `finish`.
 
     Args:
-        model: model with all its parameters, before an algorithm wraps it. Forward passes of a
-            sharded model read others.
-        seed: seed of the choice of elements, the same on all ranks.
+        model: model that no algorithm has wrapped yet. (An algorithm that shards parameters
+            replaces them.)
+        seed: seed of the choice of elements; the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -68,7 +68,7 @@ class Recorder:
         self._unknown = torch.full((ends[-1],), torch.nan, dtype=first.dtype, device=first.device)
         names = {id(param): name for name, param in trained.items()}
         self._owned: dict[nn.Module, list[tuple[str, str]]] = {}
-        """Parameters of each module itself: attribute, and name in the model."""
+        """Parameters of each module (without children): attribute, and name in the model."""
         for module in model.modules():
             owned = [(n, names[id(p)]) for n, p in module._parameters.items() if id(p) in names]
             if owned:
@@ -83,7 +83,7 @@ class Recorder:
         self._gradients: list[torch.Tensor] = []
         self._reads: dict[int, torch.Tensor] = {}
         self._backward = True
-        """True if the last step that has begun has gradients."""
+        """True if the latest step has gradients already."""
         self._hooks, self._watching = ExitStack(), ExitStack()
         self._hooked: set[int] = set()
         self._model = model
@@ -92,7 +92,7 @@ class Recorder:
             self._hook_gradient(name, param)
 
     def start(self, model: nn.Module) -> None:
-        """Begins to count steps, before the first step; `model` is the one that is trained."""
+        """Starts to record and to count steps; `model` is the model that is trained."""
         hook = model.register_forward_pre_hook(lambda *_: self._begin_step())
         self._hooks.callback(hook.remove)
         self.watch_all()
@@ -103,28 +103,28 @@ class Recorder:
         return len(self._gradients)
 
     def watch_all(self) -> None:
-        """Watches all parameters that forward passes read from now on, and buffers."""
+        """Records all parameters that forward passes read from now on, and buffers."""
         self._watch(self._owned)
         self.watch_buffers()
 
     def watch_buffers(self) -> None:
-        """Watches buffers, too, until the next `watch_all` or `watch_some`."""
+        """Records buffers, too, until the next `watch_all` or `watch_some`."""
         before = self._model.register_forward_pre_hook(lambda *_: self._record_buffers())
         after = self._model.register_forward_hook(lambda *_: self._record_buffers())
         self._watching.callback(before.remove)
         self._watching.callback(after.remove)
 
     def watch_some(self) -> list[nn.Module]:
-        """Watches only gradients, and the reads of a few layers, which are returned.
+        """Records only gradients, and the reads of a few layers; returns these layers.
 
-        The cost is some microseconds per tensor and step. Nothing waits for the device: elements
-        stay there until training is over.
+        This costs some microseconds per tensor and step. The host does not wait for the device:
+        elements stay there until training is over.
         """
         self._watch(self._chosen)
         return self._chosen
 
     def finish(self, model: nn.Module) -> Recording:
-        """Stops; returns the recording up to the model's state now (collective if sharded)."""
+        """Stops; returns the recording, up to the present state. Collective for sharded models."""
         self._watching.close()
         self._hooks.close()
         return Recording(
@@ -156,7 +156,7 @@ class Recorder:
 
     def _watch(self, modules: Iterable[nn.Module]) -> None:
         self._watching.close()
-        # This hook runs last: by then, hooks of the algorithm have made the parameters current.
+        # This hook runs after the algorithm's hooks, which make the parameters current.
         for module in modules:
             hook = module.register_forward_pre_hook(lambda layer, _: self._record_reads(layer))
             self._watching.callback(hook.remove)

@@ -1,6 +1,8 @@
-"""Serial references: all ranks of a job in one process.
+"""Serial references: all ranks of a trial in one process.
 
-A reference repeats all steps of a trial from the gradients that its ranks recorded.
+A reference is a generator that makes a step of an algorithm on all ranks, in a few lines. It
+repeats all steps of a trial from the gradients that the ranks have recorded, at a sample of the
+elements.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ class Ranks:
     """Models and optimizers of all ranks; `x` and `g` have a row of float64 for each rank.
 
     Args:
-        prepare: called with a rank just before its optimizer steps; False: it does not step.
-        local_size: ranks on a host, for options that leave it to the launcher.
+        prepare: called with a rank just before its optimizer steps; if it returns False, the
+            optimizer does not step.
+        local_size: ranks on a host, for options that do not contain it.
     """
 
     def __init__(
@@ -57,19 +60,19 @@ class Ranks:
 
     @property
     def g(self) -> torch.Tensor:
-        """Gradients, `[ranks, elements]`; zeros where there is none."""
+        """Gradients, `[ranks, elements]`; zeros for parameters without a gradient."""
         return torch.stack([_row([p.grad for p in params], params) for params in self._params])
 
     @g.setter
     def g(self, values: torch.Tensor) -> None:
-        """Sets each rank's row, or one for all; a parameter with nothing but zeros gets None."""
+        """Sets a row per rank, or one row for all; if it is all zeros, a gradient becomes None."""
         for params, row in zip(self._params, values.expand(len(self.models), -1), strict=True):
             for param, tensor in zip(params, self.tensors, strict=True):
                 gradient = row[tensor] if param.requires_grad else row[:0]
                 param.grad = _shaped(gradient, param) if gradient.count_nonzero() else None
 
     def update(self, rank: int | None = None) -> None:
-        """Steps the optimizer of a rank; None: of all ranks."""
+        """Steps the optimizer of a rank (None: the optimizers of all ranks)."""
         for each in range(len(self.models)) if rank is None else [rank]:
             if self._prepare(each):
                 self.optimizers[each].step()
@@ -87,7 +90,6 @@ def _row(tensors: Sequence[torch.Tensor | None], params: Sequence[nn.Parameter])
 
 
 def _shaped(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a row in the type, shape and memory layout of `like`."""
     if like.is_complex():
         row = torch.view_as_complex(row.reshape(*like.shape, 2))
     return torch.empty_like(like, requires_grad=False).copy_(row.reshape(like.shape))
@@ -95,30 +97,29 @@ def _shaped(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 Reference = Callable[["Ranks", Options], Iterator[None]]
 Wire = Callable[[torch.Tensor, Trial], torch.Tensor]
-"""Function of the gradients of all ranks, `[ranks, elements]`, that returns what others receive."""
+"""Function that returns the gradients as other ranks receive them. Arguments: the gradients of all
+ranks, `[ranks, elements]`, and the trial."""
 ORDERS = 3
-"""Largest rounding error of a 16-bit sum, relative to that of a sum in rank order. The largest
-ratio seen was 1.7 (fp16, AdamW, 3 ranks)."""
+"""Allowed rounding error of a 16-bit sum in any order, relative to that of a sum in rank order. The
+largest ratio in tests was 1.7 (fp16, AdamW, 3 ranks)."""
 
 
 class _Sampled(nn.Module):
-    """One rank's parameters at the sampled elements, as one tensor."""
-
     def __init__(self, values: np.ndarray, dtype: torch.dtype) -> None:
         super().__init__()
         self.values = nn.Parameter(torch.tensor(values, dtype=dtype))  # a copy: it is trained
 
 
 def unrounded(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """Returns the gradients as they are."""
+    """Returns the gradients unchanged."""
     return gradients
 
 
 def on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """Returns gradients rounded to the smaller type that they travel in, divided by the ranks.
+    """Returns the gradients, rounded to the dtype in which the trial's algorithm sends them.
 
-    Optimizers such as Adam magnify gradients that are too small for such a type. No useful bound of
-    the error covers that, but the rounding is known.
+    Optimizers such as Adam magnify the rounding of small gradients without a useful bound. So the
+    reference rounds in the same way.
     """
     if getattr(trial.options, "wire", None) is None:
         return gradients
@@ -127,10 +128,10 @@ def on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
 
 
 def summed_on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """Returns for each rank the mean of all, with the sum rounded to the smaller type, too.
+    """Returns the mean of all ranks, for each rank, with the sum rounded to the 16-bit dtype, too.
 
-    The sum goes in rank order. A program may use another order, so the rounding error of this sum
-    is an estimate of the program's (`ORDERS`). Only for trials that send a smaller type.
+    The sum is in rank order. The algorithm may use another order, so the rounding error of this sum
+    only estimates the algorithm's (`ORDERS`). Only for trials that send 16-bit gradients.
     """
     total, *others = trial.options.narrowed(gradients, trial.world_size)
     for other in others:
@@ -139,7 +140,7 @@ def summed_on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
 
 
 def change_settings(optimizer: torch.optim.Optimizer) -> None:
-    """Changes settings as a scheduler does; programs that keep the former ones are found by it."""
+    """Changes settings as a scheduler does, to find algorithms that keep using the old ones."""
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
         group["weight_decay"] += 0.1
@@ -152,14 +153,14 @@ def change_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def isolated(ranks: Ranks, options: Options) -> Iterator[None]:
-    """Reference in which every rank trains alone, which no algorithm may equal."""
+    """Reference in which every rank trains without the others; no algorithm may equal it."""
     while True:
         ranks.update()
         yield
 
 
 class RecordedJob:
-    """All ranks of a training from its first step to its end, at the sampled elements.
+    """Recordings of all ranks of a trial, from the first to the last step, at sampled elements.
 
     Args:
         local_size: ranks on a host.
@@ -182,10 +183,10 @@ class RecordedJob:
         self._used = used.any(axis=0)
         pairs = zip(self.names, used.all(axis=0), strict=True)
         self.always_used = {name for name, always in pairs if always}
-        """Tensors of which some rank had a gradient in each step."""
+        """Tensors of which at least one rank had a gradient in each step."""
 
     def reads(self, step: int) -> np.ndarray | None:
-        """Returns what all ranks read in a step; None if one of them was not watched."""
+        """Returns the parameters that all ranks read in a step; None if a rank was not watched."""
         if not all(step in recording.reads for recording in self.recordings):
             return None
         return np.stack([recording.reads[step] for recording in self.recordings])
@@ -193,10 +194,10 @@ class RecordedJob:
     def rerun(self, reference: Reference, wire: Wire = on_the_wire) -> Iterator[np.ndarray]:
         """Repeats the steps of all ranks with a reference and the recorded gradients.
 
-        The trial's optimizer runs in the trial's precision; it must treat each element by itself.
+        The trial's optimizer runs in the trial's precision; it must be element-wise.
 
         Args:
-            wire: what the other ranks receive of the gradients.
+            wire: function that returns the gradients as other ranks receive them.
 
         Yields:
             The parameters of all ranks, `[ranks, elements]`: at the start, and after each step.
@@ -221,18 +222,17 @@ class RecordedJob:
         return deque(self.rerun(reference), maxlen=1)[0]
 
     def norms(self, values: np.ndarray) -> np.ndarray:
-        """Returns norms by rank and tensor; zero for a tensor of which nothing was read."""
+        """Returns norms by rank and tensor; 0 for a tensor without recorded elements."""
         squares = np.square(values, dtype=np.float64)
         sums = np.sqrt(np.add.reduceat(squares, self._starts, axis=1))
         return np.where(self.unread(squares), 0.0, sums)
 
     def unread(self, values: np.ndarray) -> np.ndarray:
-        """Returns by rank and tensor whether nothing was read."""
+        """Returns, by rank and tensor, True if no element was recorded."""
         return np.logical_and.reduceat(np.isnan(values), self._starts, axis=1)
 
     def worst(self, errors: np.ndarray, moved: np.ndarray) -> Deviation:
-        """Returns the worst tensor of any rank, from norms; tensors without gradients are left
-        out."""
+        """Returns the worst tensor of any rank, from norms; skips tensors without gradients."""
         with np.errstate(divide="ignore", invalid="ignore"):
             relative = np.where(errors == 0, 0.0, errors / moved)
         relative = np.where(np.isnan(relative), np.inf, relative).max(axis=0)
@@ -241,7 +241,7 @@ class RecordedJob:
         return Deviation(error=float(relative[place]), tensor=self.names[place])
 
     def difference(self, reference: Reference, other: Reference, tolerance: float) -> Deviation:
-        """Returns how far one reference ends from another, relative to the movement of that."""
+        """Returns how far two references end from each other, relative to `other`'s movement."""
         end, wanted = self.end_of(reference), self.end_of(other)
         least = rounding(self.trial.dtype, self.steps) / tolerance
         moved = np.maximum(self.norms(wanted - self.start), least * self.norms(wanted))
@@ -251,13 +251,14 @@ class RecordedJob:
 class Comparison:
     """Comparison of the ranks with a reference, at the sampled elements.
 
-    Rounding on the wire adds up over the steps, so what a forward pass reads may be off by more
-    than one step moves. From one watched pass to the next, this may grow only by a share of the
-    movement between them. A rank that reads old values now is off by a step more than at the end.
+    Rounding of sent gradients adds up over the steps. So the parameters that a forward pass reads
+    may have larger errors than the movement of a step. But from one watched pass to the next, the
+    error may grow only by a share of the movement between them. A rank that reads old parameters in
+    one pass and current ones in another exceeds this.
 
     Args:
-        tolerance: bound of the errors that are due to rounding alone.
-        mixed: parameters are averaged in each step, as for `rounding`.
+        tolerance: largest error that is due to rounding alone.
+        mixed: True if parameters are averaged in each step, as for `rounding`.
     """
 
     def __init__(
@@ -265,10 +266,10 @@ class Comparison:
     ) -> None:
         self._job, self._tolerance, self._mixed = job, tolerance, mixed
         self.read, self.read_in = Deviation(), 1
-        """Worst growth of the deviation from one watched pass to the next, relative to the movement
-        between, and its step from 1; one more than there are steps: after the last one."""
+        """Worst growth of the error from one watched pass to the next, relative to the movement in
+        between, and the number of the step (from 1); number of steps + 1: after the last step."""
         path = job.rerun(reference)
-        # Programs that measure in the first steps may send gradients as they are.
+        # Algorithms that measure in the first steps may send unrounded gradients.
         wires = (unrounded, summed_on_the_wire) if getattr(job.trial.options, "wire", None) else ()
         others = [job.rerun(reference, wire) for wire in wires]
         at = next(path)
@@ -276,7 +277,7 @@ class Comparison:
         self._known, self._known_slack = np.zeros_like(at), slack
         """Error and slack of each element when it was last read."""
         self._moved = job.norms(self._known)
-        """Movement of each tensor since then, step by step, and the number of steps."""
+        """Sum of each tensor's movements since it was last read, and the number of these steps."""
         self._steps = np.zeros_like(self._moved)
         for step in range(job.steps):
             rows = job.reads(step)
@@ -290,12 +291,12 @@ class Comparison:
         self._look(job.steps, end, at, slack)
         room = self._room(job.norms(at - job.start), job.steps, at, slack)
         self.end = job.worst(job.norms(end - at), room)
-        """Deviation after the last step, relative to the movement since the first."""
+        """Deviation after the last step, relative to the movement in all steps."""
 
     def _room(
         self, moved: np.ndarray, steps: float | np.ndarray, at: np.ndarray, slack: np.ndarray
     ) -> np.ndarray:
-        """Returns the movement of each tensor, raised to what rounding may amount to."""
+        """Returns the movement of each tensor, or the possible rounding error if it is larger."""
         job = self._job
         least = rounding(job.trial.dtype, steps, mixed=self._mixed) * job.norms(at)
         return np.maximum.reduce(
@@ -306,7 +307,7 @@ class Comparison:
         """Compares the values that ranks read in a step (NaN: not read) with the reference's."""
         job, unread = self._job, np.isnan(rows)
         errors = np.where(unread, self._known, rows - at)
-        # Exact diffusion adds the rounding of a step again in each later step.
+        # In exact diffusion, the rounding of a step has an effect in each later step.
         steps = step if self._mixed else self._steps
         room = self._room(self._moved, steps, at, slack - self._known_slack)
         worst = job.worst(job.norms(errors - self._known), room)
@@ -319,8 +320,11 @@ class Comparison:
 
 
 def _slack(at: np.ndarray, others: Sequence[Iterator[np.ndarray]]) -> np.ndarray:
-    """Returns allowed distances from `at`, `[2, ranks, elements]`: of a program that does not
-    round, and of one that sums in another order. Empty without `others`."""
+    """Returns allowed distances from `at`, `[2, ranks, elements]`; empty without `others`.
+
+    The first is that of an algorithm that does not round, the second of one that sums in another
+    order.
+    """
     if not others:
         return at[:0, None]
     plain, summed = (at - next(other) for other in others)

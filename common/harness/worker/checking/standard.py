@@ -1,4 +1,4 @@
-"""Standard that the training of a trial is held to, and the verdict on what the ranks recorded."""
+"""Standard: the reference and the tolerances of a trial, and the verdict on its recordings."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ TOLERANCE = {
     **{"float32": 1e-5, "float64": 1e-9, "bfloat16": 0.05},
     **{"amp-bf16": 1e-5, "amp-fp16": 1e-5},
 }
-"""Largest error of any tensor, relative to its movement. Right programs in float32 reach 2e-8 to
-4e-7; gradients that secretly travel in fp16 make 4e-4; a lost step makes 1 / steps or more."""
+"""Largest error of any tensor, relative to its movement. Correct algorithms in float32 have 2e-8 to
+4e-7. Gradients that are sent in fp16 by mistake cause 4e-4, a lost step 1 / steps or more."""
 COMPUTED_TOLERANCE = {
     **{"float32": 2e-3, "float64": 1e-7, "bfloat16": 0.2},
     **{"amp-bf16": 0.2, "amp-fp16": 0.2},
 }
-"""The same after steps of a model that computes: gradients magnify the rounding of parameters."""
+"""Largest error if gradients are computed twice: they magnify the rounding of parameters."""
 WIRE_TOLERANCE = {"fp16": 5e-3, "bf16": 0.05}
-"""Least tolerance for gradients that travel in a smaller type."""
+"""Smallest tolerance if gradients are sent in a 16-bit dtype."""
 MIXED = 10
-"""Factor of these tolerances if parameters are averaged instead of gradients: each step then adds
-the rounding of a whole tensor instead of that of a step."""
+"""Factor of the tolerances if parameters are averaged instead of gradients: each step then rounds
+whole parameters, not only their changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Facts of one rank for the verdict."""
+    """Facts about one rank for the verdict."""
 
     recording: Recording
     sent_bytes: int
-    """Bytes that the rank handed to the communicator since the first step."""
+    """Bytes that the rank gave to the communicator since the first step."""
     sent_per_step: int
-    """The same per timed step."""
+    """Bytes that the rank gave to the communicator per timed step."""
     statistics: Statistics
-    """The algorithm's counts."""
+    """Counters of the algorithm."""
     finding: str | None
-    """Difference of the rank's forward passes from plain training."""
+    """Error in the rank's forward passes, as a text; None if there is none."""
 
 
 class Standard:
     """Reference and tolerances of a trial.
 
     Args:
-        workload: workload before an algorithm wraps it.
+        workload: workload that no algorithm has wrapped yet.
     """
 
     def __init__(self, trial: Trial, workload: Workload) -> None:
         self._trial = trial
         self._scaled = workload.scaler is not None
-        """True: gradients are not those of the loss, and steps may be skipped."""
+        """True for a loss scaler: gradients are scaled, and steps may be skipped."""
         self.reference = None
         if not self._scaled:
             self.reference = (
@@ -69,20 +69,20 @@ class Standard:
                 if trial.algorithm == BASELINE
                 else references.reference_of(trial.algorithm, trial.options)
             )
-        # An algorithm that promises to train like one process is compared with that, whatever
-        # reference its own file has.
+        # An algorithm that promises to train like one process is compared with one process, not
+        # with a reference in its own file.
         self._claimed = None
         if self.reference is not None and _promises_average(trial, self.reference.__module__):
             self._claimed, self.reference = self.reference, references.average
         self._plain = self.reference in (references.average, references.delayed)
         options = trial.options
         self.compares_first_steps = self._plain and getattr(options, "average", True)
-        """True if first steps are compared as whole tensors. Other checks need the memory more."""
-        # Programs that still measure may send gradients as they are: only samples are compared.
+        """True if all elements are compared after the first steps."""
+        # Algorithms that measure in the first steps may send unrounded gradients.
         if getattr(options, "wire", None) and options.settling_steps():
             self.compares_first_steps = False
         self.recomputes = self._plain and not is_replay(trial.model)
-        """True if the passes of a step are recomputed; those of a replayed model mean nothing."""
+        """True if a step's gradients are computed again; a replayed model's are random numbers."""
         self._sizes = {
             name: (param.nbytes, param.element_size())
             for name, param in workload.model.named_parameters()
@@ -91,10 +91,10 @@ class Standard:
         """Bytes of each trained parameter, and of its elements."""
 
     def tolerance(self, *, computed: bool) -> float:
-        """Returns the largest error allowed, relative to a tensor's movement.
+        """Returns the largest allowed error, relative to a tensor's movement.
 
         Args:
-            computed: the compared gradients are not the same ones, but computed twice.
+            computed: True if both sides have computed gradients; False: both use the same ones.
         """
         trial = self._trial
         computed = computed and not is_replay(trial.model)
@@ -180,10 +180,7 @@ class Standard:
     def sent_too_little(
         self, job: RecordedJob, reports: Sequence[RankReport], consistency: str
     ) -> str | None:
-        """Returns a finding if timed steps sent fewer bytes than an average of gradients takes.
-
-        Ranks cannot average gradients of P - 1 ranks that they do not know.
-        """
+        """Returns the text of an error if timed steps sent too few bytes to average gradients."""
         trial = self._trial
         if trial.world_size == 1 or consistency != "synchronous":
             return None
@@ -193,22 +190,22 @@ class Standard:
         size = 0.0
         for name in job.always_used:
             nbytes, element_size = self._sizes[name]
-            # Bytes that travel per byte of a gradient.
+            # Bytes that are sent per byte of a gradient.
             size += nbytes * (min(1.0, share(element_size)) if share else 1.0)
         least = (trial.world_size - 1) * size
         sent = sum(report.sent_per_step for report in reports)
         if sent >= least:
             return None
         return (
-            f"in timed steps all ranks together sent {sent:,} bytes per step, and an average of "
+            f"in timed steps all ranks together sent {sent:,} bytes per step, but an average of "
             f"their gradients takes {least:,.0f} at least"
         )
 
 
 def changed_buffers(recordings: Sequence[Recording], changed: int) -> str | None:
-    """Returns a finding if buffers changed outside forward passes in the last two steps.
+    """Returns the text of an error if buffers changed outside forward passes in the last two steps.
 
-    A rank's buffers are those that its own forward pass has left, or those of rank 0.
+    Only a copy of rank 0's buffers is allowed.
 
     Args:
         changed: index of the last step.
@@ -226,12 +223,12 @@ def changed_buffers(recordings: Sequence[Recording], changed: int) -> str | None
 
 
 def off_by(when: str, worst: Deviation, limit: float) -> str:
-    """Returns a finding on a tensor that is too far from where it should be."""
+    """Returns the text of an error about a tensor whose values are wrong."""
     return f"{when} {worst.tensor} is off by {worst.error:.2g} of its movement (at most {limit:g})"
 
 
 def _promises_average(trial: Trial, module: str) -> bool:
-    """True if a plug-in promises to be synchronous and has a reference of its own, in `module`."""
+    """Returns True if a plugin (in `module`) promises to be synchronous but has a reference."""
     if trial.algorithm == BASELINE or module == references.__name__:
         return False
     if getattr(trial.options, "compression", "none") not in ("none", *WIRE_TOLERANCE):

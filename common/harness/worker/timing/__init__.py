@@ -1,1 +1,1 @@
-"""Step times, the load on the machine meanwhile, and raw measurements."""
+"""Measurement of step times, of the load on the machine meanwhile, and raw measurements."""

@@ -1,8 +1,8 @@
-"""Canary: the time of a fixed workload, before and after the timed steps.
+"""Canary: a fixed computation that is timed before and after the timed steps.
 
-Another load on a shared host or another clock frequency makes all work slower, and no counter of
-this machine shows it. So one rank of each machine runs the workload on one core while the others
-wait, and the record has its times.
+Load by others on a shared host, or a lower clock frequency, makes all work slower, and no counter
+of this machine shows it. So one rank of each machine runs the canary on one core while the other
+ranks wait, and the record has its times.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from dear.comm.communicator import Communicator
 PIECES = 48
 _SIDE, _PRODUCTS = 192, 12
 _COPY_FLOATS, _COPIES = 1 << 20, 2
-"""Sizes of a piece of about 2 ms: products that stay in a core's cache, and copies that do not."""
+"""Sizes in a piece of about 2 ms: matrices that fit into a core's cache, copies that do not."""
 
 
 def canary_s(communicator: Communicator) -> float:
-    """Returns the time on the slowest machine, in seconds; all ranks call it with nothing under
-    way."""
+    """Returns the seconds that the canary takes on the slowest machine.
+
+    All ranks must call this together, while no communication is in flight.
+    """
     first = first_of_machine(communicator)
     communicator.barrier()
     took_s = work_s() if first else 0.0
@@ -31,15 +33,15 @@ def canary_s(communicator: Communicator) -> float:
 
 
 def first_of_machine(communicator: Communicator) -> bool:
-    """Returns whether this rank runs the workload for its machine; all ranks call it."""
+    """Returns True if this rank runs the canary for its machine. A collective call."""
     machines = communicator.gather_objects(machine_id())
     return machines.index(machine_id()) == communicator.rank
 
 
 def work_s() -> float:
-    """Runs the workload; returns the time of all pieces at the pace of the faster half.
+    """Runs the canary; returns its seconds, computed from the faster half of its pieces.
 
-    A piece that another process interrupts does not show the machine's pace.
+    Slower pieces may have been interrupted by other processes.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

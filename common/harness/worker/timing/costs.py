@@ -18,10 +18,10 @@ from dear.cost.measurement import LARGE, OPERATIONS, Measurement
 _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
 BUDGET_S = 0.5
-"""Seconds of the modelled cluster for each of the four operations."""
+"""Budget for each of the four operations, in seconds of the modelled cluster."""
 SENDER_BUDGET_S = 1.5
-"""The same for each line of a library's own engine. It is longer, because such an engine reports
-neither regimes nor a link rate: only large messages show beta."""
+"""Budget for each kind of message of a library that sends messages itself. It is longer, because
+such a library does not report from which sizes it uses other algorithms: beta needs large ones."""
 
 
 def time_collectives(
@@ -31,12 +31,12 @@ def time_collectives(
     first: Sequence[Measurement] | None = None,
     time_scale: float = 1.0,
 ) -> list[Measurement]:
-    """Times all operations for messages up to about `nbytes`; all ranks call it.
+    """Times all operations for messages up to about `nbytes`. All ranks must call this together.
 
     Args:
         nbytes: size of the model's gradients.
-        first: earlier measurements. Then only their two largest sizes are timed, which show what a
-            byte costs. On slow links they end before the largest size.
+        first: earlier measurements. If they are given, only their two largest sizes are timed
+            again. On slow links, these are smaller than `nbytes`.
     """
     sizes = sizes_up_to(nbytes, communicator.burst_bytes)
     return [
@@ -55,7 +55,7 @@ def time_collectives(
 
 
 def check(first: Sequence[Measurement], again: Sequence[Measurement]) -> CostCheck:
-    """Checks measurements of all operations by their two halves, and by later measurements."""
+    """Returns the quality of measurements: from their two halves, and from later measurements."""
     worst = max((each.agreement() for each in first), key=lambda agreement: agreement.misfit)
     drifts = map(_drift, first, again)
     return CostCheck(residual=worst.error, noise=worst.noise, drift=max(drifts, key=abs))
@@ -64,9 +64,10 @@ def check(first: Sequence[Measurement], again: Sequence[Measurement]) -> CostChe
 def time_sender(
     communicator: Communicator, sender: Sender, nbytes: int, time_scale: float
 ) -> list[Measurement]:
-    """Times all-reduces by a library's own engine: of one tensor, then of two that start together.
+    """Times all-reduces by a library that sends messages itself (Horovod).
 
-    All ranks call it, with warm connections.
+    The first measurement is of one tensor, the second of two tensors that start together. All ranks
+    must call this together, after some earlier messages.
     """
     sizes = sizes_up_to(nbytes, communicator.burst_bytes)
     two = [size for size in sizes if size <= (sender.fusion_bytes or sizes[-1])]
@@ -105,7 +106,7 @@ def fits(measured: Sequence[Measurement], time_scale: float) -> dict[str, Collec
 def to_json(
     measured: Sequence[Measurement], time_scale: float, **more: str
 ) -> list[dict[str, Any]]:
-    """Returns the measurements, in seconds of this machine, with the residuals of their fits."""
+    """Returns the measurements in real seconds, with the residuals of their fits."""
     return [
         {**dataclasses.asdict(each), **more, "time_scale": time_scale}
         | {"residuals": each.residuals()}
@@ -114,9 +115,10 @@ def to_json(
 
 
 def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
-    """Returns sizes of messages in bytes, each twice the one before.
+    """Returns sizes of messages in bytes, each twice the previous one.
 
-    There are at least three, and two of them are large beside the burst that links pass at once.
+    There are at least three sizes. Two of them are much larger than `burst_bytes`, the bytes that
+    links pass without delay.
     """
     sizes = [_SMALLEST << power for power in range(_LEAST_SIZES)]
     while sizes[-2] < LARGE * 2 * burst_bytes or (2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST):
@@ -125,7 +127,6 @@ def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
 
 
 def _drift(first: Measurement, again: Measurement) -> float:
-    """Returns the relative change of the time of the largest message that both have."""
     before = dict(zip(first.nbytes, first.typical_s, strict=True))
     after = dict(zip(again.nbytes, again.typical_s, strict=True))
     largest = max(before.keys() & after.keys())

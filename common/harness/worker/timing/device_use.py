@@ -20,10 +20,10 @@ _CLEAR_PEAK = "5"
 
 
 class PeakMemory:
-    """Highest memory of this process since the object was made.
+    """Peak memory of this process since the object was created.
 
-    On a GPU it is that of torch's allocator; libraries' own buffers are not part of it. On a CPU it
-    is resident memory, whose peak the kernel can reset; `ru_maxrss` is the peak of a whole life.
+    On a GPU, it is the peak of torch's allocator, without buffers of other libraries. On a CPU, it
+    is the peak of resident memory, which the kernel can reset (unlike `ru_maxrss`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class PeakMemory:
             self._known = False
 
     def read(self) -> int | None:
-        """Returns bytes; None: this kernel does not reset or tell the peak."""
+        """Returns the peak in bytes; None: this kernel cannot reset or report it."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated()
         if self._known:

@@ -1,4 +1,4 @@
-"""Evidence: raw measurements of all ranks, in a file next to the record.
+"""Evidence: raw measurements of all ranks, in a file beside the record.
 
 `docs/methodology.md` lists its keys. Nothing is traced while steps are timed.
 """
@@ -30,7 +30,7 @@ from dear.errors import UserError
 
 SCHEMA = 1
 TRACED_STEPS = 3
-"""The first begins with nothing under way; the last is typical of steps that follow others."""
+"""Number of traced steps. The first starts with nothing in flight; the last is typical."""
 Json = dict[str, Any]
 Counters = dict[str, Any]
 """Nested counters, as JSON."""
@@ -55,8 +55,8 @@ def timing(
     """Returns the evidence of timed steps.
 
     Args:
-        parts: by rank, the parts of all steps since the first block.
-        counted: by rank, the gain of `network_counters` since then.
+        parts: parts of all steps since the first block, by rank.
+        counted: increase of `network_counters` since then, by rank.
     """
     steps = sum(len(block) for block in measured.iters + measured.untimed)
     rows = [[[getattr(s, key) for key in _PARTS] for s in rank[:steps]] for rank in parts]
@@ -69,7 +69,7 @@ def timing(
 
 
 def learning(saved: Sequence[Mapping[str, Any] | None]) -> Json:
-    """Returns the evidence of a repeat that learns, from its ranks' files (None: a dead rank)."""
+    """Returns the evidence of a repeat that learns, from its ranks' files (None: the rank died)."""
     return {
         "copies": [rank and [[t["seconds"], t["steps"]] for t in rank["taken"]] for rank in saved],
         "pressure": [rank and rank["pressure"] for rank in saved],
@@ -81,7 +81,7 @@ def learning(saved: Sequence[Mapping[str, Any] | None]) -> Json:
 
 
 def write(path: Path, facts: Json) -> None:
-    """Writes the file, whole or not at all."""
+    """Writes the file atomically."""
     partial = path.with_suffix(".partial")
     with gzip.open(partial, "wt", encoding="utf-8") as file:
         json.dump({"schema": SCHEMA, **facts}, file)
@@ -89,7 +89,10 @@ def write(path: Path, facts: Json) -> None:
 
 
 class Trace:
-    """Gradients and transfers of some further steps on this rank; all ranks train them."""
+    """Trace of some further steps on this rank: when gradients were ready, and transfers ran.
+
+    All ranks must create it together.
+    """
 
     def __init__(
         self, training: Training, model: torch.nn.Module, communicator: Communicator
@@ -118,7 +121,7 @@ class Trace:
         return arrived
 
     def to_json(self) -> Json:
-        """Returns the trace; nothing may be under way."""
+        """Returns the trace; nothing may be in flight."""
         marks_s = [moment() for moment in self._marks]
         return {
             "marks_s": marks_s,
@@ -133,8 +136,10 @@ class Trace:
 
 
 def moments(communicator: Communicator, device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Returns a function that marks the present moment of the device that computes, which is later
-    than its host's, and returns a function for its seconds."""
+    """Returns a function `mark`, which notes the time when the device reaches this point.
+
+    `mark` does not wait. It returns a function that returns this time in seconds later.
+    """
     if device.type == "cuda":
         return communicator.device_clock(device).mark
 
@@ -155,7 +160,7 @@ def _collective(name: str, channel: int, work: Work | Noted) -> Json:
 
 
 def _transfers(since_s: float, until_s: float) -> list[Json]:
-    """Returns all transfers of the comm core: DDP's buckets do not pass a communicator."""
+    """Returns all transfers of the comm core, also DDP's, which do not use the communicator."""
     core = sys.modules.get("comm_core")
     events = core.events() if core is not None else []
     return [
@@ -166,7 +171,7 @@ def _transfers(since_s: float, until_s: float) -> list[Json]:
 
 
 def plan(training: Training, model: torch.nn.Module) -> Json:
-    """Returns the current groups that travel together, in the order in which they start."""
+    """Returns the current groups of gradients (buckets), in the order in which they start."""
     names = {param: name for name, param in model.named_parameters()}
     some = training.engine.some_groups()
     groups = [
@@ -183,9 +188,10 @@ def plan(training: Training, model: torch.nn.Module) -> Json:
 def host_costs(
     config: OptimizerConfig, device: torch.device, dtype: torch.dtype
 ) -> list[dict[str, float]]:
-    """Returns by size of a tensor the seconds of this machine to copy and to update it.
+    """Returns the real seconds to copy and to update a tensor, by its size.
 
-    All ranks measure at once, as in a step. On a GPU the time includes one launch and its end.
+    All ranks measure at the same time, as in a step. On a GPU, the time includes the launch of a
+    kernel and the wait for its end.
     """
     costs = []
     for nbytes in _SIZES:
@@ -211,7 +217,7 @@ def _median_s(call: Callable[[], object], device: torch.device) -> float:
 
 
 def network_counters() -> Counters:
-    """Returns counters of this rank's host: of devices, of TCP, and of queues that shape links."""
+    """Returns counters of this rank's host: network devices, TCP, and queues that limit links."""
     counters: Counters = {"tcp": {}, "queues": _queues()}
     for line in _lines("dev")[2:]:
         name, _, values = line.partition(":")
@@ -235,7 +241,6 @@ def _lines(name: str) -> list[str]:
 
 
 def _queues() -> dict[str, dict[str, int]]:
-    """Returns counters of `tc -s` by device and kind of queue; empty without `tc`."""
     tool = shutil.which("tc")
     if tool is None:
         return {}
@@ -250,7 +255,7 @@ def _queues() -> dict[str, dict[str, int]]:
 
 
 def gained(before: Counters, after: Counters) -> Counters:
-    """Returns the gain of counters that were there before."""
+    """Returns the increase of each counter in `before`."""
     return {
         key: gained(before[key], value) if isinstance(value, dict) else value - before[key]
         for key, value in after.items()

@@ -1,4 +1,4 @@
-"""Blocks of timed steps: a barrier, steps until all is in flow, and timed steps.
+"""Blocks of timed steps: a barrier, some untimed steps, and the timed steps.
 
 A step ends when the last rank has finished it.
 """
@@ -17,14 +17,14 @@ from common.harness.worker.timing.strain import Gauge, Pressure
 from dear.comm.communicator import Communicator
 
 MAX_STEPS = 1000
-"""Most steps of a block, up to whole periods."""
+"""Largest number of steps of a block, rounded to whole periods of the algorithm."""
 LEAST_PERIODS = 2
 FILLING_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Result of `measure_steps`; all ranks have the same, except for `bytes_sent`."""
+    """Result of `measure_steps`; it is equal on all ranks, except for `bytes_sent`."""
 
     iters: list[list[float]]
     """Step times by block in seconds, from the end of a step on the last rank to the end of the
@@ -32,23 +32,23 @@ class Measured:
     untimed: list[list[float]]
     """Times of the steps before each block; the first one begins at the barrier."""
     marks: list[list[list[float]]]
-    """Moments by rank and block, in seconds of the rank's clock: the barrier, the ends of untimed
-    steps, the begin of the first timed step, and the ends of timed steps."""
+    """Times by rank and block, in seconds of the rank's clock: the barrier, the ends of untimed
+    steps, the start of the first timed step, and the ends of timed steps."""
     bytes_sent: int
-    """Payload bytes per step that this rank handed to the communicator."""
+    """Payload bytes per step that this rank gave to the communicator."""
     pressure: list[Pressure]
-    """Pressure by rank."""
+    """Load on the machine, by rank."""
     canary_s: list[float]
     """Times of the canary right before the first block and right after the last."""
 
 
 def untimed_in_block(staleness: int) -> int:
-    """Returns the number of steps after a barrier that fill a pipeline of such staleness."""
+    """Returns the number of untimed steps after a barrier, if gradients are so many steps old."""
     return FILLING_STEPS + staleness
 
 
 def in_two(config: MeasureConfig) -> MeasureConfig:
-    """Splits a single block into two of half its steps; several blocks stay as they are."""
+    """Splits a single block into two blocks with half of its steps; keeps several blocks."""
     if config.num_iters > 1:
         return config
     steps = config.steps_per_iter
@@ -64,7 +64,7 @@ def in_two(config: MeasureConfig) -> MeasureConfig:
 def block_steps(
     config: MeasureConfig, period: int, step_s: float, communicator: Communicator
 ) -> int:
-    """Returns the number of timed steps of a block: whole periods of the algorithm, two at least.
+    """Returns the number of timed steps of a block: at least two whole periods of the algorithm.
 
     Args:
         step_s: duration of a step on this rank during warm-up.
@@ -73,7 +73,7 @@ def block_steps(
     if wanted is None:
         wanted = max(config.min_steps, round(config.min_iter_s / max(step_s, 1e-6)))
         wanted = min(wanted, MAX_STEPS)
-    # One rank decides, or the ranks would run different numbers of collectives.
+    # One rank decides, so that all ranks run the same number of collectives.
     return communicator.broadcast_object(max(LEAST_PERIODS, math.ceil(wanted / period)) * period)
 
 
@@ -89,18 +89,18 @@ def measure_steps(
     gauge: Gauge | None = None,
     canary: Callable[[], float] = lambda: 0.0,
 ) -> Measured:
-    """Runs and times blocks of steps, in seconds of this machine.
+    """Runs and times blocks of steps, in real seconds.
 
-    A barrier empties the pipeline. The first step after it is spared the transfers that an
-    algorithm leaves to the next step (DeAR's all-gather, delayed gradients). So some untimed steps
-    follow each barrier.
+    At a barrier, nothing is in flight. So the first step after it does not contain the transfers
+    that an algorithm leaves to the next step (DeAR's all-gather, delayed gradients). Therefore some
+    untimed steps follow each barrier.
 
     Args:
-        step: trains a step; need not wait for the device.
+        step: trains a step; it need not wait for the device.
         untimed: number of steps after the barrier that are not part of the block.
-        between: called with the block's number before the barrier of each block but the first.
+        between: called with the block's number, before the barrier of each block except the first.
         watch: stopwatch of the device; None: the host's clock.
-        canary: waits until nothing is under way, and returns the canary's time.
+        canary: waits until nothing is in flight, and returns the canary's time.
     """
     watch, gauge = watch or Stopwatch(), gauge or Gauge()
     marks: list[list[float]] = []
@@ -139,15 +139,15 @@ def measure_steps(
 
 
 def steps_of_all(moments: Sequence[Sequence[float]], one_clock: bool) -> list[float]:
-    """Returns the times of a block's steps, of all ranks together, in seconds.
+    """Returns the times of a block's steps in seconds, of all ranks together.
 
-    Ranks that do not wait for each other take turns at being behind. The slowest time of each step
-    would add up to more than any rank needs for the block.
+    A step ends when the last rank ends it. (The sum of each step's slowest time could be longer
+    than the block, because another rank may be the slowest in each step.)
 
     Args:
-        moments: by rank, the begin of the block and the end of each step.
-        one_clock: the ranks read the same clock. Otherwise each counts from its own begin, and the
-            block of ranks that are not in phase is a little too long.
+        moments: start of the block and end of each step, by rank.
+        one_clock: True if all ranks read the same clock. Otherwise, times count from each rank's
+            own start; if ranks do not start together, the block is a little too long.
     """
     starts = [0.0 if one_clock else times[0] for times in moments]
     since = [[t - start for t in times] for times, start in zip(moments, starts, strict=True)]

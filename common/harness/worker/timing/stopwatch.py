@@ -1,8 +1,8 @@
-"""Stopwatches for the ends of steps: by the host's clock, or on a GPU without waiting for it.
+"""Stopwatches for the ends of steps: by the host's clock, or by events of a GPU.
 
-A GPU runs behind its host, and collectives may still run when the next step begins (DeAR's
-all-gathers). A wait for the device in each step would forbid that. So events in the stream record
-the end of each step, and the host waits only before and after all of them.
+A GPU runs behind its host, and collectives of a step (DeAR's all-gathers) may still run in the next
+step. To wait for the device in each step would prevent this overlap. So events in the GPU's stream
+record the end of each step, and the host waits only before the first and after the last step.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ _MS_PER_S = 1e3
 
 
 class Stopwatch:
-    """Moments in seconds of `time.perf_counter`, which all processes of a machine share.
+    """Stopwatch by `time.perf_counter`, a clock that all processes of a machine share.
 
-    For a replayed model they are moments of its device (`Pace.clock`): a delay of the CPU at the
-    end of a step is not the device's, and the next step makes up for it.
+    For a replayed model, times are those of the emulated device (`Pace.clock`): a delay of the CPU
+    at the end of a step is no delay of the device.
     """
 
     def start(self) -> None:
-        """Discards all moments, and the distance between a replayed device and its host; nothing
-        may be under way."""
+        """Discards all times, and the delay of the host behind a replayed device.
+
+        Nothing may be in flight.
+        """
         pace.current().settle()
         self._marks: list[float] = []
 
     def mark(self) -> None:
-        """Adds the moment at which the work issued so far ends; never waits."""
+        """Adds the time at which all work issued so far ends; never waits."""
         self._marks.append(pace.current().clock())
 
     def read(self) -> list[float]:
-        """Returns all moments since `start`; waits for a GPU."""
+        """Returns all times since `start`; waits for a GPU."""
         return self._marks
 
 
 class DeviceStopwatch(Stopwatch):
-    """Stopwatch of the current stream of a GPU, for which `start` waits, too."""
+    """Stopwatch by events in the current stream of a GPU; `start` waits for the GPU, too."""
 
     def start(self) -> None:
         self._events: list[torch.cuda.Event] = []

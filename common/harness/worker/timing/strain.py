@@ -1,8 +1,9 @@
 """Load on the machine while steps were timed: waits of the ranks for cores, and use by others.
 
-Threads that wait for a core disturb a measurement; a busy machine alone does not. Foreign load may
-leave enough cores, and a short burst of the ranks themselves does not show in a mean. So the kernel
-is asked for the waits (schedstat), and for the use of cores, which tells who caused the waits.
+A measurement is disturbed if threads wait for a core, not by load alone: other programs may leave
+enough cores. So the waits of threads are read from the kernel (schedstat), and also the use of each
+core, which shows who caused the waits. Pressure is the load as a rank sees it; strain summarizes
+all ranks.
 """
 
 from __future__ import annotations
@@ -25,43 +26,43 @@ _TASKS = Path("/proc/self/task")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_PER_S = 1e9
 _MAIN, _BACKWARD = "main", "pt_autograd"
-"""Names of training threads: on a GPU torch runs backward passes, with hooks, in the second one."""
+"""Names of training threads. With a GPU, torch runs backward passes (and hooks) in the second."""
 
 
 @dataclass(kw_only=True)
 class Pressure:
-    """Counts of one rank during its timed steps, in seconds of this machine."""
+    """Load as one rank sees it during its timed steps, in real seconds."""
 
     machine: str
-    """Machine of the rank; virtual hosts share one."""
+    """Id of the rank's machine; virtual hosts on one machine have the same."""
     elapsed_s: float = 0.0
     cpu_s: float = 0.0
     """CPU time of this process."""
     ran_s: dict[str, float] = field(default_factory=dict)
-    """CPU time by thread; threads with the same name count together."""
+    """CPU time by name of thread; threads with the same name are added up."""
     waited_s: dict[str, float] | None = field(default_factory=dict)
-    """Waits for a core by thread; None if the kernel does not count them."""
+    """Time for which threads waited for a core, by name; None if the kernel does not report it."""
     absorbed_s: float | None = None
-    """Waits of the training thread that did not lengthen its compute, which is slowed down anyway.
-    None if compute is replayed."""
+    """Waits of the training thread that did not lengthen its compute, because the time scale slows
+    compute down anyway. None if compute is replayed."""
     fell_behind_s: float = 0.0
-    """Change of the host's delay behind its replayed device. Delays that it made up for are in the
-    steps; this one is in none."""
+    """Change of the host's delay behind its replayed device. This time is missing in the steps;
+    delays that the host caught up are included."""
     busy_s: dict[str, float] = field(default_factory=dict)
-    """Use of each core that this process may use, by all processes."""
+    """Busy time of each core that this process may use, by all processes."""
     steal_s: dict[str, float] = field(default_factory=dict)
     """Time of each core that other virtual machines took."""
     links_s: float = 0.0
     """CPU time of the program that emulates the links."""
     throttled_s: float = 0.0
-    """Time for which a control group's limit stopped all its processes."""
+    """Time for which the CPU limit of a control group stopped the rank."""
 
 
 class Gauge:
-    """Adds up the pressure of this process in the blocks under `with gauge.block():`.
+    """Gauge of the pressure on this process, added up over all `with gauge.block():`.
 
     Args:
-        links_pid: process id of the program that emulates the links, if there is one.
+        links_pid: PID of the program that emulates the links, if there is one.
         absorbed_s: returns `Training.absorbed_s`.
     """
 
@@ -75,7 +76,7 @@ class Gauge:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Reads counters before and after; nothing between costs time."""
+        """Context that reads counters at its start and end; it costs no time in between."""
         absorbed_s, before = self._absorbed_s(), _Reading(self._links_pid)
         yield
         self._add(before, _Reading(self._links_pid))
@@ -97,7 +98,7 @@ class Gauge:
         if after.threads is None or before.threads is None:
             pressure.waited_s = None
             return
-        # Threads that began meanwhile count as wholes; those that ended left nothing.
+        # New threads are counted completely; threads that have ended are missing.
         for thread, (ran_s, waited_s) in after.threads.items():
             ran_before_s, waited_before_s = before.threads.get(thread, (0.0, 0.0))
             _add(pressure.ran_s, _name(thread), ran_s - ran_before_s)
@@ -106,8 +107,6 @@ class Gauge:
 
 
 class _Reading:
-    """The kernel's counters at a moment."""
-
     def __init__(self, links_pid: int | None) -> None:
         self.threads = _threads()
         self.links_s = 0.0 if links_pid is None else _ran_s(links_pid)
@@ -119,7 +118,6 @@ class _Reading:
 
 
 def _threads() -> dict[str, tuple[float, float]] | None:
-    """Returns by thread id its CPU time and its waits for a core."""
     threads = {}
     for folder in _TASKS.iterdir():
         try:
@@ -135,7 +133,6 @@ def _threads() -> dict[str, tuple[float, float]] | None:
 
 
 def _ran_s(pid: int) -> float:
-    """Returns the CPU time of a process with one thread; 0 if it has ended or is not counted."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[0]) / _NS_PER_S
     except OSError:
@@ -156,7 +153,7 @@ def _add(sums: dict[str, float], key: str, value: float) -> None:
 
 
 def machine_id() -> str:
-    """Returns the id of the running kernel, which virtual hosts share, as they share its clock."""
+    """Returns the id of the running kernel. Virtual hosts on a machine share it, and the clock."""
     try:
         return _BOOT_ID.read_text(encoding="utf-8").strip()
     except OSError:
@@ -164,14 +161,14 @@ def machine_id() -> str:
 
 
 def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None) -> Strain:
-    """Sums up all ranks; of several machines, the worst counts."""
+    """Returns the load on the machine from all ranks' pressure; of several machines, the worst."""
     machines: dict[str, list[Pressure]] = defaultdict(list)
     for rank in ranks:
         machines[rank.machine].append(rank)
     foreign, steal = zip(*map(_used_by_others, machines.values()), strict=True)
     return Strain(
         late=_largest([_late(rank) for rank in ranks]),
-        # A mean: a rank that is ahead waits for the others.
+        # The mean is used, because ranks that are ahead wait for the others.
         fell_behind=statistics.fmean(rank.fell_behind_s / rank.elapsed_s for rank in ranks),
         core_wait=_largest([_wait(rank) for rank in ranks]),
         main_wait=_largest([_wait(rank, (_MAIN, _BACKWARD)) for rank in ranks]),
@@ -183,21 +180,21 @@ def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None
 
 
 def used_cores(ranks: Sequence[Pressure]) -> float:
-    """Returns the CPU time of all ranks, and of the links between them, per second."""
+    """Returns the mean number of cores that the ranks and the links between them used."""
     return _used_s(ranks) / max(rank.elapsed_s for rank in ranks)
 
 
 def _used_s(ranks: Sequence[Pressure]) -> float:
-    # Every rank has seen the same links.
+    # Every rank reports the same links.
     return sum(rank.cpu_s for rank in ranks) + max(max(0.0, rank.links_s) for rank in ranks)
 
 
 def _used_by_others(ranks: Sequence[Pressure]) -> tuple[float, float]:
-    """Returns the cores of one machine that other programs and other virtual machines used."""
+    """Returns the mean numbers of cores that other programs, and other virtual machines, used."""
     elapsed_s = max(rank.elapsed_s for rank in ranks)
     busy = _by_core([rank.busy_s for rank in ranks])
     steal = _by_core([rank.steal_s for rank in ranks])
-    # Counts are in clock ticks, of which one may be too many; that is much of a short block.
+    # Counts are in clock ticks and may be one too high, which matters in a short block.
     unsure_s = len(busy) / os.sysconf("SC_CLK_TCK")
     foreign_s = max(0.0, sum(busy.values()) - _used_s(ranks) - unsure_s)
     steal_s = max(0.0, sum(steal.values()) - unsure_s)
@@ -205,7 +202,7 @@ def _used_by_others(ranks: Sequence[Pressure]) -> tuple[float, float]:
 
 
 def _by_core(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the largest reading of each core, at least 0: counters may go backwards."""
+    """Returns the largest reading of each core; at least 0, because counters may go backwards."""
     cores = {core for times in ranks for core in times}
     return {core: max(0.0, *(times.get(core, 0.0) for times in ranks)) for core in cores}
 
@@ -216,7 +213,7 @@ def _largest(values: Sequence[float | None]) -> float | None:
 
 
 def _wait(rank: Pressure, threads: tuple[str, ...] = ("",)) -> float | None:
-    """Returns the waits of the threads whose names start so, per second."""
+    """Returns the share of time for which threads with these prefixes waited, added up."""
     if rank.waited_s is None:
         return None
     waits = (s for name, s in rank.waited_s.items() if name.startswith(threads))

@@ -145,7 +145,7 @@ def caption(figure: Figure, text: str, records: Sequence[Record], width: int) ->
     torch = (machine.get("packages") or {}).get("torch", "unknown")
     text += (
         f". {where[:1].upper()}{where[1:]}, over {records[0].trial['backend']}, on "
-        f"{machine.get('cores', '?')} x {machine.get('cpu', 'an unknown CPU')}, torch "
+        f"{machine.get('cores', '?')} cores ({machine.get('cpu', 'unknown CPU')}), torch "
         f"{torch}, commit {machine.get('commit', 'unknown')}."
     )
     lines = "\n".join(textwrap.wrap(text, width))

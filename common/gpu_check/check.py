@@ -335,8 +335,8 @@ def _markdown(summary: Mapping[str, Any], tables: Sequence[Path]) -> str:
         f"# GPU check: {gpus}",
         "",
         f"torch {summary['torch']}, CUDA {summary['cuda']}, NCCL {summary['nccl']}, Python "
-        f"{machine['python']}; {machine['cores']} x {machine['cpu']}; commit {machine['commit']}; "
-        f"{summary['spent_s']:.0f} s of {summary['budget_s']:.0f} s used.",
+        f"{machine['python']}; {machine['cores']} cores ({machine['cpu']}); commit "
+        f"{machine['commit']}; {summary['spent_s']:.0f} s of {summary['budget_s']:.0f} s used.",
         "",
         "| step | outcome | seconds | |",
         "|---|---|---:|---|",

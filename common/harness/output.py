@@ -128,6 +128,6 @@ def write_traces(
 def _title(folder: Path, records: Sequence[Record]) -> str:
     machine = records[0].machine
     return (
-        f"{folder.name}: {fabric_words(records)} on {machine['cores']} x {machine['cpu']}, "
+        f"{folder.name}: {fabric_words(records)} on {machine['cores']} cores ({machine['cpu']}), "
         f"torch {machine['packages']['torch']}, commit {machine['commit']}"
     )

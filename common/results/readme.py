@@ -132,8 +132,7 @@ def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
         raise PlaceError(f"{name} was not made by `make records`, and is not withdrawn")
     machine = manifest["machine"]
     missed = "".join(
-        f"`{text.replace('{out}', 'FOLDER')}` did not meet its requirement; the record says by how "
-        "much.\n"
+        f"`{text.replace('{out}', 'FOLDER')}` did not meet its requirement (see the record).\n"
         for text in manifest.get("missed", ())
     )
     return (

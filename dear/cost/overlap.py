@@ -57,8 +57,7 @@ class Transfer:
     """Largest part of a bucket, in bytes on the wire; None: a bucket is one message."""
 
     def __str__(self) -> str:
-        article = "an" if self.kind in ("average", "exchange") else "a"
-        what = f"{article} {self.kind} of {' and '.join(self.carries)}"
+        what = f"a{'n' * (self.kind[0] in 'ae')} {self.kind} of {' and '.join(self.carries)}"
         sent = f"{_WHICH[self.buckets]}{what} starts {_STARTED[self.starts]}"
         first = ", in the order in which layers run" if self.urgent else ""
         if self.awaited is None:

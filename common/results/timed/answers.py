@@ -97,10 +97,10 @@ def _power(rows: Sequence[Compared]) -> str | None:
     known = [row for row in compared if row.detectable is not None]
     if not known:
         return f"{compared[0].where}: fewer than {MIN_REPEATS} repeats detect no difference"
-    parts = ", ".join(f"{row.algorithm} {row.detectable:.1%}" for row in known)
+    parts = ", ".join(f"{row.detectable:.1%} for {row.algorithm}" for row in known)
     return (
-        f"{known[0].where}: smallest difference that this run detects with 80 % probability "
-        f"(Holm's correction for {len(compared)} comparisons): {parts}"
+        f"{known[0].where}: the smallest difference that this run detects with 80 % probability "
+        f"(Holm's correction for {len(compared)} comparisons) is {parts}"
     )
 
 

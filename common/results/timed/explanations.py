@@ -213,13 +213,11 @@ def _hidden(account: Account) -> str | None:
         return None
     if account.last_s > max(0.0, account.added_s) + account.step_s / 100:
         return None
-    parts = [
-        f" {phase.window.capitalize()} hides its {_NAMES[phase.operation]} ({_ms(phase.total_s)})."
-        for phase in account.phases
-        if phase.window is not None
-    ]
-    added = max(0.0, account.added_s)
-    return f"It hides all but {_ms(added)} of its communication.{''.join(parts)}"
+    text = f"It hides all but {_ms(max(0.0, account.added_s))} of its communication."
+    for phase in account.phases:
+        window, what = (phase.window or "").capitalize(), _NAMES[phase.operation]
+        text += f" {window} hides its {what} ({_ms(phase.total_s)})."
+    return text
 
 
 def _late(account: Account) -> str | None:

@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs/references.md").read_text(encoding="utf-8")
 ROWS = [
     (line, None if here == "runs" else re.fullmatch("refused: `(.*)`", here)[1])
     for line, here in re.findall(
-        r"^\| [\w-]+ \| `(.*)` \| (runs|refused: .*?)(?:;.*)? \|$", PAGE, re.M
+        r"^\| [\w-]+ \| `(.*)` \| (runs|refused: `[^`]+`)(?:[., ].*)? \|$", PAGE, re.M
     )
 ]
 LAUNCHERS = ("mpirun", "torchrun", "bfrun", "horovodrun", "python -m torch", "bash mnist.sh")

@@ -130,11 +130,14 @@ def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
     if manifest is None:
         raise PlaceError(f"{name} was not made by `make records`, and is not withdrawn")
     machine = manifest["machine"]
-    missed = "".join(f"Missed its bar: `{text}`.\n" for text in manifest.get("missed", ()))
+    missed = "".join(
+        f"`{text.replace('{out}', 'OUT')}` reports a requirement that is not met.\n"
+        for text in manifest.get("missed", ())
+    )
     return (
         f"*Measured {manifest['started'][:10]} at commit {manifest['commit']} on "
-        f"{machine['cores']} x {machine['cpu']} ([record]({_way(folder / name, place)}), "
-        f"`make records ONLY={name}`).*\n{missed}"
+        f"{machine['cores']} cores of {machine['cpu']} ([record]({_way(folder / name, place)}); "
+        f"`make records ONLY={name}` measures it again).*\n{missed}"
     )
 
 

@@ -396,7 +396,7 @@ def test_what_depends_on_the_time_scale_stands_beside_the_interval():
     lines = rows.comparison(table, "ddp").markdown().splitlines()
     assert table[1].systematic_low == pytest.approx(0.02) == table[1].systematic_high
     assert "systematic |" in lines[0] and "| 2.0% (2.0-2.0) |" in lines[3]
-    assert any(line.startswith("systematic: |T(k) - T(2k)|") for line in answers.remarks(table, []))
+    assert any(line.startswith("systematic: the emulation") for line in answers.remarks(table, []))
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,8 @@ def test_withdrawn_records_are_listed_with_their_reasons(folder):
 
 def test_a_link_leads_to_the_record_from_wherever_a_text_stands(folder):
     text = "<!-- standing of quick -->\n<!-- end -->\n"
-    assert "([record](quick), `make" in readme.filled(text, folder, folder)
-    assert "([record](../quick), `make" in readme.filled(text, folder / "docs", folder)
+    assert "([record](quick); `make" in readme.filled(text, folder, folder)
+    assert "([record](../quick); `make" in readme.filled(text, folder / "docs", folder)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypa
     good = Recipe(minutes=1, commands=("echo new > {out}/new.txt", "exit 3"))
     assert maker.make("it", good, HEAD, shelf)
     assert catalogue.manifest("it", shelf)["missed"] == ["exit 3"], "it has measured all the same"
-    assert "Missed its bar: `exit 3`" in readme.standing("it", shelf, shelf)
+    assert "`exit 3` reports a requirement" in readme.standing("it", shelf, shelf)
     assert sorted(path.name for path in (shelf / "it").iterdir()) == ["made.json", "new.txt"]
     assert maker.problems("it", good, shelf) == []
     assert not catalogue.withdrawn(shelf)

@@ -40,15 +40,17 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
     lines = general_remarks(rows, records)
     if any(row.systematic is not None for row in rows):
         lines.append(
-            "systematic: |T(k) - T(2k)| / T(k), where T is the step time and k the time scale. "
-            "Its own 95 % interval starts at 0 if sampling error alone can explain the "
-            "difference. The interval of the run does not include this error."
+            "systematic: the emulation runs k times slower than real time (k is the time scale). "
+            "The column says how much the step time T changes at twice this scale: "
+            "|T(k) - T(2k)| / T(k). The 95 % interval in parentheses starts at 0 if sampling error "
+            "alone can explain the change. The intervals of the other columns do not include "
+            "this error."
         )
     if any(row.off_model is not None for row in rows):
         lines.append(
-            "event model: how much longer the measured step is than the step that the event model "
-            "computes from the layer profile, the messages that gradients share, and the costs of "
-            "collectives. -: not computed, see the notes."
+            "event model: how much longer the measured step is than a simulated one. The "
+            "simulation uses the layer profile, the buckets and the costs of collectives. "
+            "A dash means that there is no simulated step; the notes say why."
         )
     wrong = [row.algorithm for row in rows if row.bound_note == "wrong bound"]
     if wrong:

@@ -57,7 +57,7 @@ class Phase:
     def text(self) -> str:
         name, total = _NAMES[self.operation], _ms(self.total_s)
         hidden = min(self.total_s, self.window_s)
-        return f"its {name}, {total} in all, run behind {self.window}, which hides {_ms(hidden)}"
+        return f"its {name} take {total} per step; {self.window} hides {_ms(hidden)} of that"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +209,10 @@ def _hidden(account: Account) -> str | None:
         return None
     if account.last_s > max(0.0, account.added_s) + account.step_s / 100:
         return None
-    parts = [f"its {_NAMES[phase.operation]}, {_ms(phase.total_s)}, behind {phase.window}"
+    parts = [f"Its {_NAMES[phase.operation]} ({_ms(phase.total_s)}) run behind {phase.window}"
              for phase in account.phases]  # fmt: skip
     added = max(0.0, account.added_s)
-    return f"it hides all but {_ms(added)} of its communication: {'; '.join(parts)}"
+    return f"it hides all but {_ms(added)} of its communication. {'. '.join(parts)}"
 
 
 def _late(account: Account) -> str | None:
@@ -227,10 +227,10 @@ def _late(account: Account) -> str | None:
         what = f"it sends all {_mb(whole)} in one message"
     else:
         what = f"it sends the last {_mb(last)} of {_mb(whole)} in one message"
-    what += ", when the backward pass has ended"
+    what += " after the backward pass"
     if len(account.phases) > 1:
         what += ", and needs it before the next forward pass"
-    return f"{what}: {_ms(account.last_s)} that nothing hides"
+    return f"{what}. Nothing hides this message ({_ms(account.last_s)})"
 
 
 def _long(account: Account) -> str | None:
@@ -244,10 +244,10 @@ def _long(account: Account) -> str | None:
     whole = account.explains(left)
     if not (shared or whole):
         return None
-    text = "; ".join(phase.text for phase in account.phases)
+    text = ". I".join(phase.text[phase is not account.phases[0] :] for phase in account.phases)
     if shared and not whole:
         saved = account.added_shared_s - account.added_s
-        text += f"; each rank makes 1/{account.sharers} of the update, which saves {_ms(saved)}"
+        text += f". Each rank makes 1/{account.sharers} of the update, which saves {_ms(saved)}"
     return text
 
 
@@ -262,9 +262,9 @@ def _start_ups(account: Account) -> str | None:
         return None
     phase = account.phases[0]
     return (
-        f"it sends {len(account.messages)} messages, whose start-ups take up to {_ms(start_ups)}; "
-        f"its {_mb(sum(account.messages))} alone would take "
-        f"{_ms(phase.total_s - phase.start_up_s)} behind {phase.window} of {_ms(phase.window_s)}"
+        f"it sends {len(account.messages)} messages, whose start-ups take up to {_ms(start_ups)}. "
+        f"In one message, its {_mb(sum(account.messages))} would take "
+        f"{_ms(phase.total_s - phase.start_up_s)}, behind {phase.window} of {_ms(phase.window_s)}"
     )
 
 

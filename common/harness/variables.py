@@ -227,14 +227,14 @@ def command(experiment: Experiment, trial: Trial) -> str:
         raise UserError("the trial repeats another one under another label; use that one's command")
     environ = _environ(experiment, trial)
     flags, _ = trial_flags(environ, planned=True)
-    made = load(find_experiment(EXPERIMENT), [flag.removeprefix("--set=") for flag in flags])
+    reference = load(find_experiment(EXPERIMENT), [flag.removeprefix("--set=") for flag in flags])
     words = [f"{name}={shlex.quote(text)}" for name, text in environ.items()]
     words.append("./horovod_mpi_cj.sh")
     values = _narrowed(experiment, trial)
     if _makes(trial, environ):
         del values["algorithms"]
     for key, value in values.items():
-        if value != _plain(getattr(made, key)):
+        if value != _plain(getattr(reference, key)):
             words.append(shlex.quote(f"--set={key}={json.dumps(value)}"))
     if trial.fault is not None:  # a sweep with faults has the same trial without a fault, too
         words.append(shlex.quote(f"--filter={trial.fault.title}"))

@@ -426,7 +426,7 @@ def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, mo
     assert "exactly these trials" in shown
     Comparison(compare_to="wfbp", trials=(today[0], "gone")).save(folder)
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
-    assert "1 are among the 2 of this page" in Page(out.read_text()).section("commands")
+    assert "1 of them are among the 2 of this page" in Page(out.read_text()).section("commands")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ ENDINGS = {
 QUICK = ("a callback that waits", "a thread")
 
 
-def _run_all(script: str, folder: Path, limit_s: float = 60) -> list[tuple[int, str]]:
+def _run_all(script: str, folder: Path, limit_s: float = 180) -> list[tuple[int, str]]:
     """Exit status and output of two ranks that run it."""
     path = folder / "script.py"
     path.write_text(script)

@@ -207,6 +207,7 @@ PHASES = [
     "measuring",
     "tracing some more steps",
     "comparing all steps with a reference",
+    "counting operations",
     "checking that the replicas agree",
     "leaving",
 ]

@@ -147,7 +147,8 @@ def test_it_runs_in_the_projects_environment_whatever_python_starts_it(tmp_path,
     )
     if has == "none":
         assert (done.returncode, done.stdout) == (2, "")
-        wanted = f"error: {bare}/bin/python has no torch and no numpy and no yaml: `make bench`"
+        lacks = "no torch and no numpy and no yaml and no psutil"
+        wanted = f"error: {bare}/bin/python has {lacks}: `make bench`"
         assert done.stderr.startswith(wanted) and done.stderr.count("\n") == 1
     else:
         prefix, arguments = done.stdout.split(" ", 1)

@@ -342,7 +342,9 @@ def test_a_full_disk_is_one_line_and_costs_no_finished_repeat(line, monkeypatch,
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    words = "No space left on device; make room and run the command again: finished trials are kep"
+    words = (
+        "No space left on device; make room and run the command again: finished trials are kept\n"
+    )
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         assert line.run(*ONE_CELL) == 2

@@ -18,16 +18,22 @@ MOST_TIME_SCALE = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Key `cluster:` of an experiment: virtual hosts on this machine, connected by a switch."""
+    """Key `cluster:` of an experiment: virtual hosts on this machine, connected by a switch; or a
+    cluster of any size whose steps are predicted."""
 
-    kind: Literal["emulated"] = "emulated"
-    """Kind of cluster."""
+    kind: Literal["emulated", "predicted"] = "emulated"
+    """`predicted`: the steps are computed on a virtual clock, and nothing is trained."""
     hosts: int = 4
     """Number of virtual hosts."""
     ranks_per_host: int = 1
     """Ranks on each host."""
     network: str = "10gbe"
     """Name of a profile in configs/networks, or a bandwidth such as 100mbit or 2.5gbit."""
+    engine: Literal["comm_core", "gloo", "mpi", "nccl"] | None = None
+    """Library whose collectives are predicted; null: nccl. Only for predicted clusters."""
+    inside: str | None = None
+    """Links between the GPUs of a host, of configs/networks (pcie4, nvlink3, ...); null: pcie4 with
+    nccl, else shared memory. Only for predicted clusters."""
     time_scale: float | None = None
     """Real seconds per emulated second; null: chosen to suit this machine."""
     min_time_scale: float = 1.0
@@ -48,6 +54,11 @@ class ClusterConfig:
         if self.hosts > MAX_HOSTS:
             raise UserError(f"cluster.hosts must be at most {MAX_HOSTS}, got {self.hosts}")
         at_least("cluster.ranks_per_host", self.ranks_per_host, 1)
+        for key in ("engine", "inside"):
+            if self.kind == "emulated" and getattr(self, key) is not None:
+                raise UserError(f"cluster.{key}: goes with cluster.kind=predicted")
+        if self.kind == "predicted" and self.time_scale is not None:
+            raise UserError("cluster.time_scale: goes with cluster.kind=emulated")
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
         at_least("cluster.time_scale", self.time_scale, 0, MOST_TIME_SCALE)

@@ -49,11 +49,26 @@ class Pairwise:
         return min(self.alone(nbytes), max(0.0, self.pair(2 * nbytes) - self.alone(nbytes)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Cost times a factor."""
+
+    cost: Cost
+    factor: float
+
+    def __call__(self, nbytes: float) -> float:
+        return self.factor * self.cost(nbytes)
+
+    def occupancy_s(self, nbytes: float) -> float:
+        """Returns the seconds for which a message occupies the link."""
+        return self.factor * occupancy_s(self.cost, nbytes)
+
+
 @dataclass(eq=False)
 class Sending:
     """Message in a queue or in flight."""
 
-    channel: int
+    channel: object
     priority: float
     nbytes: float
     left_s: float
@@ -64,6 +79,8 @@ class Sending:
     then: Callable[[], None] | None = None
     ended: bool = False
     chunk_s: float = 0.0
+    began_s: float | None = None
+    """Time at which the link began to serve the message; None before."""
 
 
 class Link:
@@ -77,7 +94,7 @@ class Link:
     def __init__(self, events: Events, chunk_bytes: float = CHUNK_BYTES) -> None:
         self._events = events
         self._chunk_bytes = chunk_bytes
-        self._channels: dict[int, deque[Sending]] = {}
+        self._channels: dict[object, deque[Sending]] = {}
         self._count = 0
         self._served: Sending | None = None
         self._since_s = 0.0
@@ -90,7 +107,7 @@ class Link:
         cost: Cost,
         nbytes: float,
         *,
-        channel: int = 0,
+        channel: object = 0,
         priority: float = 0.0,
         then: Callable[[], None] | None = None,
     ) -> Sending:
@@ -127,6 +144,8 @@ class Link:
         self._turn += 1
         if self._served is not None:
             self._since_s = self._events.now_s
+            if self._served.began_s is None:
+                self._served.began_s = self._since_s
             self._plan(self._since_s + self._served.left_s)
 
     def _plan(self, end_s: float) -> None:

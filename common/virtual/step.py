@@ -102,12 +102,12 @@ def _steady(rank: _Rank) -> Prediction:
         lengths.append(rank.events.now_s - began_s)
         exposed.append(sum(wait.seconds for wait in rank.waits))
         for period in range(1, PERIODS + 1):
-            if _repeats(lengths, period):
+            if repeats(lengths, period):
                 return _mean(lengths[-period:], exposed[-period:], rank)
     return _mean(lengths[LONGEST // 2 :], exposed[LONGEST // 2 :], rank)
 
 
-def _repeats(lengths: Sequence[float], period: int) -> bool:
+def repeats(lengths: Sequence[float], period: int) -> bool:
     """Returns True if the last `period` step times equal the `period` before them.
 
     The very first step awaits nothing, so it does not count.

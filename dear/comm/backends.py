@@ -110,6 +110,14 @@ def missing_comm_core() -> str | None:
     return None
 
 
+def core_module() -> ModuleType:
+    """Returns the module `comm_core`; raises `Unavailable` if it is not built."""
+    try:
+        return _imported("comm_core")
+    except Unavailable as error:
+        raise Unavailable(f"neighbour averaging needs the comm core: {error}") from None
+
+
 def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-from dear.comm.backends import backend_for, backend_of
+from dear.comm.backends import backend_for, backend_of, core_module
 from dear.comm.handles import Exchange
 from dear.comm.work import Account, Work
 from dear.errors import UserError, one_of
@@ -42,6 +43,8 @@ class Communicator(Account):
     """The groups' backends for CPU tensors, if these backends are the comm core's."""
     _more_follow = False
     _held = 0
+    window_backend = "comm_core"
+    """Backend of torch.distributed whose groups windows can use."""
 
     def __init__(
         self,
@@ -162,6 +165,24 @@ class Communicator(Account):
         staged = send.is_cuda and kind not in self.native and kind not in self.streamed
         handle = Exchange(send, recv, self._global_rank(peer), group, staged)
         return self._work("exchange", handle, channel, group, recv, send)
+
+    def core(self) -> Any:
+        """Returns the module with neighbour collectives and windows, which is `comm_core`.
+
+        Raises:
+            Unavailable: the comm core is not built.
+        """
+        return core_module()
+
+    def allocate(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Allocates a zeroed 1-D tensor like `like`, in memory that the backend reads in place."""
+        if like.device.type == "cpu" and "cpu" in self.native:
+            return comm_core.empty(numel, dtype=like.dtype)
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+    def worker(self, name: str) -> ThreadPoolExecutor:
+        """Returns a pool of one thread, which runs calls one after another."""
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def connect(self, device: torch.device, channel: int = 0) -> None:
         """Prepares a channel for exchanges in which only some of the ranks take part; collective.
@@ -348,10 +369,8 @@ def padded(numel: int, step: int) -> int:
 
 
 def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
-    """Allocates a zeroed 1-D tensor like `like`, in memory that the backend reads in place."""
-    if like.device.type == "cpu" and "cpu" in communicator.native:
-        return comm_core.empty(numel, dtype=like.dtype)
-    return torch.zeros(numel, dtype=like.dtype, device=like.device)
+    """Calls `communicator.allocate`."""
+    return communicator.allocate(like, numel)
 
 
 def mark(marks: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
@@ -375,6 +394,7 @@ class SubCommunicator(Communicator):
     def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._parent = parent
+        self.clock, self.pause = parent.clock, parent.pause
 
     def _work(
         self, name: str, handle: Any, channel: int, queue: object, *tensors: torch.Tensor

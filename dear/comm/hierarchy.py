@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from dear.comm.communicator import (
     Communicator,
@@ -73,7 +73,7 @@ class Hierarchy(SubCommunicator):
             next(iter(sub_communicators(parent, ranks).values()))
             for ranks in (blocks, places, blocks)
         ]
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="dear leg") for _ in range(2)]
+        self._threads = [parent.worker("dear leg") for _ in range(2)]
         self._aside: torch.cuda.Stream | None = None
 
     def all_reduce(  # type: ignore[override]  # has all of a `Work` that callers use

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from dear.comm.communicator import Communicator
 from dear.comm.hierarchy import blocks_of
-from dear.errors import Unavailable, UserError
+from dear.errors import UserError
 from dear.lazy import dist, nx, torch
 from dear.topology import in_neighbors, out_neighbors, recv_weights
 
@@ -110,7 +109,7 @@ class Exchange:
     def __init__(self, communicator: Communicator, streams: int = 1) -> None:
         self._communicator = communicator
         limit_s = communicator.timeout and communicator.timeout.total_seconds()
-        self.core = core_module().Communicator(streams, communicator.groups[0], limit_s)
+        self.core = communicator.core().Communicator(streams, communicator.groups[0], limit_s)
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
         """Starts a round with `values` (1-D); they must not change until `Pending.wait` returns."""
@@ -187,7 +186,7 @@ class Machines:
         self.local = Communicator(self._group)
         """Communicator of the ranks of this machine."""
         self._between = Exchange(communicator)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear machines")
+        self._worker = communicator.worker("dear machines")
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
         """Starts a round over `values` (1-D); ranks in `part` stand for numbers of machines."""
@@ -305,12 +304,3 @@ def distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> fl
         pairs = zip(pieces(left), pieces(right), strict=True)
         total += sum((a.double() - b.double()).square().sum().item() for a, b in pairs)
     return math.sqrt(total)
-
-
-def core_module() -> Any:
-    """Returns the module `comm_core`; raises `Unavailable` if it is not built."""
-    try:
-        import comm_core
-    except ImportError as error:
-        raise Unavailable(f"neighbour averaging needs the comm core: {error}") from None
-    return comm_core

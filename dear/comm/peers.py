@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from dear.comm.communicator import Communicator
-from dear.comm.neighbors import core_module
 from dear.lazy import dist, nx, torch
 from dear.topology import check_nodes, in_neighbors, out_neighbors
 
@@ -89,7 +88,7 @@ class Peers:
         self, communicator: Communicator, graph: nx.DiGraph, *, apart: bool = False
     ) -> None:
         check_nodes(graph, communicator.size)
-        core_module()
+        communicator.core()
         self.communicator = communicator
         self.apart = apart
         self.rank = communicator.rank
@@ -108,7 +107,7 @@ class Peers:
         if apart:
             self._reach_apart(graph)
             return
-        if dist.get_backend(self.group) != "comm_core":
+        if dist.get_backend(self.group) != communicator.window_backend:
             self.group = self._new_group(dist.get_process_group_ranks(self.group))
         for other in sorted({*self.sources, *self.targets}):
             slot = 1 + self.sources.index(other) if other in self.sources else None
@@ -130,7 +129,8 @@ class Peers:
                 self.near[other] = Peer(other, group, 1 - here, here, slot, target_slot)
 
     def _new_group(self, ranks: list[int], *, mine: bool = True) -> Any:
-        group = dist.new_group(ranks, timeout=self.communicator.timeout, backend="comm_core")
+        backend = self.communicator.window_backend
+        group = dist.new_group(ranks, timeout=self.communicator.timeout, backend=backend)
         if mine:
             self._made.append(group)
         return group
@@ -244,7 +244,7 @@ class Slots:
     """
 
     def __init__(self, peers: Peers, room: int, dtype: torch.dtype) -> None:
-        window = core_module().Window
+        window = peers.communicator.core().Window
         self._peers = peers
         self._whole: Any = None
         """Window of all ranks; None with `apart`, where each neighbour has its own window."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import socket
@@ -157,6 +158,18 @@ def _choose_interface(facts: RankFacts) -> None:
         name = interface_towards(address) if address else None
         if name not in (None, "lo"):
             os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+@contextlib.contextmanager
+def joined(facts: RankFacts, communicator: Communicator) -> Iterator[None]:
+    """Returns a context in which this process is a rank of a job that somebody else has made."""
+    global _facts, _communicator
+    before = _facts, _communicator
+    _facts, _communicator = facts, communicator
+    try:
+        yield
+    finally:
+        _facts, _communicator = before
 
 
 def at_end(method: Callable[[], None]) -> None:

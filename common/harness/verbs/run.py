@@ -36,16 +36,12 @@ CUSTOM_MODELS = EXPERIMENTS / "custom.yaml"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
-    parser.add_argument(
-        "experiment",
-        nargs="?",
-        type=Path,
-        help="an experiment file, or the name of one of configs/experiments (default: "
-        "emulated-quick, or quick if virtual hosts are not possible)",
-    )
+    add_experiment(parser, "emulated-quick, or quick if virtual hosts are not possible")
     _add_selection(parser)
-    _add_cluster(parser.add_argument_group("virtual hosts (change the experiment's `cluster`)"))
-    _add_custom(
+    group = parser.add_argument_group("virtual hosts (change the experiment's `cluster`)")
+    add_cluster(group)
+    group.add_argument("--time-scale", help="real seconds per emulated second (default: chosen)")
+    add_custom(
         parser.add_argument_group(
             "custom models and algorithms (docs/bring_your_own.md)",
             "Without an experiment, they run in configs/experiments/custom.yaml, on virtual hosts.",
@@ -54,9 +50,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_output(parser)
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
+def add_experiment(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds the argument that names an experiment, and the flags that change it."""
     parser.add_argument(
-        "-n", "--dry-run", action="store_true", help="print the trials, run nothing"
+        "experiment",
+        nargs="?",
+        type=Path,
+        help="an experiment file, or the name of one of configs/experiments "
+        f"(default: {default})",
     )
     parser.add_argument(
         "-k",
@@ -74,6 +75,12 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change a key of the experiment, e.g. measure.repeats=5 or models.0.batch_size=8",
     )
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-n", "--dry-run", action="store_true", help="print the trials, run nothing"
+    )
     parser.add_argument(
         "--shard",
         metavar="I/N",
@@ -88,20 +95,18 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first failed trial")
 
 
-def _add_cluster(group: argparse._ArgumentGroup) -> None:
+def add_cluster(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags that describe the hosts of a cluster."""
     for flag, text in (
         ("--hosts", "number of virtual hosts; every trial uses all of them"),
         ("--ranks-per-host", "ranks on each virtual host"),
         ("--network", "links: a profile of configs/networks, or a bandwidth such as 2.5gbit"),
-        (
-            "--time-scale",
-            "real seconds per emulated second (default: chosen)",
-        ),
     ):
         group.add_argument(flag, help=text)
 
 
-def _add_custom(group: argparse._ArgumentGroup) -> None:
+def add_custom(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags for models and algorithms of the user."""
     group.add_argument(
         "--model-file",
         action="append",
@@ -167,6 +172,10 @@ def main(options: argparse.Namespace) -> int:
     for line in filter(None, (assumption, experiment.fallback)):
         if not sandbox.inside():  # the process outside has printed it
             print(line, file=sys.stderr)
+    if experiment.cluster is not None and experiment.cluster.kind == "predicted":
+        from common.harness.verbs import predict
+
+        return predict.show(experiment, everything, options)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([*DRIVER, *options.arguments])
 
@@ -228,7 +237,8 @@ def _axes(experiment: Experiment, trials: Sequence[Trial]) -> str:
 def cluster_overrides(options: argparse.Namespace) -> list[str]:
     """Returns the flags about virtual hosts as overrides (`key=value`)."""
     keys = ("hosts", "ranks_per_host", "network", "time_scale")
-    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    given = {key: getattr(options, key, None) for key in keys}
+    given = {key: value for key, value in given.items() if value is not None}
     overrides = [f"cluster.{key}={value}" for key, value in given.items()]
     if "network" in given:
         overrides.append("networks=[]")

@@ -9,7 +9,7 @@ from typing import Literal
 from dear.buckets.flat import Bucket
 from dear.comm.backends import missing_comm_core
 from dear.comm.communicator import Communicator
-from dear.comm.neighbors import Round, core_module
+from dear.comm.neighbors import Round
 from dear.cost.bounds import Bound
 from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import nx, torch
@@ -45,7 +45,7 @@ class AsyncExchange(WindowExchange):
 
     def open(self, communicator: Communicator, device: torch.device) -> None:
         super().open(communicator, device)
-        core_module()  # raises before the model is changed; the first step makes the windows
+        communicator.core()  # raises before the model is changed; the first step makes the windows
 
     def meet(self) -> None:
         """Does nothing: no rank waits for all ranks."""

@@ -1,0 +1,221 @@
+"""Verb `predict`: computes the steps of an experiment's trials on a virtual cluster of any size.
+
+The files of the algorithms run as in training, on a virtual clock: no bytes move, no time passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from common.emulation.config import ClusterConfig
+from common.harness.experiment import Experiment
+from common.harness.experiment_file import CommandLine, find_experiment, load
+from common.harness.trial import BASELINE, Trial
+from common.harness.verbs import Status
+from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
+from common.models.registry import profile_of
+from dear.errors import Unavailable, UserError
+from dear.options import Options, positive
+
+if TYPE_CHECKING:
+    from common.results.tables.predicted import PredictedRow
+    from common.virtual.link import Cost
+    from common.virtual.world.run import Setting
+
+HELP = "predict an experiment on a cluster that you do not have"
+EXPERIMENT = "predicted-64"
+COSTS, COMPUTE = 0.1, 0.02
+"""Relative errors of costs that were composed, not measured, and of compute; they give the range."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the verb."""
+    add_experiment(parser, EXPERIMENT)
+    group = parser.add_argument_group("cluster (changes the experiment's `cluster`)")
+    add_cluster(group)
+    group.add_argument("--engine", help="comm_core, gloo, mpi or nccl (default)")
+    group.add_argument("--inside", help="links between the GPUs of a host, e.g. nvlink3")
+    group.add_argument(
+        "--alpha-ms",
+        type=float,
+        metavar="MS",
+        help="start-up of an all-reduce of all ranks, in place of composed costs",
+    )
+    group.add_argument(
+        "--beta-ns", type=float, metavar="NS", help="with --alpha-ms: time per byte, in ns"
+    )
+    add_custom(parser.add_argument_group("custom models and algorithms"))
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON on stdout")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the table of predictions; the exit status is 1 if no trial has one."""
+    if (options.alpha_ms is None) != (options.beta_ns is None):
+        raise UserError("--alpha-ms and --beta-ns go together")
+    for flag in ("alpha_ms", "beta_ns"):
+        if getattr(options, flag) is not None:
+            positive(f"--{flag.replace('_', '-')}", getattr(options, flag))
+    command_line = CommandLine.of(options)
+    path = find_experiment(options.experiment or EXPERIMENT)
+    keys = {key: getattr(options, key) for key in ("engine", "inside")}
+    overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
+    overrides += ["cluster.kind=predicted", *cluster_overrides(options), *options.set]
+    with contextlib.redirect_stdout(sys.stderr):
+        experiment = load(path, overrides, command_line)
+        everything = experiment.trials()
+    return show(experiment, everything, options)
+
+
+def show(experiment: Experiment, everything: Sequence[Trial], options: argparse.Namespace) -> int:
+    """Predicts and prints the trials that the flags of `run` or `predict` choose."""
+    from common.harness.running import plan
+    from common.results.tables.predicted import table_of
+
+    trials = plan.select(everything, options.filter, None, experiment.name)
+    assert experiment.cluster is not None
+    given = None
+    if getattr(options, "alpha_ms", None) is not None:
+        given = (options.alpha_ms / 1e3, options.beta_ns / 1e9)
+    rows = predictions(trials, experiment.base, experiment.cluster, given)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows]))
+    else:
+        engine = "alpha and beta as given" if given else f"engine {_engine(experiment.cluster)}"
+        table_of(rows).print(f"{experiment.name}: predicted, {engine}")
+        print(
+            f"range: costs of collectives +-{COSTS:.0%}, compute +-{COMPUTE:.0%}; "
+            "how it is computed: docs/prediction.md"
+        )
+    return Status.OK if any(row.step_s for row in rows) else Status.FAILED
+
+
+def predictions(
+    trials: Sequence[Trial],
+    base: str,
+    cluster: ClusterConfig,
+    given: tuple[float, float] | None = None,
+) -> list[PredictedRow]:
+    """Returns the rows of trials in their order, without the single workers.
+
+    Args:
+        base: label of the algorithm to which the others are compared.
+        given: alpha in s and beta in s per byte of an all-reduce of all ranks; None: costs are
+            composed for the network.
+    """
+    alone: dict[tuple[str, int], float] = {}
+    many = [trial for trial in trials if trial.algorithm != BASELINE]
+    rows = [_row(trial, cluster, given, alone) for trial in many]
+    bases = {_place(row): row.step_s for row in rows if row.algorithm == base}
+    return [dataclasses.replace(row, baseline_s=bases.get(_place(row))) for row in rows]
+
+
+def _place(row: PredictedRow) -> tuple[object, ...]:
+    return row.model, row.batch, row.world_size, row.network
+
+
+def _row(
+    trial: Trial,
+    cluster: ClusterConfig,
+    given: tuple[float, float] | None,
+    alone: dict[tuple[str, int], float],
+) -> PredictedRow:
+    from common.results.tables.predicted import PredictedRow
+    from common.virtual.costs.parts import Shape
+    from common.virtual.passes import UnmodelledError
+    from common.virtual.world.run import predicted
+
+    place: dict[str, Any] = {
+        "model": trial.model,
+        "batch": trial.batch_size,
+        "world_size": trial.world_size,
+        "network": trial.network,
+        "algorithm": trial.label,
+    }
+    try:
+        setting = _setting(trial, cluster, given)
+        key = (trial.model, trial.batch_size)
+        if key not in alone:
+            plain = dataclasses.replace(
+                setting, algorithm=BASELINE, options=Options(), shape=Shape(hosts=1)
+            )
+            alone[key] = predicted(plain).step_s
+        middle, low, high = (predicted(_varied(setting, sign)) for sign in (0, -1, 1))
+    except (UserError, Unavailable, UnmodelledError) as error:
+        return PredictedRow(**place, status="unsupported", reason=str(error))
+    return PredictedRow(
+        **place,
+        step_s=middle.step_s,
+        step_low_s=min(low.step_s, middle.step_s, high.step_s),
+        step_high_s=max(low.step_s, middle.step_s, high.step_s),
+        exposed_s=middle.exposed_s,
+        compute_s=alone[key],
+        messages=middle.messages,
+        reason=middle.note,
+    )
+
+
+def _engine(cluster: ClusterConfig) -> str:
+    return cluster.engine or "nccl"
+
+
+def _setting(
+    trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | None
+) -> Setting:
+    from common.virtual.costs.engines import costs_of, ring_of
+    from common.virtual.costs.networks import platform_of
+    from common.virtual.costs.parts import Shape
+    from common.virtual.world.run import Setting
+    from dear.cost.fit import AlphaBeta
+
+    engine = _engine(cluster)
+    local = min(cluster.ranks_per_host, trial.world_size)
+    shape = Shape(hosts=-(-trial.world_size // local), ranks_per_host=local)
+    if shape.ranks != trial.world_size:
+        raise UserError(
+            f"{trial.world_size} workers do not fill hosts of {local} ranks; predictions need "
+            "equally many ranks on each host"
+        )
+    assert trial.network is not None
+    name = engine
+    if given is None:
+        inside = cluster.inside or ("pcie4" if engine == "nccl" else None)
+        platform = platform_of(trial.network, inside)
+    else:
+        name, shape = "ring", Shape(hosts=trial.world_size)
+        alpha_s, beta_s = given
+        platform = ring_of(AlphaBeta(alpha_s=alpha_s, beta_s_per_byte=beta_s), shape.ranks)
+
+    def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
+        return costs_of(name, platform, Shape(hosts=hosts, ranks_per_host=ranks_per_host))
+
+    return Setting(
+        profile=profile_of(trial.model, trial.batch_size, trial.sentence_len),
+        algorithm=trial.algorithm,
+        options=trial.options,
+        shape=shape,
+        costs=costs,
+        engine=engine,
+        optimizer=trial.optimizer.name,
+        momentum=trial.optimizer.momentum,
+    )
+
+
+def _varied(setting: Setting, sign: int) -> Setting:
+    """Returns the setting with costs and compute at an end of their ranges (-1 or 1)."""
+    from common.virtual.link import Scaled
+
+    if not sign:
+        return setting
+    factor = 1 + sign * COSTS
+
+    def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
+        before = setting.costs(hosts, ranks_per_host)
+        return {name: Scaled(cost=cost, factor=factor) for name, cost in before.items()}
+
+    return dataclasses.replace(setting, costs=costs, slowdown=1 + sign * COMPUTE)

@@ -1,0 +1,158 @@
+"""Communicator of a virtual cluster: the real one, whose transfers start on a `Network`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from common.virtual.world import core
+from common.virtual.world.group import NAME, VirtualGroup, gathered, reduced
+from common.virtual.world.network import Network
+from dear.comm.communicator import Communicator
+from dear.comm.work import Work
+
+T = TypeVar("T")
+
+OPERATIONS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+}
+"""Operation of each call of torch."""
+
+
+class VirtualCommunicator(Communicator):
+    """Communicator of rank 0 of a world whose other ranks do the same at the same time.
+
+    Objects that ranks agree on cost nothing: this happens only before the measured steps.
+    """
+
+    window_backend = NAME
+
+    def __init__(self, network: Network, group: dist.ProcessGroup) -> None:
+        self.network = network
+        super().__init__(group)
+        self.backend = network.engine
+        self.native = frozenset({"cpu"} if network.priorities else {})
+        self.streamed = frozenset({"cpu"} if network.engine == "nccl" else {})
+        self.clock, self.pause = network.clock, network.pause
+
+    def ensure_channels(self, count: int) -> None:
+        ranks = list(range(self.size))
+        while len(self.groups) < count:
+            self.groups.append(dist.new_group(ranks, timeout=self.timeout))
+
+    def core(self) -> Any:
+        """Returns what stands for the comm core: neighbour collectives and windows."""
+        return SimpleNamespace(
+            Communicator=lambda *_: core.Neighbors(self.network),
+            Window=lambda *args: core.Window(self.network, *args),
+        )
+
+    def allocate(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=like.dtype)
+
+    def regimes(self, operation: str, device: torch.device) -> None:
+        """Returns None: costs are known at every size."""
+        return
+
+    def note_all_awaited(self) -> None:
+        """Does nothing: the network sees every wait."""
+
+    def broadcast_object(self, value: T, *, root: int = 0) -> T:
+        return value
+
+    def gather_objects(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def worker(self, name: str) -> Any:
+        return _Worker(self.network)
+
+    def barrier(self) -> None:
+        """Does nothing: the ranks are always at the same place."""
+
+    def exchange(
+        self, recv: torch.Tensor, send: torch.Tensor, *, peer: int, channel: int = 0
+    ) -> Work:
+        self._queue(channel, 0, send)
+        group = self.groups[channel]
+        legs = (self.network.pair(peer),)
+        handle = self.network.start(
+            "exchange", send.nbytes, lambda: recv.copy_(send), legs=legs, channel=id(group)
+        )
+        return self._work("exchange", handle, channel, group, recv, send)
+
+    def _start(
+        self, queue: tuple[int, int], call: Callable[..., Any], *tensors: torch.Tensor, **extra: Any
+    ) -> Work:
+        channel, priority = queue
+        group = self.groups[channel]
+        assert isinstance(group, VirtualGroup)
+        operation, options = OPERATIONS[call.__name__], extra.get("options")
+        op = extra.get("op") if options is None else options.reduceOp
+        output, given = tensors[0], tensors[-1]
+        effect: Callable[[], Any] = lambda: None  # noqa: E731
+        if operation == "all_gather":
+            effect = gathered(output, given)
+        elif operation != "broadcast":
+            effect = reduced(output, given, op, self.size)
+        handle = self.network.start(
+            operation,
+            max(tensor.nbytes for tensor in tensors),
+            effect,
+            legs=(group.shape,),
+            channel=id(group),
+            priority=priority,
+        )
+        return self._work(operation, handle, channel, group, *tensors)
+
+
+class _Later:
+    """Result of a call that a `_Worker` runs."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self.values: list[Any] = []
+
+    def done(self) -> bool:
+        return bool(self.values)
+
+    def result(self) -> Any:
+        self._network.events.run_until(self.done, "a call of another thread")
+        return self.values[0]
+
+
+class _Worker:
+    """Stands for a pool of one thread, which runs calls one after another on the virtual clock."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._calls: deque[tuple[Callable[[], Any], _Later]] = deque()
+        self._running = False
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> _Later:
+        later = _Later(self._network)
+        self._calls.append((partial(call, *args), later))
+        if not self._running:
+            self._running = True
+            self._network.thread(self._run)
+        return later
+
+    def _run(self) -> None:
+        while self._calls:
+            call, later = self._calls.popleft()
+            later.values.append(call())
+        self._running = False
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Does nothing: all calls of a virtual cluster end by themselves."""

@@ -1,0 +1,177 @@
+"""Device of a virtual rank: its pace, and arithmetic that takes time but is not done."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.models.replay.pace import Pace
+from common.virtual.world.network import Network
+
+T = TypeVar("T")
+SMALL = 4096
+"""Largest number of elements of tensors whose values are computed."""
+_FRESH = ("clone", "_to_copy", "zeros_like")
+_BINARY = ("add", "sub", "mul", "div", "sqrt", "neg", "rsub", "pow")
+_WRITES = (
+    *_BINARY, "copy", "fill", "zero", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min",
+    "normal", "uniform", "random", "maximum", "sign",
+)  # fmt: skip
+"""Operators that are left out where they write to large tensors, without underscores at the end;
+all others are done."""
+
+
+class VirtualPace(Pace):
+    """Pace of replayed compute on a virtual clock: compute advances the clock.
+
+    Args:
+        slowdown: factor by which compute takes longer.
+    """
+
+    def __init__(self, network: Network, slowdown: float = 1.0) -> None:
+        super().__init__(1.0, None)
+        self._network, self._factor = network, slowdown
+        self.computing = False
+        """True while replayed compute runs, which takes its time from the profile."""
+
+    def clock(self) -> float:
+        return self._network.clock()
+
+    def settle(self) -> None:
+        """Does nothing: host and device are one."""
+
+    def late_s(self) -> float:
+        return 0.0
+
+    def begin(self, seconds: float, lead_s: float = 0.0) -> None:
+        self.computing = True
+        self.hold(seconds)
+
+    def hold(self, seconds: float) -> None:
+        """Advances the clock by `seconds` of compute."""
+        self.queued_s += seconds * self._factor
+        self._network.events.run_for(seconds * self._factor)
+
+    def rest(self) -> float:
+        return 0.0
+
+    def finish(self) -> None:
+        self.computing = False
+
+    def work(self, compute: Callable[[], T], seconds: Callable[[], float]) -> T:
+        self.begin(0.0)
+        result = compute()
+        self.hold(seconds())
+        self.finish()
+        return result
+
+
+class Arithmetic(TorchDispatchMode):
+    """Mode in which arithmetic on large tensors is left out, and their copies take time.
+
+    A replayed model's values mean nothing. Memory that nobody writes costs nothing: the kernel
+    gives no pages. So a model of any size fits. Copies outside replayed compute (gradients into
+    buckets) read and write the device's memory, and advance its clock by that.
+    """
+
+    def __init__(self, pace: VirtualPace, memory_bytes_per_s: float) -> None:
+        super().__init__()
+        self._pace, self._memory_bytes_per_s = pace, memory_bytes_per_s
+        self._rules: dict[Any, _Rule] = {}
+        self._free = False
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Returns a context in which copies take no time of the device."""
+        before, self._free = self._free, True
+        try:
+            yield
+        finally:
+            self._free = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = _Rule(func)
+        if rule.written is None and not rule.fresh and not rule.makes_zeros:
+            return func(*args, **kwargs)
+        if rule.written is not None:
+            written = rule.written(args, kwargs)
+            tensors = written if isinstance(written, (list, tuple)) else (written,)
+            if not any(map(_large, tensors)):
+                return func(*args, **kwargs)
+            if rule.copies:
+                self._copy(sum(tensor.nbytes for tensor in tensors))
+            return None if isinstance(written, (list, tuple)) else written
+        if rule.makes_zeros:
+            # The factory touches its memory; numpy's does not.
+            size = args[1] if isinstance(args[0], torch.Tensor) else args[0]
+            like = args[0] if isinstance(args[0], torch.Tensor) else torch.empty(0)
+            dtype = kwargs.get("dtype") or like.dtype
+            return zeros(size, dtype) if math.prod(size) > SMALL else func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and _large(first):
+            if rule.copies:
+                self._copy(first.nbytes)
+            return _like(first, args, kwargs)
+        if isinstance(first, (list, tuple)) and any(map(_large, first)):
+            return [zeros(t.shape, t.dtype) for t in first]
+        return func(*args, **kwargs)
+
+    def _copy(self, nbytes: int) -> None:
+        if not self._free and not self._pace.computing:
+            self._pace.hold(2 * nbytes / self._memory_bytes_per_s)
+
+
+class _Rule:
+    """What an operator of torch writes to, or makes."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        short = schema.name.partition("::")[2]
+        base = short.removeprefix("_foreach_").rstrip("_")
+        arithmetic = base in _WRITES or short.startswith("_fused_")
+        self.written: Callable[[Any, Any], Any] | None = None
+        for index, argument in enumerate(schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and arithmetic:
+                self.written = _picker(index, argument.name)
+                break
+        self.copies = base in ("copy", "clone")
+        self.fresh = self.written is None and base in (*_FRESH, *_BINARY)
+        self.makes_zeros = short in ("zeros", "new_zeros")
+
+
+def _picker(index: int, name: str) -> Callable[[Any, Any], Any]:
+    return lambda args, kwargs: kwargs[name] if name in kwargs else args[index]
+
+
+def _large(tensor: torch.Tensor) -> bool:
+    # Integers are indices or counts, whose values decide what a program does.
+    return tensor.numel() > SMALL and tensor.is_floating_point()
+
+
+def zeros(size: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Returns zeros whose memory is not touched."""
+    nbytes = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(*size)
+
+
+def _like(first: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    shape = first.shape
+    for other in args[1:]:
+        if isinstance(other, torch.Tensor):
+            shape = torch.broadcast_shapes(shape, other.shape)
+    flat = zeros([math.prod(shape)], kwargs.get("dtype") or first.dtype)
+    if shape == first.shape and torch.ops.aten.is_non_overlapping_and_dense(first):
+        return flat.as_strided(shape, first.stride())
+    return flat.view(shape)

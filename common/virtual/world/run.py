@@ -1,0 +1,200 @@
+"""Predicted training steps: the file of an algorithm trains a replayed model on virtual ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from common.models.profile import Profile
+from common.models.replay import pace
+from common.models.replay.model import workload
+from common.models.replay.pace import paced
+from common.virtual.costs.parts import Shape
+from common.virtual.foresee import foresee
+from common.virtual.passes import update_s_of
+from common.virtual.step import repeats
+from common.virtual.world.communicator import VirtualCommunicator
+from common.virtual.world.device import Arithmetic, VirtualPace
+from common.virtual.world.group import job
+from common.virtual.world.network import CostsOf, Network, Transfer
+from dear.comm import runtime
+from dear.comm.environment import RankFacts
+from dear.options import Options
+from dear.training.algorithm import algorithm_class
+
+LONGEST = 32
+"""Number of steps to run if the step times do not repeat; the second half is then averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a prediction depends on."""
+
+    profile: Profile
+    algorithm: str
+    """Name of an algorithm; `none` is the plain optimizer on one rank."""
+    options: Options = field(default_factory=Options)
+    shape: Shape
+    costs: CostsOf
+    engine: str
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    slowdown: float = 1.0
+    """Factor by which compute takes longer than in the profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Predicted step in the steady state; times in seconds."""
+
+    step_s: float
+    exposed_s: float
+    """Part of `step_s` in which the device waits for transfers."""
+    phases_s: tuple[float, float, float]
+    """Forward pass, backward pass and update, with the waits in them."""
+    bytes_sent: float
+    """Bytes that the rank gives to collectives."""
+    transfers: tuple[Transfer, ...]
+    """Transfers of the last step."""
+    began_s: float
+    """Start of the last step on the clock of its transfers."""
+    messages: float
+    """Transfers per step."""
+    note: str | None = None
+    """How the step was computed, if not by the algorithm's file."""
+
+
+def predicted(setting: Setting) -> Step:
+    """Runs the algorithm until its step times repeat, and returns the steady step.
+
+    Raises:
+        UserError: the algorithm refuses the setting, or needs what the virtual cluster lacks.
+    """
+    if setting.algorithm != "none":
+        sender = algorithm_class(setting.algorithm).sends_by(setting.options)
+        if sender is not None:
+            return _modelled(setting, sender)
+    with _training(setting) as training:
+        for _ in range(setting.options.settling_steps()):
+            training.step()
+        period = _period(setting)
+        lengths: list[float] = []
+        while True:
+            training.step()
+            lengths.append(training.marks[-1][3] - training.marks[-1][0])
+            for times in range(1, 5):
+                if repeats(lengths, period * times):
+                    return training.mean(period * times)
+            if len(lengths) >= max(LONGEST, 3 * period):
+                return training.mean(max(1, len(lengths) // 2 // period) * period)
+
+
+def _modelled(setting: Setting, sender: str) -> Step:
+    """Returns the step by the statement of an algorithm whose transfers another library starts."""
+    shape = setting.shape
+    costs = setting.costs(shape.hosts, shape.ranks_per_host)
+    tensors = 7 if setting.optimizer == "adamw" else 5 if setting.momentum else 3
+    update_s = update_s_of(setting.profile, tensors)
+    found = foresee(
+        setting.profile, setting.algorithm, setting.options, costs, shape.ranks, update_s
+    )
+    return Step(
+        step_s=found.step_s * setting.slowdown,
+        exposed_s=found.exposed_s,
+        phases_s=(setting.profile.forward_s, setting.profile.backward_s, update_s),
+        bytes_sent=setting.profile.parameter_bytes,
+        transfers=(),
+        began_s=0.0,
+        messages=0,
+        note=f"model of {sender}'s cycles and fusion; its library does not run",
+    )
+
+
+def _period(setting: Setting) -> int:
+    if setting.algorithm == "none":
+        return 1
+    kind = algorithm_class(setting.algorithm)
+    return kind.period(setting.options, setting.shape.ranks, setting.shape.ranks_per_host)
+
+
+class _Training:
+    def __init__(self, setting: Setting, network: Network, communicator: Any) -> None:
+        self.network = network
+        self._load = workload(setting.profile, torch.Generator().manual_seed(0))
+        kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
+        kind = paced(kind, setting.profile.memory_bytes_per_s)
+        momentum = {"momentum": setting.momentum} if setting.optimizer == "sgd" else {}
+        params = self._load.model.parameters()
+        self._optimizer = kind(params, lr=0.01, foreach=True, **momentum)
+        if setting.algorithm != "none":
+            algorithm = algorithm_class(setting.algorithm)()
+            self._load.model, self._optimizer = algorithm.wrap(
+                self._load.model, self._optimizer, communicator, setting.options
+            )
+        self.marks: list[tuple[float, float, float, float]] = []
+        self._waits: list[float] = []
+        self._sent: list[float] = []
+        self._messages: list[int] = []
+
+    def step(self) -> None:
+        network = self.network
+        network.transfers, network.waits = [], []
+        began = network.clock()
+        self._optimizer.zero_grad()
+        loss = self._load.loss()
+        forward = network.clock()
+        loss.backward()
+        backward = network.clock()
+        self._optimizer.step()
+        self.marks.append((began, forward, backward, network.clock()))
+        self._waits.append(math.fsum(end - start for start, end in network.waits))
+        self._messages.append(len(network.transfers))
+        self._sent.append(sum(transfer.nbytes for transfer in network.transfers))
+
+    def mean(self, steps: int) -> Step:
+        """Returns the mean of the last steps."""
+        marks = self.marks[-steps:]
+        phases = [statistics.fmean(m[i + 1] - m[i] for m in marks) for i in range(3)]
+        return Step(
+            step_s=(marks[-1][3] - marks[0][0]) / len(marks),
+            exposed_s=statistics.fmean(self._waits[-steps:]),
+            phases_s=(phases[0], phases[1], phases[2]),
+            bytes_sent=statistics.fmean(self._sent[-steps:]),
+            transfers=tuple(self.network.transfers),
+            began_s=marks[-1][0],
+            messages=statistics.fmean(self._messages[-steps:]),
+        )
+
+
+@contextlib.contextmanager
+def _training(setting: Setting) -> Iterator[_Training]:
+    shape = setting.shape
+    network = Network(
+        shape, setting.costs, engine=setting.engine, priorities=setting.engine == "comm_core"
+    )
+    device = VirtualPace(network, setting.slowdown)
+    arithmetic = Arithmetic(device, setting.profile.memory_bytes_per_s)
+    network.apart = arithmetic.apart
+    network.inside = lambda: Arithmetic(device, setting.profile.memory_bytes_per_s)
+    facts = RankFacts(
+        launcher="virtual",
+        rank=0,
+        world_size=shape.ranks,
+        local_rank=0,
+        local_world_size=shape.ranks_per_host,
+    )
+    before = pace.current()
+    pace.set_pace(device)
+    try:
+        with job(network) as world, arithmetic:
+            communicator = VirtualCommunicator(network, world)
+            with runtime.joined(facts, communicator):
+                yield _Training(setting, network, communicator)
+    finally:
+        pace.set_pace(before)

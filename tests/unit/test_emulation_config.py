@@ -49,7 +49,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_network_profile_says_what_it_stands_for_and_whence():
     wanted = {"1gbe": 1, "10gbe": 10, "25gbe": 25, "100gbe": 100, "100gbib": 100, "wan": 10}
-    wanted |= {"5gbe": 5, "2.5gbe": 2.5}
+    wanted |= {"5gbe": 5, "2.5gbe": 2.5, "200gbib": 200, "400gbib": 400}
+    wanted |= {"nvlink3": 1920, "nvlink4": 2966.4, "pcie3": 96, "pcie4": 192}
     assert {path.stem for path in (ROOT / "configs/networks").glob("*.yaml")} == set(wanted)
     for name, gbps in wanted.items():
         profile = network_profile(name)
@@ -57,6 +58,9 @@ def test_every_network_profile_says_what_it_stands_for_and_whence():
         profile.check_hosts(4)
         assert profile.latency_us > 0
         assert profile.stands_for and profile.source
+        if profile.inside is None:
+            assert profile.overhead_us > 0 and profile.core_gb_per_s
+            assert "overhead_us" in profile.source and "core_gb_per_s" in profile.source
     assert network_profile("100gbib").rdma and not network_profile("100gbe").rdma
 
 
@@ -74,7 +78,7 @@ def test_a_bare_bandwidth_is_a_network(name, gbps):
     [
         ("10gb", "did you mean '10gbe'"),
         *((name, f"unknown network '{name}'") for name in ("fast", "../networks/10gbe")),
-        *((name, "from 1mbit to 1000gbit") for name in ("0mbit", "2000gbit")),
+        *((name, "from 1mbit to 100000gbit") for name in ("0mbit", "200000gbit")),
     ],
 )
 def test_an_unknown_network_is_one_clear_line(name, words):

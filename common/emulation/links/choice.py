@@ -19,6 +19,11 @@ from dear.errors import UserError
 def check(kind: str, profiles: Iterable[NetworkProfile]) -> None:
     """Raises `UserError` if links of this kind cannot apply one of the profiles."""
     for profile in profiles:
+        if profile.inside is not None:
+            raise UserError(
+                f"network {profile.name!r} is inside a host ({profile.inside}); emulated hosts "
+                "need a network between hosts, e.g. 10gbe"
+            )
         if kind == "tc" and profile.sites:
             raise UserError(
                 f"cluster.links: tc does not support sites, which network {profile.name!r} has; "

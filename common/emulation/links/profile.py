@@ -9,7 +9,7 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -20,7 +20,8 @@ from dear.options import at_least, build_options, positive
 _FOLDER = CONFIGS / "networks"
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
 _GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0}
-_MIN_GBPS, _MAX_GBPS = 1e-3, 1000.0
+# The links inside a host and of several adapters together exceed 1000 Gb/s.
+_MIN_GBPS, _MAX_GBPS = 1e-3, 100_000.0
 # TCP never speeds up if fewer than two super-packets fit. The default suits deep-buffer switches.
 _MIN_QUEUE_KB, _QUEUE_BYTES = 150, 4_000_000
 # Sizes of a full TCP segment on Ethernet with an MTU of 1500 bytes: the bytes that count towards
@@ -116,11 +117,21 @@ class NetworkProfile:
     """Source of the numbers."""
     rdma: bool = False
     """True if the real network bypasses the kernel (RDMA); the emulation still uses TCP."""
+    inside: Literal["nvlink", "pcie"] | None = None
+    """Kind of link inside a host, per GPU; None: a network between hosts. Predictions use it."""
+    overhead_us: float = 0
+    """Microseconds per message, at both ends together, in which nothing else is sent on the link.
+    Predictions use it; emulated hosts spend their own time."""
+    core_gb_per_s: float | None = None
+    """Rate in GB/s at which a core of a host receives and adds messages, for predictions.
+    None: that of `common.virtual.costs.networks.CORE_GB_PER_S`."""
 
     def __post_init__(self) -> None:
         subject = f"network {self.name!r}"
         _check_rate(subject, self.gbps)
         _check_path(subject, self.latency_us, self.jitter_us, self.loss_percent)
+        at_least(f"{subject}: overhead_us", self.overhead_us, 0)
+        positive(f"{subject}: core_gb_per_s", self.core_gb_per_s)
         if self.queue_kb is not None and self.queue_kb < _MIN_QUEUE_KB:
             raise UserError(
                 f"{subject}: queue_kb must be at least {_MIN_QUEUE_KB}, one large packet of TCP, "
@@ -143,8 +154,10 @@ class NetworkProfile:
 
     @property
     def digest(self) -> str:
-        """Hash of all values that affect the links; `stands_for` and `source` do not."""
+        """Hash of all values that affect the links; `stands_for` and `source` do not, nor do the
+        values that only predictions use."""
         values = asdict(self)
+        del values["inside"], values["overhead_us"], values["core_gb_per_s"]
         del values["stands_for"], values["source"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -237,7 +250,7 @@ def _under_way_bytes(gbps: float, latency_us: float) -> int:
 
 def _check_rate(subject: str, gbps: float) -> None:
     if not _MIN_GBPS <= gbps <= _MAX_GBPS:
-        raise UserError(f"{subject}: bandwidth must be from 1mbit to 1000gbit, got {gbps} Gb/s")
+        raise UserError(f"{subject}: bandwidth must be from 1mbit to 100000gbit, got {gbps} Gb/s")
 
 
 def _check_path(subject: str, latency_us: float, jitter_us: float, loss_percent: float) -> None:

@@ -1,0 +1,1 @@
+"""Costs of collectives on clusters that are only described, composed of messages."""

@@ -1,0 +1,104 @@
+"""Costs of all collectives of an engine on a described cluster.
+
+from common.virtual.costs.engines import costs_of
+from common.virtual.costs.networks import platform_of
+from common.virtual.costs.parts import Shape
+
+platform = platform_of("100gbib", inside="nvlink3")
+costs = costs_of("nccl", platform, Shape(hosts=16, ranks_per_host=4))
+costs["all_reduce"](25e6)  # seconds of an all-reduce of 25 MB
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from common.virtual.costs import comm_core, cpu, nccl, steps
+from common.virtual.costs.parts import Composed, Platform, Shape, Timing, Wire
+from dear.cost.fit import AlphaBeta
+from dear.errors import UserError, one_of
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "exchange")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Timings of an engine's collectives, and how it runs the messages of a channel."""
+
+    timing: Callable[[str, float, Platform, Shape], Timing]
+    in_flight: float = 1
+    """As in `Composed`."""
+    inside: tuple[str, ...] = ("memory", "tcp")
+    """Media of the wires inside a host that it can use."""
+
+
+def textbook(operation: str, nbytes: float, platform: Platform, shape: Shape) -> Timing:
+    """Returns the timing of rings of whole blocks, and of binomial trees."""
+    if operation in ("broadcast", "reduce"):
+        return steps.rounds(platform, shape, nbytes, senders=1)
+    if operation == "exchange":
+        return steps.exchange(platform, shape, nbytes)
+    half = steps.ring(platform, shape, nbytes)
+    return half + half if operation == "all_reduce" else half
+
+
+_GPU = ("nvlink", "pcie")
+ENGINES: Mapping[str, Engine] = {
+    # The operations of a group run in the order of the calls (README of the comm core).
+    "comm_core": Engine(timing=comm_core.timing),
+    "gloo": Engine(timing=cpu.gloo_timing, in_flight=2),  # torch's default number of threads
+    "mpi": Engine(timing=cpu.mpi_timing, in_flight=math.inf),
+    "nccl": Engine(timing=nccl.timing, inside=_GPU),  # kernels of a stream run one by one
+    # One thread of Horovod calls these one by one.
+    "horovod_gloo": Engine(timing=cpu.gloo_timing),
+    "horovod_mpi": Engine(timing=cpu.blocking_mpi_timing),
+    "horovod_nccl": Engine(timing=nccl.timing, inside=_GPU),
+    "ring": Engine(timing=textbook, inside=("memory", "tcp", *_GPU)),
+}
+"""Engines by name; `ring` is the textbook's, for costs given as alpha and beta."""
+
+
+def costs_of(engine: str, platform: Platform, shape: Shape) -> dict[str, Composed]:
+    """Returns the cost by operation; in a world of one rank, everything costs 0.
+
+    Raises:
+        UserError: there is no such engine, or the platform lacks a wire that the shape needs.
+        Unavailable: the comm core, which is asked for its regimes, is not built.
+    """
+    kind = one_of("engine", engine, ENGINES)
+    for name in steps.used_kinds(shape):
+        wire = platform.wire(name)
+        if name == "inside" and wire.medium not in kind.inside:
+            raise UserError(
+                f"engine {engine} cannot use {wire.medium} inside a host (allowed: "
+                f"{', '.join(kind.inside)})"
+            )
+    if shape.ranks == 1:
+        return {name: Composed(timing=lambda _: Timing(), in_flight=1) for name in OPERATIONS}
+
+    def timing(operation: str, nbytes: float) -> Timing:
+        return kind.timing(operation, nbytes, platform, shape)
+
+    return {
+        name: Composed(timing=partial(timing, name), in_flight=kind.in_flight)
+        for name in OPERATIONS
+    }
+
+
+def ring_of(all_reduce: AlphaBeta, ranks: int) -> Platform:
+    """Returns the platform on which the engine `ring` has this cost of an all-reduce.
+
+    All ranks are on hosts of their own: alpha is the latency of 2 (P - 1) hops, and beta the time
+    of 2 (P - 1) / P bytes on the wire.
+    """
+    hops = 2 * max(ranks - 1, 1)
+    beta = all_reduce.beta_s_per_byte
+    wire = Wire(
+        kind="between",
+        latency_s=all_reduce.alpha_s / hops,
+        bytes_per_s=hops / ranks / beta if beta else math.inf,
+    )
+    return Platform(wires={"between": wire})

@@ -18,8 +18,9 @@ from dear.errors import UserError, one_of
 from dear.lazy import comm_core, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
-HELD, HELD_BYTES = 64, 4096
-"""All-reduces of at most `HELD_BYTES` wake the comm core's thread once for `HELD` of them."""
+HELD, HELD_BYTES = 256, 4096
+"""All-reduces of at most `HELD_BYTES` wake the comm core's thread once for `HELD` of them. While
+that thread runs, each start of a transfer waits for its lock."""
 T = TypeVar("T")
 
 

@@ -187,14 +187,18 @@ class Bucket(Watch):
 
     def copy_gradients(self, to: Sequence[torch.Tensor], divisor: int = 1) -> None:
         """Copies gradients / `divisor` into `to`, one tensor per parameter; a missing one is 0."""
-        with torch.no_grad():
-            for param, view in zip(self.params, to, strict=True):
-                if param.grad is None:
-                    view.zero_()
-                elif divisor == 1:
-                    view.copy_(param.grad)
-                else:
-                    torch.div(param.grad, divisor, out=view)
+        if torch.is_grad_enabled():  # a context costs as much as the copy of a small gradient
+            with torch.no_grad():
+                self.copy_gradients(to, divisor)
+            return
+        for param, view in zip(self.params, to, strict=True):
+            gradient = param.grad
+            if gradient is None:
+                view.zero_()
+            elif divisor == 1:
+                view.copy_(gradient)
+            else:
+                torch.div(gradient, divisor, out=view)
 
     def means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
         """Returns the mean gradients after the collective; None for those that no rank has."""

@@ -14,13 +14,14 @@ from typing import Any, Literal, TypeVar
 
 from dear.comm.backends import backend_for, backend_of, core_module
 from dear.comm.handles import Exchange
-from dear.comm.work import Account, Work
+from dear.comm.work import Account, Work, device_type
 from dear.errors import UserError, one_of
 from dear.lazy import comm_core, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
-HELD, HELD_BYTES = 64, 4096
-"""All-reduces of at most `HELD_BYTES` wake the comm core's thread once for `HELD` of them."""
+HELD, HELD_BYTES = 256, 4096
+"""All-reduces of at most `HELD_BYTES` wake the comm core's thread once for `HELD` of them. While
+that thread runs, each start of a transfer waits for its lock."""
 T = TypeVar("T")
 
 
@@ -232,7 +233,7 @@ class Communicator(Account):
                 f"channel {channel} does not exist: allowed are 0..{len(self.groups) - 1}; "
                 "ensure_channels() adds more"
             )
-        if priority and tensor.device.type not in self.native:
+        if priority and device_type(tensor) not in self.native:
             raise UserError(f"backend {self.backend} has no priorities; use priority=0")
         return channel, priority
 
@@ -281,9 +282,9 @@ class Batch:
     On the comm core, a batch costs less than one `Work` per average.
     """
 
-    def __init__(self, communicator: Communicator, channel: int = 0) -> None:
-        communicator._queue(channel, 0, torch.empty(0))
-        self._communicator, self._channel = communicator, channel
+    def __init__(self, communicator: Communicator, channel: int = 0, priority: int = 0) -> None:
+        communicator._queue(channel, priority, torch.empty(0))
+        self._communicator, self._channel, self._priority = communicator, channel, priority
         self._core: Any = None
         if communicator._backends:
             self._core = comm_core.Batch(communicator._backends[channel])
@@ -294,11 +295,17 @@ class Batch:
         communicator = self._communicator
         plain = tensor.is_cpu and tensor.is_contiguous() and communicator._log is None
         if self._core is None or not plain or tensor.is_complex():
-            self._works.append(communicator.all_reduce(tensor, op="mean", channel=self._channel))
+            queue = {"channel": self._channel, "priority": self._priority}
+            self._works.append(communicator.all_reduce(tensor, op="mean", **queue))
             return
         with communicator._counting:
             communicator.bytes_sent += tensor.nbytes
-        self._core.start(communicator._summand(tensor, "mean"), communicator._wakes(tensor))
+        mean, wakes = communicator._summand(tensor, "mean"), communicator._wakes(tensor)
+        if not self._priority:
+            self._core.start(mean, wakes)
+            return
+        with comm_core.priority(self._priority):
+            self._core.start(mean, wakes)
 
     def wait(self) -> None:
         """Blocks until all averages have ended, as `Work.wait` does; the batch is then empty."""
@@ -308,6 +315,11 @@ class Batch:
             self._communicator.held_up(began_s)
         while self._works:
             self._works.pop(0).wait()
+
+    def done(self) -> bool:
+        """Returns True once all averages have ended; never blocks."""
+        ended = self._core is None or self._core.done()
+        return ended and all(work.done() for work in self._works)
 
 
 def all_reduce(

@@ -33,8 +33,10 @@ class Work:
     ) -> None:
         self._communicator = communicator
         self._handle = handle
-        self.nbytes = max([tensor.nbytes for tensor in tensors])
+        self.nbytes = tensors[0].nbytes
         """Payload in bytes: the larger of input and output on this rank."""
+        if len(tensors) > 1:
+            self.nbytes = max(self.nbytes, tensors[1].nbytes)
         device = device_type(tensors[0])
         self._native = device in communicator.native
         self._streamed = device in communicator.streamed

@@ -129,6 +129,8 @@ class Batch {
   void start(const at::Tensor& tensor, bool wake);
   // Waits for all; throws the first error.
   void wait();
+  // True if all have ended, or will end without the caller.
+  bool done() const;
 
  private:
   c10::intrusive_ptr<CoreBackend> backend_;

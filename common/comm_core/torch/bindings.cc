@@ -66,7 +66,8 @@ PYBIND11_MODULE(_core, m) {
   py::class_<Batch>(m, "Batch", "All-reduces that are started one by one and awaited together.")
       .def(py::init<c10::intrusive_ptr<CoreBackend>>())
       .def("start", &Batch::start)
-      .def("wait", &Batch::wait, Unlocked());
+      .def("wait", &Batch::wait, Unlocked())
+      .def("done", &Batch::done);
 
   m.def("divide", &divide);
   m.def("shared_bytes", [](int64_t bytes) {

@@ -50,6 +50,10 @@ void Batch::wait() {
       .wait(Milliseconds(0));
 }
 
+bool Batch::done() const {
+  return std::all_of(ops_.begin(), ops_.end(), [](const OpPtr& op) { return op->ends(); });
+}
+
 WorkPtr CoreBackend::allreduce_coalesced(TensorList& tensors,
                                          const c10d::AllreduceCoalescedOptions& options) {
   const auto one = [&](size_t i) {

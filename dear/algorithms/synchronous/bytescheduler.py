@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from dear.buckets.carriers import Carrier, make_carrier
+from dear.buckets.carriers import Carrier, Dense, make_carrier
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import packed_bucket, with_gradients
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, fuse, layers
 from dear.buckets.updates import PartialUpdate
-from dear.comm.communicator import Communicator
+from dear.comm.communicator import Batch, Communicator
 from dear.comm.work import Work
 from dear.cost.collectives import measured_costs
 from dear.cost.overlap import Overlap, Transfer
@@ -194,7 +194,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self._place = {group: group for group in self._uses}
         """Place of each group in that order."""
         self._sampled = max(1, len(self.buckets) // SAMPLES)
-        self._works: dict[int, Work] = {}
+        self._works: dict[int, Work | Batch] = {}
         """Transfers that have started and were not awaited yet, by partition."""
         self._queued = [False] * len(self.buckets)
         """True for groups handed to an issuer, which may not have started them yet."""
@@ -345,6 +345,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self._uses = uses
         self._place = {group: place for place, group in enumerate(uses)}
         self._level_of = self._shared_out(uses)
+        self._batches = [self._batch(part) for part in self._partitions]
         self._orders, self._issuers = [], []
         for level in range(self._levels):
             self._orders.append(
@@ -354,6 +355,13 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         # From the next pass on, buckets are sent one by one as they are complete.
         self._units = [[index] for index in range(len(self.buckets))]
         self.schedule.regroup([bucket.params for bucket in self.buckets], launched)
+
+    def _batch(self, part: Partition) -> Batch | None:
+        """Returns what sends a partition at the least cost; None if its end must be reported."""
+        if self._credit < math.inf or not isinstance(part.carrier, Dense):
+            return None
+        level = self._level_of[part.group]
+        return Batch(self.communicator, level + 1, self._levels - 1 - level)
 
     def _shared_out(self, uses: Sequence[int]) -> list[int]:
         """Returns the level of each group. Groups used one after another share a level, and all
@@ -379,7 +387,11 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
             self._issuers[self._level_of[index]].ready(task)
 
     def _issue(self, task: int) -> None:
-        part = self._partitions[task]
+        part, batch = self._partitions[task], self._batches[task]
+        if batch is not None:
+            batch.start(part.piece)
+            self._works[task] = batch
+            return
         level = self._level_of[part.group]
         priority = self._levels - 1 - level
         work = part.carrier.send(part.piece, channel=level + 1, priority=priority)
@@ -403,8 +415,11 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
 
     def _arrived(self, index: int) -> bool:
         """Returns True if `_await` would not block."""
-        works = [self._works.get(task) for task in self._tasks_of[index]]
-        return all(not self._queued[index] if work is None else work.done() for work in works)
+        for task in self._tasks_of[index]:
+            work = self._works.get(task)
+            if self._queued[index] if work is None else not work.done():
+                return False
+        return True
 
     def _means(
         self, groups: Iterable[int] | None = None
@@ -413,7 +428,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         with torch.inference_mode(False):
             for index in range(len(self.buckets)) if groups is None else groups:
                 self._await(index)
-                means |= self.buckets[index].means()
+                means.update(self.buckets[index].means())
         return means
 
 
@@ -508,11 +523,14 @@ class OrderedIssuer(Generic[Task]):
         self._issuing = False
         self._error: BaseException | None = None
         # Reentrant: a task may end and call `finished` before `issue` returns.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
+        """Number of threads in `wait_started`."""
 
     def begin(self, order: Sequence[Task], sizes: Mapping[Task, float]) -> None:
         """Sets the tasks of the next pass; those of the last one must be started or dropped."""
-        with self._changed:
+        with self._lock:
             if self._next < len(self._order):
                 raise RuntimeError(f"{len(self._order) - self._next} tasks were never started")
             self._order, self._sizes, self._next = order, sizes, 0
@@ -521,7 +539,7 @@ class OrderedIssuer(Generic[Task]):
 
     def ready(self, task: Task) -> None:
         """Allows `task` to start from now on."""
-        with self._changed:
+        with self._lock:
             self._ready.add(task)
             self._start()
             self._raise()
@@ -531,20 +549,22 @@ class OrderedIssuer(Generic[Task]):
 
         Errors in starting further tasks are raised by `ready` and `wait_started`.
         """
-        with self._changed:
+        with self._lock:
             self._credit += size
             self._start()
 
     def wait_started(self, task: Task) -> None:
         """Blocks until `task` has been started; raises the error that prevented the start."""
-        with self._changed:
+        with self._lock:
+            self._waiting += 1
             self._changed.wait_for(lambda: task in self._started or self._error is not None)
+            self._waiting -= 1
             if task not in self._started:
                 self._raise()
 
     def drop(self) -> None:
         """Discards the tasks that have not been started."""
-        with self._changed:
+        with self._lock:
             self._order = self._order[: self._next]
 
     def _raise(self) -> None:
@@ -570,4 +590,5 @@ class OrderedIssuer(Generic[Task]):
             self._error = error
         finally:
             self._issuing = False
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()

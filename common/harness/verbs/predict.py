@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
 COSTS, COMPUTE = 0.1, 0.02
-"""Relative errors of costs that were composed, not measured, and of compute; they give the range."""
+"""Relative errors of composed costs, and of compute; they give the range."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:

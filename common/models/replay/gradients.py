@@ -88,6 +88,22 @@ class Gradients:
             self._ready[index] = gradient
 
 
+class Blank(Gradients):
+    """Gradients whose values nobody reads."""
+
+    def __init__(self) -> None:
+        return
+
+    def take(
+        self, param: torch.Tensor, index: int, scale: float, factor: float = 1.0
+    ) -> torch.Tensor:
+        """Returns a gradient of `param` with any values."""
+        return torch.empty(param.shape, dtype=param.dtype)
+
+    def work_ahead(self, rest_s: Callable[[], float]) -> None:
+        """Does nothing."""
+
+
 def fingerprint(param: torch.Tensor) -> float:
     """Returns a number from 0.5 to 1.5 that changes when the values of a parameter change.
 

@@ -18,7 +18,14 @@ from torch import nn
 from common.models.profile import Profile
 from common.models.registry import profile_of
 from common.models.replay import pace
-from common.models.replay.gradients import BLOCK, Gradients, GradientSource, fingerprint, tile
+from common.models.replay.gradients import (
+    BLOCK,
+    Blank,
+    Gradients,
+    GradientSource,
+    fingerprint,
+    tile,
+)
 from common.models.replay.lead import Lead, Pass
 from common.models.replay.plan import Body, Unit, Work, plan
 from common.models.workload import Workload
@@ -37,8 +44,12 @@ def build(
     return workload(profile_of(name, batch_size, sentence_len), generator)
 
 
-def workload(profile: Profile, generator: torch.Generator) -> Workload:
-    """Returns the model that replays `profile`; its batch is one number, which is also the loss."""
+def workload(profile: Profile, generator: torch.Generator | None) -> Workload:
+    """Returns the model that replays `profile`; its batch is one number, which is also the loss.
+
+    Args:
+        generator: source of the gradients; None: parameters and gradients may have any values.
+    """
     return Workload(
         model=Replay(profile, generator),
         inputs=(torch.rand((), generator=generator),),
@@ -75,7 +86,7 @@ class Replay(Module):
         memory_bytes_per_s: memory bandwidth of the replayed device.
     """
 
-    def __init__(self, profile: Profile, generator: torch.Generator) -> None:
+    def __init__(self, profile: Profile, generator: torch.Generator | None) -> None:
         super().__init__()
         # A module whose children have numbers as names was a list or a sequence.
         paths = [name.split(".") for name in profile.modules]
@@ -90,7 +101,8 @@ class Replay(Module):
             owner = _descend(self, param.module)
             short_name = param.name.rpartition(".")[2]
             values = torch.empty(param.shape)
-            tile(values, weights)
+            if generator is not None:
+                tile(values, weights)
             owner.register_parameter(short_name, nn.Parameter(values))
             self._owners[param.name] = owner, short_name
         for alias, name in profile.shared.items():
@@ -99,12 +111,15 @@ class Replay(Module):
         self._body = plan(profile)
         index = {param.name: number for number, param in enumerate(profile.parameters)}
         self._chain = [(param.name, index[param.name]) for param in profile.gradients()]
-        self._source = GradientSource(generator)
+        self.source = None if generator is None else GradientSource(generator)
         self.memory_bytes_per_s = profile.memory_bytes_per_s
         self.lead = Lead(profile.memory_bytes_per_s)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `x`, after the recorded time."""
+        if self.source is None:
+            x = x.detach().requires_grad_()
+            return super().forward(x, self._body, _Step(self, Blank()))
         # The key is drawn at random, so that a training with the same seed has the same gradients.
         key = int(torch.randint(2**31, ()))
         chain = []
@@ -113,7 +128,7 @@ class Replay(Module):
             chain = [(param, index) for param, index in pairs if param.requires_grad]
             # The last stretch of the backward pass may have no parameter that leads to it.
             x = x.detach().requires_grad_()
-        step = _Step(self, Gradients(self._source, key, chain))
+        step = _Step(self, Gradients(self.source, key, chain))
         return super().forward(x, self._body, step)
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -201,7 +216,9 @@ class _Backward(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, step: _Step, unit: Unit, *params: torch.Tensor
     ) -> torch.Tensor:
         ctx.step, ctx.unit, ctx.params = step, unit, params
-        ctx.factors = [fingerprint(param) for param in params]
+        ctx.factors = [1.0] * len(params)
+        if step.model.source is not None:
+            ctx.factors = [fingerprint(param) for param in params]
         return x.clone()
 
     @staticmethod

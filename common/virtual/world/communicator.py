@@ -62,6 +62,9 @@ class VirtualCommunicator(Communicator):
     def allocate(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=like.dtype)
 
+    def connect(self, device: torch.device, channel: int = 0) -> None:
+        """Does nothing: every group can be used at once."""
+
     def regimes(self, operation: str, device: torch.device) -> None:
         """Returns None: costs are known at every size."""
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,17 +113,18 @@ class Arithmetic(TorchDispatchMode):
                 self._copy(sum(tensor.nbytes for tensor in tensors))
             return None if isinstance(written, (list, tuple)) else written
         if rule.makes_zeros:
-            # The factory touches its memory; numpy's does not.
+            # The factory would touch its memory.
             size = args[1] if isinstance(args[0], torch.Tensor) else args[0]
             like = args[0] if isinstance(args[0], torch.Tensor) else torch.empty(0)
             dtype = kwargs.get("dtype") or like.dtype
             return zeros(size, dtype) if math.prod(size) > SMALL else func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, torch.Tensor) and _large(first):
-            if rule.copies:
-                self._copy(first.nbytes)
             return _like(first, args, kwargs)
         if isinstance(first, (list, tuple)) and any(map(_large, first)):
+            if rule.joins:
+                numel = sum(t.numel() for t in first)
+                return zeros([numel // first[0][:1].numel(), *first[0].shape[1:]], first[0].dtype)
             return [zeros(t.shape, t.dtype) for t in first]
         return func(*args, **kwargs)
 
@@ -146,8 +147,9 @@ class _Rule:
             if written and arithmetic:
                 self.written = _picker(index, argument.name)
                 break
-        self.copies = base in ("copy", "clone")
-        self.fresh = self.written is None and base in (*_FRESH, *_BINARY)
+        self.copies = base == "copy"
+        self.joins = short == "cat"  # along the first dimension, as torch flattens tensors
+        self.fresh = self.written is None and base in (*_FRESH, *_BINARY, "cat")
         self.makes_zeros = short in ("zeros", "new_zeros")
 
 
@@ -163,7 +165,8 @@ def _large(tensor: torch.Tensor) -> bool:
 def zeros(size: Any, dtype: torch.dtype) -> torch.Tensor:
     """Returns zeros whose memory is not touched."""
     nbytes = math.prod(size) * dtype.itemsize
-    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(*size)
+    # Pages straight from the kernel are zero; the C library would clear memory that it kept.
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=dtype).view(*size)
 
 
 def _like(first: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,6 +154,7 @@ def job(network: Network) -> Iterator[dist.ProcessGroup]:
             NAME, lambda store, rank, size, timeout: VirtualGroup(rank, size), devices=["cpu"]
         )
     _networks.append(network)
+    hook = sys.excepthook  # torch puts the rank before every line of later errors
     try:
         dist.init_process_group(
             NAME, rank=0, world_size=network.shape.ranks, store=dist.HashStore()
@@ -164,3 +166,4 @@ def job(network: Network) -> Iterator[dist.ProcessGroup]:
         if dist.is_initialized():
             dist.destroy_process_group()
         _networks.pop()
+        sys.excepthook = hook

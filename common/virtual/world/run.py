@@ -126,7 +126,7 @@ def _period(setting: Setting) -> int:
 class _Training:
     def __init__(self, setting: Setting, network: Network, communicator: Any) -> None:
         self.network = network
-        self._load = workload(setting.profile, torch.Generator().manual_seed(0))
+        self._load = workload(setting.profile, None)
         kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
         kind = paced(kind, setting.profile.memory_bytes_per_s)
         momentum = {"momentum": setting.momentum} if setting.optimizer == "sgd" else {}

@@ -41,7 +41,7 @@ from dear.cost.collectives import (
     table_costs,
 )
 from dear.cost.fit import AlphaBeta, fit_alpha_beta
-from dear.cost.measurement import OPERATIONS, Measurement, carried
+from dear.cost.measurement import MEASURABLE, OPERATIONS, Measurement, carried
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_options
 

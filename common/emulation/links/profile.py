@@ -9,18 +9,21 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from common.paths import CONFIGS
+from dear.cost.calibrated import NetworkCosts
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 
 _FOLDER = CONFIGS / "networks"
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
 _GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0}
-_MIN_GBPS, _MAX_GBPS = 1e-3, 1000.0
+# The links inside a host and of several adapters together exceed 1000 Gb/s.
+_MIN_GBPS, _MAX_GBPS = 1e-3, 100_000.0
 # TCP never speeds up if fewer than two super-packets fit. The default suits deep-buffer switches.
 _MIN_QUEUE_KB, _QUEUE_BYTES = 150, 4_000_000
 # Sizes of a full TCP segment on Ethernet with an MTU of 1500 bytes: the bytes that count towards
@@ -116,6 +119,8 @@ class NetworkProfile:
     """Source of the numbers."""
     rdma: bool = False
     """True if the real network bypasses the kernel (RDMA); the emulation still uses TCP."""
+    costs: NetworkCosts | None = None
+    """Costs of collectives that `calibrate` has measured; the emulation does not use them."""
 
     def __post_init__(self) -> None:
         subject = f"network {self.name!r}"
@@ -143,10 +148,16 @@ class NetworkProfile:
 
     @property
     def digest(self) -> str:
-        """Hash of all values that affect the links; `stands_for` and `source` do not."""
+        """Hash of all values that affect the links; `stands_for`, `source` and `costs` do not."""
         values = asdict(self)
-        del values["stands_for"], values["source"]
+        del values["stands_for"], values["source"], values["costs"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def summary(self) -> str:
+        """One line about the links, and about the costs if they were measured."""
+        costs = "" if self.costs is None else f"; costs of {', '.join(self.costs.by_operation())}"
+        return f"{self.gbps:g} Gb/s, {self.latency_us:g} us: {self.stands_for}{costs}"
 
     @property
     def queue_bytes(self) -> int:
@@ -237,7 +248,7 @@ def _under_way_bytes(gbps: float, latency_us: float) -> int:
 
 def _check_rate(subject: str, gbps: float) -> None:
     if not _MIN_GBPS <= gbps <= _MAX_GBPS:
-        raise UserError(f"{subject}: bandwidth must be from 1mbit to 1000gbit, got {gbps} Gb/s")
+        raise UserError(f"{subject}: bandwidth must be from 1mbit to 100000gbit, got {gbps} Gb/s")
 
 
 def _check_path(subject: str, latency_us: float, jitter_us: float, loss_percent: float) -> None:
@@ -268,14 +279,25 @@ def network_profile(name: str) -> NetworkProfile:
     if bandwidth:
         gbps = float(bandwidth[1]) * _GBPS[bandwidth[2].lower()]
         return NetworkProfile(name=name, gbps=gbps, stands_for="links of this bandwidth")
-    names = [path.stem for path in _FOLDER.glob("*.yaml")]
+    names = network_names()
     if name not in names:
         raise unknown("network", name, [*names, "a bandwidth such as 2.5gbit"])
-    path = _FOLDER / f"{name}.yaml"
+    return network_file(_FOLDER / f"{name}.yaml")
+
+
+def network_names() -> list[str]:
+    """Returns the names of the profiles in configs/networks."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def network_file(path: Path) -> NetworkProfile:
+    """Returns the profile of a network file; raises `UserError` if it is missing or invalid."""
     try:
         values: Any = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must be a mapping of keys to values")
-    return build_options(NetworkProfile, {"name": name, **values}, f"key of {path.name}")
+    return build_options(NetworkProfile, {"name": path.stem, **values}, f"key of {path.name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,9 +95,10 @@ class OperationCost:
         if min(map(len, measurement.seconds)) > 1:
             agreement = measurement.agreement()
             rms, worst = max(rms, agreement.error), max(worst, agreement.worst)
+        lines: list[Regime | CollectiveCost] = [*cost.smaller, cost]
         smaller = [
             RegimeCost.of(part, part.name, _bend(part, larger, measurement.nbytes))
-            for part, larger in itertools.pairwise((*cost.smaller, cost))
+            for part, larger in zip(cost.smaller, lines[1:], strict=True)
         ]
         return cls(
             regimes=(*smaller, RegimeCost.of(cost, cost.name, None)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from common.profiling import nccl_tests
 from common.results.tables.cells import significant
 from dear.cost.calibrated import NetworkCosts, OperationCost, OperationCosts
 from dear.cost.fit import CollectiveCost
-from dear.cost.measurement import EXCHANGE, Measurement, Operation, carried
+from dear.cost.measurement import Measurement, Operation, carried
 from dear.errors import UserError
 
 LEAST_SIZES = 3
@@ -22,7 +21,11 @@ LEAST_SIZES = 3
 HEADER = ("operation", "from", "to", "alpha us", "us per MB", "GB/s", "off by", "at most")
 _SMALL = 64 << 10
 """Size in bytes below which a measurement should begin."""
-_BY_LINK: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_BY_LINK: tuple[Operation, ...] = (
+    *("all_reduce", "all_gather", "reduce_scatter"),
+    *("broadcast", "exchange", "sendrecv"),
+)
+"""Operations in the order in which the links are estimated from them."""
 
 
 def costs_of(
@@ -94,21 +97,22 @@ def fitted(
     engine: str,
     world_size: int,
     ranks_per_host: int | None,
-    source: str = "",
+    source: str,
+    time_scale: float = 1.0,
 ) -> NetworkCosts:
-    """Fits the times of collectives by regime; without a `source`, it is the engine and the day."""
+    """Fits the times of collectives, in units of 1 / `time_scale` seconds, by regime."""
     for measurement in measurements:
         if len(measurement.nbytes) < LEAST_SIZES:
             raise UserError(
                 f"{measurement.operation}: {len(measurement.nbytes)} sizes, but a fit needs "
                 f"{LEAST_SIZES}; measure 4 KiB to 256 MiB (nccl-tests: -b 4K -e 256M -f 2)"
             )
-    costs = {each.operation: OperationCost.of(each) for each in measurements}
+    costs = {each.operation: OperationCost.of(each, time_scale) for each in measurements}
     return NetworkCosts(
         engine=engine,
         world_size=world_size,
         ranks_per_host=ranks_per_host,
-        source=source or f"calibrate, {engine}, {time.strftime('%Y-%m-%d', time.gmtime())}",
+        source=source,
         operations=OperationCosts(**costs),
     )
 
@@ -187,8 +191,7 @@ def _link(costs: NetworkCosts) -> tuple[float, float, str]:
     """
     known = costs.by_operation()
     size = costs.world_size
-    name: Operation = next((n for n in _BY_LINK if n in known), EXCHANGE)
-    name = name if name in known else "sendrecv"
+    name = next(n for n in _BY_LINK if n in known)
     cost = known[name]
     largest_s = cost.cost()(cost.largest_bytes)
     gbps = 8e-9 * carried(name, size) * cost.largest_bytes / largest_s

@@ -16,12 +16,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
+from dear.cost.measurement import EXCHANGE, Operation
 from dear.errors import UserError, unknown
 
-COLLECTIVES = {
-    name.replace("_", ""): name
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "sendrecv")
+COLLECTIVES: dict[str, Operation] = {
+    name.replace("_", ""): name for name in get_args(Operation) if name != EXCHANGE
 }
 """Operations by the collective's name in nccl-tests, without underscores and in small letters."""
 _WORDS = {
@@ -52,7 +53,7 @@ class Table:
     """Rows of one collective in one file."""
 
     file: str
-    operation: str
+    operation: Operation
     world_size: int | None
     """None: the file does not say how many ranks took part."""
     hosts: int | None

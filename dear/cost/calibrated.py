@@ -88,9 +88,9 @@ class OperationCost:
         at_least("residual_worst", self.residual_worst, 0)
 
     @classmethod
-    def of(cls, measurement: Measurement) -> OperationCost:
-        """Returns the fit to a measurement."""
-        cost, off = measurement.fit(), measurement.residuals()
+    def of(cls, measurement: Measurement, time_scale: float = 1.0) -> OperationCost:
+        """Returns the fit to a measurement in units of 1 / `time_scale` seconds."""
+        cost, off = measurement.fit().divided(time_scale), measurement.residuals()
         rms, worst = math.sqrt(sum(x * x for x in off) / len(off)), max(map(abs, off))
         if min(map(len, measurement.seconds)) > 1:
             agreement = measurement.agreement()

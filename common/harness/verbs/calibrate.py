@@ -32,7 +32,7 @@ HELP = "measure what collectives cost here, or read it from logs of nccl-tests"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
-    parser.description = __doc__
+    parser.description = (__doc__ or "").partition(": ")[2]
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="FILE", help="network file to write (NAME.yaml)")
     add(

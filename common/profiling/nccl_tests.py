@@ -44,6 +44,7 @@ _STARTS = re.compile(r"-tests version|nThread|Using devices|\bsize\s+count\s+typ
 _NAME = re.compile(r"(?<!concluded: )\b([a-z_]+)_perf(?:_mpi)?\b")
 _RANK = re.compile(r"\bRank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 _COLUMNS = re.compile(r"\bsize\s+count\s+type\s+(\S.*)")
+_MOST = re.compile(r"\bmaxBytes (\d+)")
 _TESTS = re.compile(r"nccl-tests version (\S+)")
 _NCCL = re.compile(r"nccl-library=(\d+)|\b[NR]CCL version\s*:?\s*(\d[\w.]*)")
 
@@ -59,7 +60,7 @@ class Table:
     hosts: int | None
     """None: the file does not list all ranks."""
     versions: str
-    """Versions of nccl-tests and NCCL, as far as the file has them."""
+    """Versions of nccl-tests and NCCL, as far as the file has them, and whether it ends early."""
     date: str
     """Day of the run, or of the file."""
     seconds: Mapping[int, Sequence[float]]
@@ -87,6 +88,8 @@ class _Header:
     ranks: list[tuple[int, str, str]] = field(default_factory=list)
     """Rank, group and host."""
     columns: list[str] | None = None
+    most: int = 0
+    """Largest size that was asked for, in bytes; 0: unknown."""
 
     def read(self, line: str) -> None:
         if name := _NAME.search(line):
@@ -97,6 +100,8 @@ class _Header:
             self.nccl = _version(nccl[1]) if nccl[1] else nccl[2]
         if rank := _RANK.search(line):
             self.ranks.append((int(rank[1]), rank[2] or "", rank[3]))
+        if most := _MOST.search(line):
+            self.most = int(most[1])
         if columns := _COLUMNS.search(line):
             self.columns = [word for word in columns[1].split() if word != "timestamp"]
 
@@ -272,12 +277,13 @@ def _table(path: Path, header: _Header, rows: Sequence[_Row], stated: str | None
     seconds: dict[int, list[float]] = {}
     for row in filled:
         seconds.setdefault(row.size, []).extend(_seconds(row))
+    early = f", ends before {header.most} bytes" if 2 * max(seconds) <= header.most else ""
     return Table(
         file=path.name,
         operation=operation,
         world_size=world_size,
         hosts=header.hosts if len(header.ranks) == world_size else None,
-        versions=header.versions,
+        versions=header.versions + early,
         date=header.date,
         seconds=dict(sorted(seconds.items())),
     )

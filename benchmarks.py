@@ -7,6 +7,7 @@ python benchmarks.py list                 algorithms, models, experiments
 python benchmarks.py show [SWEEP]         a finished sweep's table
 python benchmarks.py compare A B          two of them: faster, slower, the same, or unsure
 python benchmarks.py merge A B --into C   one sweep of its shards
+python benchmarks.py calibrate            what do collectives cost here, or by logs of nccl-tests?
 python benchmarks.py doctor               can it run here, and what would mend what cannot?
 
 Whatever Python starts it, it runs in the project's own environment, .venv, if there is one.

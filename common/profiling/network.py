@@ -1,156 +1,164 @@
-"""Costs of collectives on this network: times by size, and alpha and beta of a robust fit.
-
-  python -m common.profiling.network --ranks 4
-  torchrun --nproc-per-node 4 -m common.profiling.network --json network.json
-
-Without a launcher, the program starts `--ranks` processes on this machine; under torchrun, mpirun
-or srun it is one rank. The time of a repeat is the slowest rank's. The reported time is the lower
-quartile of the repeats. alpha is the start-up time, beta the time per byte.
-"""
+"""Times of collectives where the job runs: as its ranks, or in processes and virtual hosts here."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import os
-import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from common.launch.ranks import Ranks, rank_env
+from common.emulation.cluster import EmulatedCluster, VirtualHost
+from common.emulation.config import ClusterConfig
+from common.emulation.links.profile import network_profile
+from common.launch.hosts import NetworkOptions, network_env
+from common.launch.ranks import RankLost, Ranks, gather, rank_env
+from common.profiling.calibration import fitted
 from dear.comm.environment import rank_facts
+from dear.cost.calibrated import NetworkCosts
 from dear.cost.collectives import measure_collective
-from dear.cost.fit import AlphaBeta
-from dear.cost.measurement import OPERATIONS, Measurement
-from dear.errors import Unavailable, UserError, unknown
-from dear.options import at_least
+from dear.cost.measurement import MEASURABLE
+from dear.errors import Unavailable, UserError
 
-LARGEST = 32 * 2**20
+SMALLEST = 4 << 10
+"""Bytes of the smallest buffer."""
 START_S = 180.0
+"""Time limit of the start of the ranks and of each collective, in seconds."""
+TIME_SCALE = 10.0
+"""Time scale of virtual hosts, if none is given."""
 
 
-def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit status."""
-    args = _parser().parse_args(argv)
-    at_least("--repeats", args.repeats, 2)
-    at_least("--largest", args.largest, 8192)
-    at_least("--ranks", args.ranks, 2)
-    for name in args.operations:
-        if name not in OPERATIONS:
-            raise unknown("operation", name, OPERATIONS)
-    if args.json is not None and not args.json.parent.is_dir():
-        raise UserError(f"--json {args.json}: there is no folder {args.json.parent}")
-    facts = rank_facts()
-    if facts.launcher == "none":
-        return _start_ranks(argv, args.ranks)
-    if facts.world_size == 1:
-        raise UserError(f"{facts.launcher} started 1 rank; at least 2 are needed")
-    _measure(args)
-    return 0
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Settings of a measurement, and what the ranks must know about their links."""
+
+    backend: str | None = None
+    """Backend as for `dear.init`."""
+    largest: int = 256 << 20
+    """Bytes of the largest buffer."""
+    seconds: float = 50.0
+    """Longest time of all collectives; the largest sizes are left out when it ends."""
+    time_scale: float = 1.0
+    """Real seconds per second of the network."""
+    burst_bytes: int = 0
+    wire_bytes_per_s: float | None = None
+    """Both as in `Communicator`."""
+    where: str = ""
+    """Place of the measurement, for its source."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m common.profiling.network", description=(__doc__ or "").split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes to start if no launcher did (default 2)")
-    add("--backend", default=None, help="comm_core, gloo, mpi, nccl; default as for training")
-    add("--operations", nargs="+", default=list(OPERATIONS), help="default: all")
-    add("--largest", type=int, default=LARGEST, help="bytes of the largest buffer")
-    add("--repeats", type=int, default=7, help="timed calls per size")
-    add("--json", type=Path, default=None, help="also write the numbers to this file")
-    return parser
+def in_job() -> bool:
+    """Returns True if a launcher started this process as a rank."""
+    return rank_facts().launcher != "none"
 
 
-def _start_ranks(argv: list[str], ranks: int) -> int:
-    with tempfile.TemporaryDirectory() as folder, Ranks() as started:
-        for rank in range(ranks):
-            env = rank_env(rank, ranks, store=Path(folder, "store"))
-            started.command([sys.executable, "-m", "common.profiling.network", *argv], env=env)
-        started.wait(grace_s=START_S)  # rank 0 reports errors
-        failed = started.first_failure
-        return 0 if failed is None else abs(started.codes[failed])
+def measure(plan: Plan, ranks: int | None = None) -> NetworkCosts | None:
+    """Measures all collectives as one rank of a job; returns None on other ranks than 0.
 
+    Args:
+        ranks: expected number of ranks; None: any.
 
-def _measure(args: argparse.Namespace) -> None:
+    Raises:
+        UserError: the job has one rank, or not the expected number; or the backend is missing.
+    """
     import torch
 
     import dear
     from dear.comm import runtime
+    from dear.comm.backends import backend_for
 
+    facts = rank_facts()
+    if facts.world_size == 1 or ranks not in (None, facts.world_size):
+        wanted = "at least 2" if ranks is None else f"--ranks {ranks}"
+        raise UserError(f"{facts.launcher} started {facts.world_size} rank(s), not {wanted}")
     torch.set_num_threads(1)
-    dear.init(backend=args.backend, timeout_s=START_S)
-    communicator = runtime.communicator()
-    device = dear.device() if "nccl" in communicator.backend else torch.device("cpu")
-    sizes = [2**power for power in range(12, args.largest.bit_length())]
-    results = [
-        measure_collective(communicator, name, device, sizes=sizes, repeats=args.repeats)
-        for name in args.operations
-    ]
-    if communicator.rank == 0:
-        print(f"# {communicator.size} ranks, {communicator.backend}, float32 on {device.type}")
-        print("\n".join(table(results)), flush=True)
-        if args.json is not None:
-            args.json.write_text(
-                json.dumps(record(results, communicator.size, communicator.backend)) + "\n",
-                encoding="utf-8",
-            )
-    dear.shutdown()
-
-
-def table(results: list[Measurement]) -> list[str]:
-    """Returns lines with times by size, then the fits and their errors."""
-    lines = ["bytes".rjust(12) + "".join(f"{result.operation} us".rjust(20) for result in results)]
-    columns = [dict(zip(result.nbytes, result.typical_s, strict=True)) for result in results]
-    for nbytes in sorted({size for column in columns for size in column}):
-        cells = [f"{column[nbytes] * 1e6:.1f}" if nbytes in column else "-" for column in columns]
-        lines.append(str(nbytes).rjust(12) + "".join(cell.rjust(20) for cell in cells))
-    for result in results:
-        fit = result.fit()
-        for part in fit.smaller:
-            below = f"{part.name or 'messages'}, below {part.below_bytes:g} bytes"
-            lines.append(f"{result.operation}: {below}: {_line(part)}")
-        name = fit.name or ("larger ones" if fit.smaller else "all sizes")
-        off = result.agreement()
-        lines.append(
-            f"{result.operation}: {name}: {_line(fit)}; a fit to half of the repeats differs from "
-            f"the other half by {off.error:.1%}; the halves differ by {off.noise:.1%}"
-        )
-    return lines
-
-
-def _line(line: AlphaBeta) -> str:
-    rate = f"{1e-9 / line.beta_s_per_byte:.3f} GB/s" if line.beta_s_per_byte else "no slope"
-    return (
-        f"alpha {line.alpha_s * 1e6:.1f} us, beta {line.beta_s_per_byte * 1e9:.4f} ns/byte ({rate})"
-    )
-
-
-def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, object]:
-    """Returns the content of the JSON file, in seconds and bytes."""
-    return {
-        "schema": 1,
-        "kind": "network",
-        "ranks": ranks,
-        "backend": backend,
-        "collectives": {
-            result.operation: {
-                **dataclasses.asdict(result.fit()),
-                **dataclasses.asdict(result.agreement()),
-                "nbytes": result.nbytes,
-                "seconds": result.seconds,
-            }
-            for result in results
-        },
-    }
-
-
-if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
-    except (UserError, Unavailable) as error:
-        if os.environ.get("RANK", "0") == "0":  # only once
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        dear.init(backend=plan.backend, timeout_s=START_S)
+    except Unavailable as error:
+        raise UserError(f"backend {plan.backend}: {error}") from None
+    communicator = runtime.communicator()
+    communicator.burst_bytes = plan.burst_bytes
+    communicator.wire_bytes_per_s = plan.wire_bytes_per_s
+    device = dear.device() if "nccl" in communicator.backend else torch.device("cpu")
+    sizes = [1 << power for power in range(SMALLEST.bit_length() - 1, plan.largest.bit_length())]
+    budget_s = plan.seconds / len(MEASURABLE)
+    results = [
+        measure_collective(communicator, name, device, sizes=sizes, budget_s=budget_s)
+        for name in MEASURABLE
+    ]
+    per_host = set(communicator.gather_objects(runtime.local_size()))
+    costs = fitted(
+        results,
+        engine=backend_for(communicator.backend, device.type),
+        world_size=communicator.size,
+        ranks_per_host=per_host.pop() if len(per_host) == 1 else None,
+        time_scale=plan.time_scale,
+        source=f"calibrate, {plan.where or 'this job'}, {time.strftime('%Y-%m-%d', time.gmtime())}",
+    )
+    rank = communicator.rank
+    dear.shutdown()
+    return costs if rank == 0 else None
+
+
+def measure_here(plan: Plan, ranks: int) -> NetworkCosts:
+    """Measures in `ranks` processes on this machine; raises `UserError` as `measure`."""
+    return _together(plan, [None] * ranks, ranks)
+
+
+def measure_emulated(plan: Plan, config: ClusterConfig) -> NetworkCosts:
+    """Measures on virtual hosts, which need a sandbox; raises `UserError` as `measure`."""
+    time_scale, profile = config.time_scale or TIME_SCALE, network_profile(config.network)
+    with EmulatedCluster(
+        hosts=config.hosts,
+        profile=profile,
+        time_scale=time_scale,
+        congestion=config.congestion,
+        links=config.links,
+    ) as cluster:
+        plan = dataclasses.replace(
+            plan,
+            time_scale=time_scale,
+            burst_bytes=cluster.burst_bytes,
+            wire_bytes_per_s=cluster.wire_bytes_per_s if config.ranks_per_host == 1 else None,
+            where=f"{config.hosts} virtual hosts, {profile.name}, time scale {time_scale:g}",
+        )
+        hosts = [host for host in cluster.hosts for _ in range(config.ranks_per_host)]
+        return _together(plan, hosts, config.ranks_per_host)
+
+
+def _together(plan: Plan, hosts: Sequence[VirtualHost | None], ranks_per_host: int) -> NetworkCosts:
+    """Starts one rank for each of `hosts` (None: this machine) and returns what rank 0 sends."""
+    costs: NetworkCosts | None = None
+    with tempfile.TemporaryDirectory() as folder, Ranks() as started:
+        for rank, host in enumerate(hosts):
+            env = rank_env(
+                rank,
+                len(hosts),
+                store=Path(folder, "store"),
+                first=rank - rank % ranks_per_host,
+                local_size=ranks_per_host,
+            )
+            if host is not None:
+                env |= {"COMM_CORE_HOST_ID": host.name}
+                env |= network_env(NetworkOptions(), host.ifname)
+            enter = None if host is None else host.enter
+            started.function(_rank, plan, env=env, before=enter, piped=True)
+        try:
+            for _, answer in gather(started.pipes, START_S + 2 * plan.seconds):
+                if isinstance(answer, str):
+                    raise UserError(answer)
+                costs = costs or answer
+        except RankLost as lost:
+            raise UserError(f"{lost}; a smaller --largest needs less memory and time") from None
+    assert costs is not None  # rank 0 has answered
+    return costs
+
+
+def _rank(pipe: Connection, plan: Plan) -> int:
+    try:
+        pipe.send(measure(plan))
+    except UserError as error:
+        pipe.send(str(error))
+    return 0

@@ -14,7 +14,7 @@ from dear.cost.fit import AlphaBeta, CollectiveCost, fit_alpha_beta
 from dear.cost.measurement import (
     EXCHANGE,
     LARGE,
-    OPERATIONS,
+    MEASURABLE,
     PIPELINE,
     Measurement,
     Operation,
@@ -119,8 +119,8 @@ def measure_collective(
         budget_s: seconds of the communicator's clock. Larger sizes are skipped when time runs out,
             but the smallest three are always measured, with at least two repeats each.
     """
-    if operation not in OPERATIONS:
-        raise unknown("operation", operation, OPERATIONS)
+    if operation not in MEASURABLE:
+        raise unknown("operation", operation, MEASURABLE)
     left_s = budget_of(communicator, budget_s)
     calls = _Calls(communicator, operation, device, shared)
     starts = [first for _, first in calls.regimes or () if min(sizes) < first < max(sizes)]
@@ -370,6 +370,8 @@ def _starter(
     full = zeros(count)
     if operation == "all_reduce":
         return lambda: communicator.all_reduce(full, op="sum")
+    if operation == "broadcast":
+        return lambda: communicator.broadcast(full, root=0)
     if operation == EXCHANGE:
         # The peer is half the world away: on another host, if there are several.
         half = communicator.size // 2

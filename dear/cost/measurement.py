@@ -19,10 +19,16 @@ from dear.options import at_least
 
 EXCHANGE = "exchange"
 """Name of the operation in which pairs of ranks swap buffers, among the fits of collectives."""
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "exchange"]
+Operation = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "exchange", "broadcast", "sendrecv"
+]
 """`exchange`: pairs of ranks swap buffers, all pairs at once. The two ranks of a pair are half the
-world apart; with an odd number of ranks, one rank does nothing."""
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+world apart; with an odd number of ranks, one rank does nothing. `sendrecv`: every rank sends to the
+next one, as nccl-tests does; only its logs have this."""
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)[:4]
+"""Operations that every trial times."""
+MEASURABLE: tuple[Operation, ...] = get_args(Operation)[:5]
+"""Operations that `measure_collective` times."""
 
 Regimes = tuple[tuple[str, int], ...]
 """Regimes of an engine: name, and the smallest full buffer in bytes; ascending, the first is 0."""
@@ -249,9 +255,9 @@ def carried(operation: Operation, world_size: int) -> float:
     """Returns the bytes that each rank's link carries each way, per byte of the full buffer.
 
     Reduce-scatter and all-gather: (P-1)/P for P ranks. All-reduce: twice that (Patarasuk and Yuan,
-    JPDC 2009). Exchange: 1.
+    JPDC 2009). All others: 1.
     """
     at_least("world_size", world_size, 2)
     share = (world_size - 1) / world_size
-    shares = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, EXCHANGE: 1.0}
-    return shares[operation]
+    shares = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share}
+    return shares.get(operation, 1.0)

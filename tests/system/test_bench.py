@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from bench.rig.table import OPS
-from common.profiling import network
-from dear.cost.measurement import Measurement
-from dear.errors import UserError
 from tests.system.processes import ROOT, python
 from tests.system.sandboxes import Outside, needs_sandbox
 
@@ -106,64 +102,3 @@ def test_every_script_prints_a_table_and_writes_its_numbers(script, arguments, k
         for case in record["cases"]:
             assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
             assert "decent-dp" not in case["step_s"]
-
-
-def test_network_starts_its_own_ranks_and_writes_the_fit(tmp_path):
-    path = tmp_path / "network.json"
-    arguments = ["--ranks", "2", "--largest", "65536", "--repeats", "2", "--json", str(path)]
-    done = python("-m", "common.profiling.network", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce: shared_memory: alpha" in done.stdout
-    kept = json.loads(path.read_text())
-    assert (kept["kind"], kept["ranks"]) == ("network", 2)
-    assert set(kept["collectives"]) == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
-    for fit in kept["collectives"].values():
-        assert fit["nbytes"] == [4096, 8192, 16384, 32768, 65536]
-        assert fit["alpha_s"] >= 0 and fit["beta_s_per_byte"] >= 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--ranks", "1"], "--ranks"),
-        (["--repeats", "0"], "--repeats"),
-        (["--largest", "5"], "--largest"),
-        (["--operations", "all_reduse"], "did you mean 'all_reduce'"),
-        (["--json", "/nowhere/at/all.json"], "/nowhere/at"),
-    ],
-)
-def test_network_refuses_mistakes_in_one_line(arguments, named, monkeypatch):
-
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError) as caught:
-        network.main(arguments)
-    assert named in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-LINE = Measurement(
-    operation="all_reduce",
-    nbytes=[4096, 65536, 1048576],
-    seconds=[[1e-4 + 1e-9 * n] * 3 for n in (4096, 65536, 1048576)],
-)
-
-
-def test_the_table_describes_the_fit_and_the_record_keeps_every_time():
-    lines = network.table([LINE])
-    assert lines[0].split() == ["bytes", "all_reduce", "us"]
-    assert lines[1].split() == ["4096", "104.1"]
-    assert lines[-1] == (
-        "all_reduce: all sizes: alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s); a fit to half "
-        "of the repeats differs from the other half by 0.0%; the halves differ by 0.0%"
-    )
-    two_ways = dataclasses.replace(
-        LINE,
-        regimes=(("direct", 0), ("ring", 100_000)),
-        nbytes=[*LINE.nbytes, 2_000_000],
-        seconds=[*LINE.seconds, [2e-3] * 3],
-    )
-    assert "direct, below 100000 bytes: alpha 100.0 us" in network.table([two_ways])[-2]
-    kept = json.loads(json.dumps(network.record([LINE], 4, "gloo")))
-    assert kept["collectives"]["all_reduce"]["seconds"] == LINE.seconds
-    assert kept["collectives"]["all_reduce"]["alpha_s"] == pytest.approx(1e-4)

@@ -9,11 +9,13 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from common.paths import CONFIGS
+from dear.cost.calibrated import NetworkCosts
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 
@@ -125,6 +127,8 @@ class NetworkProfile:
     core_gb_per_s: float | None = None
     """Rate in GB/s at which a core of a host receives and adds messages, for predictions.
     None: that of `common.virtual.costs.networks.CORE_GB_PER_S`."""
+    costs: NetworkCosts | None = None
+    """Costs of collectives that `calibrate` has measured; the emulation does not use them."""
 
     def __post_init__(self) -> None:
         subject = f"network {self.name!r}"
@@ -157,9 +161,15 @@ class NetworkProfile:
         """Hash of all values that affect the links; `stands_for` and `source` do not, nor do the
         values that only predictions use."""
         values = asdict(self)
-        del values["inside"], values["overhead_us"], values["core_gb_per_s"]
-        del values["stands_for"], values["source"]
+        for key in ("inside", "overhead_us", "core_gb_per_s", "stands_for", "source", "costs"):
+            del values[key]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def summary(self) -> str:
+        """One line about the links, and about the costs if they were measured."""
+        costs = "" if self.costs is None else f"; costs of {', '.join(self.costs.by_operation())}"
+        return f"{self.gbps:g} Gb/s, {self.latency_us:g} us: {self.stands_for}{costs}"
 
     @property
     def queue_bytes(self) -> int:
@@ -281,14 +291,25 @@ def network_profile(name: str) -> NetworkProfile:
     if bandwidth:
         gbps = float(bandwidth[1]) * _GBPS[bandwidth[2].lower()]
         return NetworkProfile(name=name, gbps=gbps, stands_for="links of this bandwidth")
-    names = [path.stem for path in _FOLDER.glob("*.yaml")]
+    names = network_names()
     if name not in names:
         raise unknown("network", name, [*names, "a bandwidth such as 2.5gbit"])
-    path = _FOLDER / f"{name}.yaml"
+    return network_file(_FOLDER / f"{name}.yaml")
+
+
+def network_names() -> list[str]:
+    """Returns the names of the profiles in configs/networks."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def network_file(path: Path) -> NetworkProfile:
+    """Returns the profile of a network file; raises `UserError` if it is missing or invalid."""
     try:
         values: Any = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must be a mapping of keys to values")
-    return build_options(NetworkProfile, {"name": name, **values}, f"key of {path.name}")
+    return build_options(NetworkProfile, {"name": path.stem, **values}, f"key of {path.name}")

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from common.emulation.links.profile import network_names, network_profile
 from common.harness.experiment import Experiment
 from common.harness.experiment_file import load_plugins
 from common.harness.verbs.run import add_plugin
@@ -30,7 +31,7 @@ from common.results.committed.pages import with_block
 from dear.algorithms.aliases import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names
 
-HELP = "list algorithms, models and experiments"
+HELP = "list algorithms, models, networks and experiments"
 KEYS = "keys of an experiment"
 """Mark of the table in docs/experiments.md."""
 
@@ -149,6 +150,7 @@ def listing() -> dict[str, Any]:
             name: f"{gpu.name}: {gpu.fp32_tflops:g} TFLOP/s, {gpu.memory_gb_per_s:g} GB/s"
             for name, gpu in gpus.table().items()
         },
+        "networks": {name: network_profile(name).summary for name in network_names()},
         "experiments": {
             str(path.relative_to(ROOT)): yaml.safe_load(path.read_bytes()).get("description", "")
             for path in sorted(EXPERIMENTS.rglob("*.yaml"))

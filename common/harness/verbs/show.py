@@ -1,4 +1,7 @@
-"""Verb `show`: prints the table of a sweep that has run, its records, or details of its trials."""
+"""Verb `show`: prints the table of a sweep that has run, its records, or details of its trials.
+
+`show NAME.yaml` prints a network file: its links, and the costs that `calibrate` has measured.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Adds the argument that names a sweep."""
     parser.add_argument(
-        "sweep", nargs="?", help="a folder, or the name of one below --logs (default: the newest)"
+        "sweep",
+        nargs="?",
+        help="a folder, or the name of one below --logs (default: the newest); show: or a network "
+        "file (NAME.yaml)",
     )
 
 
 def main(options: argparse.Namespace) -> int:
     """Prints the output that the flags choose; the exit status is 0."""
+    if options.sweep is not None and options.sweep.endswith(".yaml"):
+        return _show_network(options)
     from common.harness import output
     from common.results import store
     from common.results.report.overview import overview
@@ -70,4 +78,18 @@ def main(options: argparse.Namespace) -> int:
         output.show_plans(folder, results)
     else:
         output.show(folder, results, comparison.compare_to)
+    return 0
+
+
+def _show_network(options: argparse.Namespace) -> int:
+    from common.emulation.links.profile import network_file
+    from common.profiling import calibration
+
+    given = ("json", "breakdown", "latex", "trace", "plan", "columns")
+    if flags := [f"--{name}" for name in given if getattr(options, name)]:
+        raise UserError(f"{flags[0]} is of a sweep; a network file has no such view")
+    network = network_file(Path(options.sweep))
+    print(f"{network.name}: {network.summary}")
+    if network.costs is not None:
+        print("\n".join(calibration.table(network.costs)))
     return 0

@@ -175,8 +175,8 @@ def _computed(operations: Sequence[Event]) -> list[Work]:
 def _launched(path: Path, kernels: Sequence[Event], events: dict[str, list[Event]]) -> list[Work]:
     """Returns the kernels whose launch is in the trace, in the order in which they run.
 
-    The call of CUDA that launched a kernel has the same `correlation`; if it was not recorded, the
-    operation around it has the same `External id`.
+    The operation that launched a kernel has the same `External id`, the call of CUDA in it the same
+    `correlation`.
     """
     by_call: dict[object, Event] = {}
     for category, some in events.items():
@@ -185,8 +185,11 @@ def _launched(path: Path, kernels: Sequence[Event], events: dict[str, list[Event
     by_operation = {e.args.get("External id"): e for e in events[_OPERATION]}
     work = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        launch = by_call.get(kernel.args.get("correlation"))
-        launch = launch or by_operation.get(kernel.args.get("External id"))
+        call = by_call.get(kernel.args.get("correlation"))
+        launch = by_operation.get(kernel.args.get("External id"))
+        # Older versions of torch count calls in `External id`; it may be another operation's.
+        if launch is None or (call and not launch.start <= call.start < launch.end):
+            launch = call
         if launch is not None:  # others were launched before the trace began
             work.append(
                 Work(

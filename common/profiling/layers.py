@@ -78,6 +78,7 @@ def record_profile(options: argparse.Namespace) -> Profile:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[registry.ModelEntry, int, int | None]:
+    options.model, _ = registry.register(options.model)
     entry = registry.model_entry(options.model)
     batch_size = options.batch if options.batch is not None else entry.batch_size
     if registry.is_replay(options.model):
@@ -94,7 +95,6 @@ def traced_profile(options: argparse.Namespace) -> Profile:
     import torch
 
     from common.profiling import kineto, modelled
-    from common.profiling.recorder import Layers
     from common.profiling.traced import Traced
 
     entry, batch_size, sentence_len = _sizes(options)
@@ -129,7 +129,7 @@ def traced_profile(options: argparse.Namespace) -> Profile:
             f"{'kernels' if trace.device_name else 'operations of the CPU'} by the module that "
             f"launched them; memory bandwidth: {source}"
         ),
-        **Layers(counted.model, traced.steps, counted.flops).fields(),
+        **traced.layers().fields(),
     )
 
 
@@ -164,7 +164,9 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m common.profiling.layers", allow_abbrev=False)
     parser.description = __doc__.partition("\n")[0]
-    parser.add_argument("--model", required=True, help="a model from `benchmarks.py list`")
+    parser.add_argument(
+        "--model", required=True, help="from `benchmarks.py list`, file:, hf: or timm:"
+    )
     parser.add_argument("--batch", type=int, help="samples (default: the model's)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available")
     parser.add_argument("--sentence-len", type=int, help="tokens, for models of sentences")
@@ -186,7 +188,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         profile = (traced_profile if options.from_trace else record_profile)(options)
-        path = options.out or path_of(profile.model, profile.device, profile.batch_size)
+        path = options.out or path_of(
+            profile.model.replace(":", "-"), profile.device, profile.batch_size
+        )
         profile.save(path)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

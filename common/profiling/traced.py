@@ -81,6 +81,13 @@ class Traced:
         self._check_batch(inputs)
         self.steps = [self._step(index) for index in range(len(self._passes))]
 
+    def layers(self) -> Layers:
+        """Returns the medians over the steps, scaled to the median duration of each pass."""
+        layers = Layers(self._structure.model, self.steps, self._structure.flops)
+        passes = [(sum(step.forward_s), sum(step.backward_s)) for step in self.steps]
+        layers.scale(*(statistics.median(times) for times in zip(*passes, strict=True)))
+        return layers
+
     @property
     def dtype(self) -> str:
         """Dtype of the gradients, or the mixed precision of the operations."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,21 @@ from common.models import registry
 from common.models.profile import Jitter
 from common.models.workload import Workload
 from common.profiling import kineto, layers, modelled
-from common.profiling.recorder import Layers
 from common.profiling.traced import Traced
 from dear.errors import UserError
 
 MAIN, ENGINE = 7, 8
 NODE = "autograd::engine::evaluate_function: "
 GRADIENT = "torch::autograd::AccumulateGrad"
+
+
+BATCH = """
+def batch(size):
+    return torch.ones(size, 3), ()
+
+def loss(output):
+    return output.mean()
+"""
 
 
 class Two(nn.Module):
@@ -137,14 +146,13 @@ def recording(gpu=False):
 def read(content, path: Path):
     path.write_text(json.dumps(content))
     counted = modelled.counted("two", workload)
-    return Traced(kineto.load(path), counted, [(5, 3)], "two"), counted.model
+    return Traced(kineto.load(path), counted, [(5, 3)], "two")
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 def test_known_times_come_back_exactly(tmp_path, gpu):
-    traced, model = read(recording(gpu), tmp_path / "t.json")
-    built = Layers(model, traced.steps)
-    fields = built.fields()
+    traced = read(recording(gpu), tmp_path / "t.json")
+    fields = traced.layers().fields()
     times = [
         (call.module, *(round(s * 1e6, 3) for s in (call.forward_s, call.backward_s)))
         for call in fields["calls"]
@@ -168,15 +176,29 @@ def test_known_times_come_back_exactly(tmp_path, gpu):
 def test_an_update_with_momentum_has_five_values_per_parameter(tmp_path):
     content = recording()
     renamed("aten::add_", "aten::mul_")(content)
-    traced, _ = read(content, tmp_path / "t.json")
+    traced = read(content, tmp_path / "t.json")
     assert traced.updated_bytes_per_s() == pytest.approx(5 * 4 * 26 / 8.4e-6)
+
+
+def test_the_command_reads_the_trace_of_a_model_in_a_file(tmp_path, capsys):
+    trace, file, out = (tmp_path / name for name in ("t.json.gz", "two.py", "p.json"))
+    trace.write_bytes(gzip.compress(json.dumps(recording(gpu=True)).encode()))
+    file.write_text("import torch\nfrom torch import nn\n" + inspect.getsource(Two) + BATCH)
+    arguments = ["--from-trace", str(trace), "--model", f"file:{file}", "--batch", "5"]
+    assert layers.main([*arguments, "-o", str(out)]) == 0
+    assert "jitter 10.0% over 3 steps" in capsys.readouterr().out
+    built = profiles.load(out)
+    assert (built.model, built.device, built.device_name) == ("two.py", "test-9", "NVIDIA Test 9")
+    assert (built.forward_s, built.backward_s) == pytest.approx((38e-6, 36e-6))
+    assert built.memory_bytes_per_s == round(3 * 4 * 26 / 8.4e-6)
+    assert built.flops and built.jitter == Jitter(relative_std=0.1, steps=3)
 
 
 def test_kernels_that_overlap_count_once(tmp_path):
     content = recording(gpu=True)
     kernel = next(e for e in content["traceEvents"] if e["cat"] == "kernel" and e["dur"] == 20)
     content["traceEvents"].append(kernel | {"tid": 9, "ts": kernel["ts"] + 5, "dur": 15})
-    traced, _ = read(content, tmp_path / "t.json")
+    traced = read(content, tmp_path / "t.json")
     assert sum(traced.steps[0].forward_s) == pytest.approx(38e-6)
 
 
@@ -187,7 +209,7 @@ def test_ranges_with_the_names_of_modules_do_as_well(tmp_path):
         if event["name"] in names:
             event |= {"cat": "user_annotation", "name": names[event["name"]]}
     content["traceEvents"] = [e for e in content["traceEvents"] if e["cat"] != "python_function"]
-    traced, _ = read(content, tmp_path / "t.json")
+    traced = read(content, tmp_path / "t.json")
     assert traced.steps[0].modules == ["", "first", "", "second", ""]
     assert traced.steps[0].forward_s == pytest.approx([0, 10e-6, 5e-6, 20e-6, 3e-6])
     assert traced.steps[0].backward_s == pytest.approx([0, 12e-6, 6e-6, 14e-6, 4e-6])
@@ -305,8 +327,9 @@ def test_a_recorded_trace_gives_a_profile_with_its_own_sums(real, tmp_path, caps
     counted = modelled.counted("mnist_cnn", build)
     traced = Traced(trace, counted, [(4, 1, 28, 28)], "mnist_cnn")
     nodes = [e for e in kineto.outermost(trace.operations) if e.name.startswith(NODE)]
-    backward_s = sum(sum(step.backward_s) for step in traced.steps)
-    assert backward_s == pytest.approx(sum(e.end - e.start for e in nodes) / 1e6)
+    backward_s = [sum(step.backward_s) for step in traced.steps]
+    assert sum(backward_s) == pytest.approx(sum(e.end - e.start for e in nodes) / 1e6)
+    assert built.backward_s == pytest.approx(sorted(backward_s)[1], rel=1e-3, abs=1e-6)
     times = {call.module: (call.forward_s, call.backward_s) for call in built.calls}
     assert all(min(times[name]) > 0 for name in ("features.0", "features.2", "classifier.0"))
     assert {param.module for param in built.gradients()[:2]} == {"classifier.3"}

@@ -83,7 +83,10 @@ def load(path: Path) -> Trace:
     processes = set()
     for raw in content["traceEvents"]:
         category = raw.get("cat") if isinstance(raw, dict) and raw.get("ph") == "X" else None
-        if category is None:
+        if category is None or (
+            # Most events of a trace with stacks are other functions.
+            category == _PYTHON and not str(raw.get("name")).startswith(MODULE)
+        ):
             continue
         try:
             start = float(raw["ts"])
@@ -109,12 +112,11 @@ def load(path: Path) -> Trace:
         some.sort(key=lambda event: (event.start, -event.end))
     operations = events[_OPERATION]
     kernels = [e for kind in _GPU for e in events.get(kind, ()) if not _communicates(e)]
-    python = events.get(_PYTHON, ())
     return Trace(
         path=path,
         device_name=_gpu_name(path, content, kernels),
         operations=operations,
-        calls=[event for event in python if event.name.startswith(MODULE)],
+        calls=events.get(_PYTHON, []),
         ranges=events.get(_RANGE, []),
         work=_launched(path, kernels, events) if kernels else _computed(operations),
     )

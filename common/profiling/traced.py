@@ -119,8 +119,8 @@ class Traced:
         kinds = {re.split("[#.]", update.name)[2] for update in self._updates()}
         if not update_s or len(kinds) != 1 or not kinds <= _TENSORS.keys():
             return None
-        params = self._structure.model.named_parameters()
-        numel = sum(param.numel() for name, param in params if name in self._structure.ready)
+        params = dict(self._structure.model.named_parameters())
+        numel = sum(params[name].numel() for name in self._structure.ready)
         tensors = _TENSORS[kinds.pop()]
         if tensors == _TENSORS["SGD"] and any(
             op.name in _MOMENTUM and _inside(op, self._updates()[0])

@@ -184,7 +184,7 @@ def _launched(path: Path, kernels: Sequence[Event], events: dict[str, list[Event
     for category, some in events.items():
         if category not in _GPU:
             by_call.update((e.args["correlation"], e) for e in some if "correlation" in e.args)
-    by_operation = {e.args.get("External id"): e for e in events[_OPERATION]}
+    by_operation = {e.args["External id"]: e for e in events[_OPERATION] if "External id" in e.args}
     work = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         call = by_call.get(kernel.args.get("correlation"))

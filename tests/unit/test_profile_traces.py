@@ -61,24 +61,26 @@ class Recording:
             {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": thread, "args": args} | times
         )
 
-    def kernel(self, name, us, stream=7, thread=MAIN):
+    def kernel(self, name, us, stream=7, thread=MAIN, **args):
         number = len(self.events)
         at = self.now
         self.event("cuda_runtime", "cudaLaunchKernel", at, at + 0.01, thread, correlation=number)
         start = self.device_now = max(self.device_now, at + 50)
-        self.event("kernel", name, start, start + us, stream, 0, correlation=number, device=0)
+        args |= {"correlation": number, "device": 0}
+        self.event("kernel", name, start, start + us, stream, 0, **args)
         self.device_now += us
 
     def operation(self, name, us, sequence=-1, thread=MAIN, dims=(), inner=None):
         number = {} if sequence is None else {"Sequence number": sequence}
         start, self.now = self.now, self.now + 0.02
+        identity = {"External id": len(self.events) // 2}  # may be that of a call, too
         if self.gpu:
-            self.kernel("some_kernel", us, thread=thread)
+            self.kernel("some_kernel", us, thread=thread, **identity)
         self.now = start + (0.1 if self.gpu else us)
+        shapes = {"Input Dims": [dims], "Input type": ["float"]}
         if inner:
-            shapes = {"Input Dims": [dims], "Input type": ["float"]}
             self.event("cpu_op", inner, start + 0.01, self.now, thread, **shapes)
-        self.event("cpu_op", name, start, self.now, thread, **{"Input Dims": [dims]}, **number)
+        self.event("cpu_op", name, start, self.now, thread, **shapes, **number, **identity)
         self.now += 1
 
     def module(self, name, body):
@@ -149,9 +151,33 @@ def read(content, path: Path):
     return Traced(kineto.load(path), counted, [(5, 3)], "two")
 
 
-@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
-def test_known_times_come_back_exactly(tmp_path, gpu):
-    traced = read(recording(gpu), tmp_path / "t.json")
+def without(*kinds):
+    def change(content):
+        events = content["traceEvents"]
+        content["traceEvents"] = [
+            e for e in events if e["cat"] not in kinds and not e["name"].startswith(kinds)
+        ]
+
+    return change
+
+
+def older(content):
+    """Counts calls in `External id`, as torch 1.12 did."""
+    for event in content["traceEvents"]:
+        if event["cat"] == "kernel":
+            event["args"]["External id"] = event["args"]["correlation"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "change"),
+    [(False, None), (True, None), (True, older), (True, without("cuda_runtime"))],
+    ids=["cpu", "gpu", "by_call", "by_operation"],
+)
+def test_known_times_come_back_exactly(tmp_path, gpu, change):
+    content = recording(gpu)
+    if change:
+        change(content)
+    traced = read(content, tmp_path / "t.json")
     fields = traced.layers().fields()
     times = [
         (call.module, *(round(s * 1e6, 3) for s in (call.forward_s, call.backward_s)))
@@ -213,16 +239,6 @@ def test_ranges_with_the_names_of_modules_do_as_well(tmp_path):
     assert traced.steps[0].modules == ["", "first", "", "second", ""]
     assert traced.steps[0].forward_s == pytest.approx([0, 10e-6, 5e-6, 20e-6, 3e-6])
     assert traced.steps[0].backward_s == pytest.approx([0, 12e-6, 6e-6, 14e-6, 4e-6])
-
-
-def without(*kinds):
-    def change(content):
-        events = content["traceEvents"]
-        content["traceEvents"] = [
-            e for e in events if e["cat"] not in kinds and not e["name"].startswith(kinds)
-        ]
-
-    return change
 
 
 def renamed(before, after):

@@ -140,7 +140,7 @@ def _bandwidth(options: argparse.Namespace, traced: Traced, device_name: str) ->
         return options.memory_gb_per_s * 1e9, "given"
     updated = traced.updated_bytes_per_s()
     if updated is not None:
-        return updated, f"from an update of {traced.update_s() * 1e3:.4f} ms"
+        return updated, f"from an update of {traced.update_s * 1e3:.4f} ms"
     for gpu in gpus.table().values():
         if device_name in (gpu.name, *gpu.cuda_names):
             return gpu.memory_gb_per_s * 1e9, "the GPU's peak"

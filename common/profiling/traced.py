@@ -9,6 +9,7 @@ counts, not the time of the launch. Where the trace has no kernels, the operatio
 
 from __future__ import annotations
 
+import functools
 import re
 import statistics
 from bisect import bisect_left, bisect_right
@@ -102,8 +103,9 @@ class Traced:
                         return mixed
         return _DTYPES[kind]
 
+    @functools.cached_property
     def update_s(self) -> float | None:
-        """Returns the seconds of an optimizer's update; None: the trace has none."""
+        """Seconds of an optimizer's update; None: the trace has none."""
         times = [
             sum(work.end - work.start for work in self._trace.work if _inside(work, update))
             for update in self._updates()
@@ -115,9 +117,8 @@ class Traced:
 
         None: the trace has no update of an optimizer in `_TENSORS`.
         """
-        update_s = self.update_s()
         kinds = {re.split("[#.]", update.name)[2] for update in self._updates()}
-        if not update_s or len(kinds) != 1 or not kinds <= _TENSORS.keys():
+        if not self.update_s or len(kinds) != 1 or not kinds <= _TENSORS.keys():
             return None
         params = dict(self._structure.model.named_parameters())
         numel = sum(params[name].numel() for name in self._structure.ready)
@@ -127,7 +128,7 @@ class Traced:
             for op in self._trace.operations
         ):
             tensors += 2
-        return 4 * numel * tensors / update_s
+        return 4 * numel * tensors / self.update_s
 
     def _updates(self) -> list[Event]:
         return [event for event in self._trace.ranges if event.name.startswith(_UPDATE)]

@@ -194,7 +194,7 @@ def test_known_times_come_back_exactly(tmp_path, gpu, change):
     assert [param.position for param in fields["parameters"]] == [3, 2, 1, 0]
     assert fields["jitter"] == Jitter(relative_std=0.1, steps=3)
     assert traced.dtype == "float32"
-    assert traced.update_s() == pytest.approx(8.4e-6)
+    assert traced.update_s == pytest.approx(8.4e-6)
     # SGD without momentum reads or writes three values of four bytes for each of 26 parameters.
     assert traced.updated_bytes_per_s() == pytest.approx(3 * 4 * 26 / 8.4e-6)
 

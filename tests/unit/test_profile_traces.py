@@ -206,18 +206,50 @@ def test_an_update_with_momentum_has_five_values_per_parameter(tmp_path):
     assert traced.updated_bytes_per_s() == pytest.approx(5 * 4 * 26 / 8.4e-6)
 
 
-def test_the_command_reads_the_trace_of_a_model_in_a_file(tmp_path, capsys):
-    trace, file, out = (tmp_path / name for name in ("t.json.gz", "two.py", "p.json"))
-    trace.write_bytes(gzip.compress(json.dumps(recording(gpu=True)).encode()))
-    file.write_text("import torch\nfrom torch import nn\n" + inspect.getsource(Two) + BATCH)
-    arguments = ["--from-trace", str(trace), "--model", f"file:{file}", "--batch", "5"]
-    assert layers.main([*arguments, "-o", str(out)]) == 0
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Writes a trace of a model in a file, and runs the command; its profile is in `p.json`."""
+    monkeypatch.setattr(registry, "_brought", {})
+
+    def run(content, *options):
+        trace, file = tmp_path / "t.json.gz", tmp_path / "two.py"
+        trace.write_bytes(gzip.compress(json.dumps(content).encode()))
+        file.write_text("import torch\nfrom torch import nn\n" + inspect.getsource(Two) + BATCH)
+        arguments = ["--from-trace", str(trace), "--model", f"file:{file}", "--batch", "5"]
+        return layers.main([*arguments, "-o", str(tmp_path / "p.json"), *options])
+
+    return run
+
+
+def test_the_command_reads_the_trace_of_a_model_in_a_file(command, tmp_path, capsys):
+    assert command(recording(gpu=True)) == 0
     assert "jitter 10.0% over 3 steps" in capsys.readouterr().out
-    built = profiles.load(out)
+    built = profiles.load(tmp_path / "p.json")
     assert (built.model, built.device, built.device_name) == ("two.py", "test-9", "NVIDIA Test 9")
     assert (built.forward_s, built.backward_s) == pytest.approx((38e-6, 36e-6))
     assert built.memory_bytes_per_s == round(3 * 4 * 26 / 8.4e-6)
     assert built.flops and built.jitter == Jitter(relative_std=0.1, steps=3)
+
+
+def test_the_memory_bandwidth_without_an_update_is_that_of_a_known_gpu(command, tmp_path, capsys):
+    content = recording(gpu=True)
+    without("user_annotation")(content)
+    assert command(content) == 2
+    error = capsys.readouterr().err
+    assert "bandwidth of NVIDIA Test 9 is not known; give --memory-gb-per-s" in error
+    assert command(content, "--memory-gb-per-s", "5") == 0
+    assert profiles.load(tmp_path / "p.json").memory_bytes_per_s == 5e9
+    content["deviceProperties"][0]["name"] = "Tesla V100-SXM2-16GB"
+    profiles.load.cache_clear()
+    assert command(content) == 0
+    assert profiles.load(tmp_path / "p.json").memory_bytes_per_s == 900e9
+
+
+def test_kernels_of_two_gpus_are_refused(tmp_path):
+    content = recording(gpu=True)
+    next(e for e in content["traceEvents"] if e["cat"] == "kernel")["args"]["device"] = 1
+    with pytest.raises(UserError, match="kernels of 2 GPUs; give one rank's trace"):
+        read(content, tmp_path / "t.json")
 
 
 def test_kernels_that_overlap_count_once(tmp_path):
@@ -270,6 +302,7 @@ def mixed(content):
         (without("cpu_op"), "has no operation of torch"),
         (argument(GRADIENT, "Input Dims", []), "has no shapes; record it with"),
         (argument("l", "Input Dims", [[6, 3]]), "no operation has an input of shape (5, 3), "),
+        (renamed(NODE + GRADIENT, "none"), "has 0 gradients, where two has 4; the first without "),
         (mixed, "mixes 2 processes; give the trace of one rank"),
         (renamed("Two", "Three"), "never calls Two, the class of model two; the outermost "),
         (renamed("Linear_1", "Conv2d_0"), "is in Conv2d, where two has Linear (second)"),

@@ -104,8 +104,12 @@ class Recording:
                 self.operation(NODE + name, us * scale, sequence, engine)
 
     def step(self, scale: float, first: int) -> None:
+        def linear() -> None:
+            self.operation("l", 10 * scale, first, dims=(5, 3))
+            self.operation("aten::detach", 0, first + 1)  # creates no node
+
         def root() -> None:
-            self.module("Linear_0", lambda: self.operation("l", 10 * scale, first, dims=(5, 3)))
+            self.module("Linear_0", linear)
             self.operation("aten::relu", 5 * scale, first + 1)
             self.module("Linear_1", lambda: self.operation("l", 20 * scale, first + 2))
 
@@ -140,6 +144,7 @@ def backward_of(first):
 
 def recording(gpu=False):
     made_up = Recording(gpu)
+    made_up.step(100, 90)  # not in the range of a step
     for index, scale in enumerate((1, 1.1, 0.9)):
         made_up.range(f"ProfilerStep#{index}", partial(made_up.step, scale, 10 * index))
     return made_up.content()

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +21,9 @@ from common.machine import version
 from common.models import profile as profiles
 from common.models import registry
 from common.models.profile import Profile
-from common.models.registry import FILE, HF, TIMM, Brought
+from common.models.registry import FILE, Brought
 from common.profiling import gpus
 from dear.errors import UserError
-from dear.training.files import digest_of
 
 if TYPE_CHECKING:
     from common.models.workload import Workload
@@ -52,7 +50,7 @@ def bring_model(
         UserError: the model or the GPU does not exist, the file lacks a function, or the model
             fails.
     """
-    name, brought = _register(name)
+    name, brought = registry.register(name)
     if gpu is None:
         if brought is not None and brought.source.startswith(FILE):
             from common.models import user_file  # which imports torch
@@ -86,25 +84,6 @@ def cache() -> Path:
     """Returns the folder of profiles that do not come with the project."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base).absolute() / "dear-bench" / "profiles"
-
-
-def _register(name: str) -> tuple[str, Brought | None]:
-    if name.startswith(FILE):
-        path = Path(name.removeprefix(FILE))
-        if re.fullmatch(r"[\w.+-]+\.py", path.name) is None:
-            raise UserError(
-                f"{path}: a model's file ends in .py, and its name has letters, digits, '_', '.', "
-                "'+' and '-' only"
-            )
-        brought = Brought(source=f"{FILE}{path}", digest=digest_of(path))
-        name = path.name
-    elif name.startswith((HF, TIMM)):
-        brought = Brought(source=name)
-    else:
-        return name, None
-    registry.bring(name, brought)
-    registry.model_entry(name)
-    return name, brought
 
 
 def _profiler(gpu: str) -> tuple[str, Callable[[str, int, int | None], Profile]]:

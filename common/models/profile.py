@@ -7,6 +7,8 @@ import functools
 import hashlib
 import json
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +54,24 @@ class ProfiledParameter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """Distribution of a step's compute around its median."""
+
+    relative_std: float
+    """Standard deviation of the sum of both passes / mean."""
+    steps: int
+    """Number of steps that were measured."""
+
+    @classmethod
+    def of(cls, steps_s: Sequence[float]) -> Jitter | None:
+        """Returns the jitter of steps with these durations; None for fewer than two."""
+        if len(steps_s) < 2:
+            return None
+        spread = statistics.stdev(steps_s) / statistics.mean(steps_s)
+        return cls(relative_std=round(spread, 6), steps=len(steps_s))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Training step of a model on one device, layer by layer."""
 
@@ -70,6 +90,8 @@ class Profile:
     dtype: str
     flops: int | None = None
     """Multiplications and additions of a step; None: not counted."""
+    jitter: Jitter | None = None
+    """Spread of a step's compute; None: not measured."""
     rule: str
     """Description of how the times were obtained."""
     modules: tuple[str, ...]
@@ -83,9 +105,9 @@ class Profile:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of all fields that affect a replay (not `device_name`, `flops` and `rule`)."""
+        """Hash of all fields that affect a replay (not name, flops, jitter and rule)."""
         values = dataclasses.asdict(self)
-        del values["device_name"], values["flops"], values["rule"]
+        del values["device_name"], values["flops"], values["jitter"], values["rule"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -141,6 +163,7 @@ class Profile:
             ready = None if param.ready_s is None else _ms(param.ready_s)
             rows[param.module][2].append([short_name, param.shape, param.position, ready])
         head = {"schema": SCHEMA} | {key: getattr(self, key) for key in _HEAD}
+        head["jitter"] = self.jitter and dataclasses.asdict(self.jitter)
         head |= {"columns": _COLUMNS, "shared": self.shared}
         lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows.values())
@@ -165,9 +188,11 @@ def _ms(seconds: float) -> float:
 def load(path: Path) -> Profile:
     """Reads a profile; raises `UserError` if the file does not contain one."""
     try:
-        values = {"flops": None} | json.loads(path.read_bytes())  # older files lack it
+        # Older files lack two fields.
+        values = {"flops": None, "jitter": None} | json.loads(path.read_bytes())
         if values["schema"] != SCHEMA:
             raise UserError(f"profile {path}: schema {values['schema']}; allowed: {SCHEMA}")
+        values["jitter"] = values["jitter"] and Jitter(**values["jitter"])
         rows = values["modules"]
         calls = sorted(
             (position, Call(module=name, forward_s=forward / 1e3, backward_s=backward / 1e3))

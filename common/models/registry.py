@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from common.models.profile import Profile
 from common.models.workload import Workload
 from dear.errors import UserError, unknown
 from dear.lazy import torch
+from dear.training.files import digest_of
 
 Kind = Literal["digits", "small images", "images", "text"]
 """Kind of a model's input. digits: grey, 28 x 28 pixels. small images: colour, 32 x 32 pixels.
@@ -176,6 +178,33 @@ def bring(name: str, brought: Brought) -> None:
             "sentence_len"
         )
     _brought[name] = known | {size: brought}
+
+
+def register(name: str) -> tuple[str, Brought | None]:
+    """Adds the model that a user has named to the registry of this process.
+
+    Returns:
+        Its name in the registry, and its origin (None for models that the registry contains).
+
+    Raises:
+        UserError: the model does not exist, or its file cannot be read.
+    """
+    if name.startswith(FILE):
+        path = Path(name.removeprefix(FILE)).absolute()
+        if re.fullmatch(r"[\w.+-]+\.py", path.name) is None:
+            raise UserError(
+                f"{path}: a model's file ends in .py, and its name has letters, digits, '_', '.', "
+                "'+' and '-' only"
+            )
+        brought = Brought(source=f"{FILE}{path}", digest=digest_of(path))
+        name = path.name
+    elif name.startswith((HF, TIMM)):
+        brought = Brought(source=name)
+    else:
+        return name, None
+    bring(name, brought)
+    model_entry(name)
+    return name, brought
 
 
 def brought_of(name: str, batch_size: int) -> Brought | None:

@@ -1,7 +1,8 @@
-"""Records the layer times of a model on this machine's device.
+"""Records the layer times of a model on this machine's device, or reads them from a trace.
 
 `python -m common.profiling.layers --model resnet50 --batch 64` writes
 `configs/profiles/<device>/resnet50-bs64.json`, which `model: resnet50@<device>` replays.
+With `--from-trace trace.json.gz`, the times are those in a trace of torch.profiler.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from common.models import registry
 from common.models.profile import Profile, path_of
+from common.profiling import gpus
 from dear.errors import UserError, unknown
-from dear.options import at_least
+from dear.options import at_least, positive
+
+if TYPE_CHECKING:
+    from common.models.workload import Workload
+    from common.profiling.traced import Traced
 
 SEED = 1
+_WARMUP, _STEPS = 5, 20
+_RECORDER = ("device", "dtype", "warmup", "steps")
+"""Options of the recorder only."""
 
 
 def record_profile(options: argparse.Namespace) -> Profile:
@@ -28,20 +37,19 @@ def record_profile(options: argparse.Namespace) -> Profile:
     from common.machine import machine_card
     from common.profiling.recorder import memory_bytes_per_s, record
 
-    model, dtype, warmup, steps = options.model, options.dtype, options.warmup, options.steps
-    entry = registry.model_entry(model)
-    batch_size = options.batch if options.batch is not None else entry.batch_size
-    if registry.is_replay(model):
-        raise UserError(f"--model {model}: a replayed model has no compute to time")
+    entry, batch_size, sentence_len = _sizes(options)
+    model, dtype = options.model, options.dtype or "float32"
+    warmup = _WARMUP if options.warmup is None else options.warmup
+    steps = _STEPS if options.steps is None else options.steps
     if dtype not in registry.DTYPES:
         raise unknown("dtype", dtype, registry.DTYPES)
-    at_least("--batch", batch_size, 1)
     at_least("--warmup", warmup, 0)
     at_least("--steps", steps, 1)
+    if options.memory_gb_per_s is not None:
+        raise UserError("--memory-gb-per-s: only --from-trace takes it; here it is measured")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    sentence_len = registry.sentence_len(model, options.sentence_len)
     torch.manual_seed(SEED)
     torch_device = torch.device(device)
     workload = registry.build(model, batch_size, sentence_len, torch.Generator().manual_seed(SEED))
@@ -69,6 +77,79 @@ def record_profile(options: argparse.Namespace) -> Profile:
     )
 
 
+def _sizes(options: argparse.Namespace) -> tuple[registry.ModelEntry, int, int | None]:
+    options.model, _ = registry.register(options.model)
+    entry = registry.model_entry(options.model)
+    batch_size = options.batch if options.batch is not None else entry.batch_size
+    if registry.is_replay(options.model):
+        raise UserError(f"--model {options.model}: a replayed model has no compute to time")
+    at_least("--batch", batch_size, 1)
+    return entry, batch_size, registry.sentence_len(options.model, options.sentence_len)
+
+
+def traced_profile(options: argparse.Namespace) -> Profile:
+    """Reads the model's layers from a trace; raises `UserError` if they are not in it."""
+    for name in _RECORDER:
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name}: has no effect with --from-trace; leave it out")
+    import torch
+
+    from common.profiling import kineto, modelled
+    from common.profiling.traced import Traced
+
+    entry, batch_size, sentence_len = _sizes(options)
+    trace = kineto.load(options.from_trace)
+    inputs: list[tuple[int, ...]] = []
+
+    def build() -> Workload:
+        torch.manual_seed(SEED)
+        generator = torch.Generator().manual_seed(SEED)
+        workload = registry.build(options.model, batch_size, sentence_len, generator)
+        values = workload.inputs
+        tensors = values.values() if isinstance(values, dict) else values
+        inputs[:] = [tuple(tensor.shape) for tensor in tensors]
+        return workload
+
+    counted = modelled.counted(options.model, build)
+    traced = Traced(trace, counted, inputs, options.model)
+    name = trace.device_name or "CPU"
+    bandwidth, source = _bandwidth(options, traced, name)
+    return Profile(
+        model=options.model,
+        device=options.name or (folder_name(name) if trace.device_name else "cpu"),
+        device_name=name,
+        memory_bytes_per_s=round(bandwidth),
+        kind="measured",
+        batch_size=batch_size,
+        sentence_len=sentence_len,
+        sample_unit=entry.sample_unit,
+        dtype=traced.dtype,
+        rule=(
+            f"medians of {len(traced.steps)} steps in a trace of torch.profiler, "
+            f"{'kernels' if trace.device_name else 'operations of the CPU'} by the module that "
+            f"launched them; memory bandwidth: {source}"
+        ),
+        **traced.layers().fields(),
+    )
+
+
+def _bandwidth(options: argparse.Namespace, traced: Traced, device_name: str) -> tuple[float, str]:
+    """Returns the bytes per second of the device's memory, and how they were obtained."""
+    if options.memory_gb_per_s is not None:
+        positive("--memory-gb-per-s", options.memory_gb_per_s)
+        return options.memory_gb_per_s * 1e9, "given"
+    updated = traced.updated_bytes_per_s()
+    if updated is not None:
+        return updated, f"from an update of {traced.update_s * 1e3:.4f} ms"
+    for gpu in gpus.table().values():
+        if device_name in (gpu.name, *gpu.cuda_names):
+            return gpu.memory_gb_per_s * 1e9, "the GPU's peak"
+    raise UserError(
+        f"trace {options.from_trace}: has no update of SGD, Adam or AdamW, and the memory "
+        f"bandwidth of {device_name} is not known; give --memory-gb-per-s"
+    )
+
+
 def folder_name(device_name: str) -> str:
     """Returns a folder name such as `rtx-2080-ti` for `NVIDIA GeForce RTX 2080 Ti`."""
     short = re.sub(r"\b(nvidia|geforce|tesla|cpu)\b|\(r\)|\(tm\)|@.*", " ", device_name.lower())
@@ -83,33 +164,43 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m common.profiling.layers", allow_abbrev=False)
     parser.description = __doc__.partition("\n")[0]
-    parser.add_argument("--model", required=True, help="a model from `benchmarks.py list`")
+    parser.add_argument(
+        "--model", required=True, help="from `benchmarks.py list`, file:, hf: or timm:"
+    )
     parser.add_argument("--batch", type=int, help="samples (default: the model's)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available")
     parser.add_argument("--sentence-len", type=int, help="tokens, for models of sentences")
+    parser.add_argument("--dtype", help=f"one of {', '.join(registry.DTYPES)} (float32)")
+    parser.add_argument("--warmup", type=int, help=f"steps before the timed ones ({_WARMUP})")
+    parser.add_argument("--steps", type=int, help=f"timed steps, twice ({_STEPS})")
+    parser.add_argument("--from-trace", type=Path, help="trace of torch.profiler to read")
     parser.add_argument(
-        "--dtype", default="float32", help=f"one of {', '.join(registry.DTYPES)} (float32)"
+        "--memory-gb-per-s",
+        type=float,
+        help="memory bandwidth of a trace's device (default: from its update, or the GPU's peak)",
     )
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones (5)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps, twice (20)")
     parser.add_argument("--name", help="name of the device (default: derived from its full name)")
-    parser.add_argument("--out", type=Path, help="output file (default: in configs/profiles)")
+    parser.add_argument("-o", "--out", type=Path, help="output file (default: in configs/profiles)")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
-        profile = record_profile(options)
-        path = options.out or path_of(profile.model, profile.device, profile.batch_size)
+        profile = (traced_profile if options.from_trace else record_profile)(options)
+        path = options.out or path_of(
+            profile.model.replace(":", "-"), profile.device, profile.batch_size
+        )
         profile.save(path)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    jitter = profile.jitter
+    spread = f", jitter {jitter.relative_std:.1%} over {jitter.steps} steps" if jitter else ""
     print(
         f"{path}: {profile.device_name}, forward {profile.forward_s * 1e3:.2f} ms, backward "
         f"{profile.backward_s * 1e3:.2f} ms, {profile.batch_size / profile.step_s:.1f} "
-        f"{profile.sample_unit}/s"
+        f"{profile.sample_unit}/s{spread}"
     )
     return 0
 

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from common.models.profile import Call, ProfiledParameter
+from common.models.profile import Call, Jitter, ProfiledParameter
 from common.models.workload import Workload
 from dear.errors import UserError
 
@@ -93,6 +93,7 @@ def record(
     finally:
         stretches.remove()
     layers = Layers(workload.model, hooked[1:])
+    layers.jitter = Jitter.of([sum(times) for times in plain])
     before = layers.forward_s + layers.backward_s
     layers.scale(*(statistics.median(times) for times in zip(*plain, strict=True)))
     return layers, before / (layers.forward_s + layers.backward_s)
@@ -161,6 +162,7 @@ class Fields(TypedDict):
     parameters: tuple[ProfiledParameter, ...]
     shared: dict[str, str]
     flops: int | None
+    jitter: Jitter | None
 
 
 class Layers:
@@ -168,6 +170,10 @@ class Layers:
 
     Args:
         flops: multiplications and additions of a step; None: not counted.
+
+    Attributes:
+        modules: innermost running module of each stretch.
+        jitter: spread of the steps' compute; None for a single step.
     """
 
     def __init__(
@@ -176,8 +182,9 @@ class Layers:
         orders = {(*step.modules, None, *(name for name, _ in step.ready)) for step in steps}
         if len(orders) != 1:
             raise UserError("no profile: the order of the model's layers differs between steps")
-        self._model, self.flops = model, flops
-        self._names = steps[0].modules
+        self.model, self.flops = model, flops
+        self.modules = steps[0].modules
+        self.jitter = Jitter.of([sum(step.forward_s) + sum(step.backward_s) for step in steps])
         self._forward = _medians([step.forward_s for step in steps])
         self._backward = _medians([step.backward_s for step in steps])
         ready = _medians([[at for _, at in step.ready] for step in steps])
@@ -186,6 +193,11 @@ class Layers:
         for (name, _), at in zip(steps[0].ready, ready, strict=True):
             latest = self._ready[name] = max(latest, at)
         self._backward_s = statistics.median(sum(step.backward_s) for step in steps)
+
+    @property
+    def ready(self) -> list[str]:
+        """Parameters in the order in which their gradients become complete."""
+        return list(self._ready)
 
     @property
     def forward_s(self) -> float:
@@ -215,27 +227,28 @@ class Layers:
                 position=positions.get(name),
                 ready_s=self._ready.get(name),
             )
-            for name, param in self._model.named_parameters()
+            for name, param in self.model.named_parameters()
         )
-        first = {param: name for name, param in self._model.named_parameters()}
-        every = self._model.named_parameters(remove_duplicate=False)
+        first = {param: name for name, param in self.model.named_parameters()}
+        every = self.model.named_parameters(remove_duplicate=False)
         needed = {call.module for call in calls} | {param.module for param in parameters}
         return {
-            "modules": tuple(name for name, _ in self._model.named_modules() if name in needed),
+            "modules": tuple(name for name, _ in self.model.named_modules() if name in needed),
             "calls": tuple(calls),
             "parameters": parameters,
             "shared": {name: first[param] for name, param in every if first[param] != name},
             "flops": self.flops,
+            "jitter": self.jitter,
         }
 
     def _calls(self) -> list[Call]:
         """Returns the stretches; the time of very short ones is added to the previous one."""
         # A stretch in which parameters are first read is kept.
-        needed = {name.rpartition(".")[0] for name, _ in self._model.named_parameters()}
+        needed = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
         shortest = _SHORTEST_SHARE * (self.forward_s + self.backward_s)
         kept: list[tuple[str, list[float]]] = []
         early = [0.0, 0.0]
-        for name, *times in zip(self._names, self._forward, self._backward, strict=True):
+        for name, *times in zip(self.modules, self._forward, self._backward, strict=True):
             if sum(times) >= shortest or name in needed:
                 needed.discard(name)
                 kept.append((name, [a + b for a, b in zip(times, early, strict=True)]))

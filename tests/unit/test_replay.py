@@ -182,6 +182,7 @@ def test_committed_profiles_are_consistent(name, batch_size):
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] <= built.backward_s * 1.001
     assert built.forward_s < built.backward_s
+    assert built.jitter is None
 
 
 def test_the_committed_profile_is_what_the_rule_makes(tmp_path):
@@ -229,6 +230,7 @@ def test_recording_a_real_model_on_the_cpu(tmp_path, capsys):
     assert (built.kind, built.batch_size, built.device) == ("measured", 4, "here")
     assert built.device_name
     assert 1e8 < built.memory_bytes_per_s < 1e13
+    assert built.jitter.steps == 3 and built.jitter.relative_std > 0
     times = {call.module: (call.forward_s, call.backward_s) for call in built.calls}
     assert all(min(times[name]) > 0 for name in ("features.0", "features.2", "classifier.0"))
     real = registry.build("mnist_cnn", 4, None, torch.Generator()).model

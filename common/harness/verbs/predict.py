@@ -9,8 +9,11 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.emulation.config import ClusterConfig
@@ -19,6 +22,7 @@ from common.harness.experiment_file import CommandLine, find_experiment, load
 from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
+from common.machine.cgroups import usable_cores
 from common.models.registry import profile_of
 from dear.errors import Unavailable, UserError
 from dear.options import Options, positive
@@ -108,9 +112,11 @@ def predictions(
         given: alpha in s and beta in s per byte of an all-reduce of all ranks; None: costs are
             composed for the network.
     """
-    alone: dict[tuple[str, int], float] = {}
     many = [trial for trial in trials if trial.algorithm != BASELINE]
-    rows = [_row(trial, cluster, given, alone) for trial in many]
+    count = min(usable_cores(), len(many))
+    # Forked processes know the plugins and models of the command line.
+    with ProcessPoolExecutor(count or 1, multiprocessing.get_context("fork")) as pool:
+        rows = list(pool.map(partial(_row, cluster=cluster, given=given), many))
     bases = {_place(row): row.step_s for row in rows if row.algorithm == base}
     return [dataclasses.replace(row, baseline_s=bases.get(_place(row))) for row in rows]
 
@@ -119,12 +125,7 @@ def _place(row: PredictedRow) -> tuple[object, ...]:
     return row.model, row.batch, row.world_size, row.network
 
 
-def _row(
-    trial: Trial,
-    cluster: ClusterConfig,
-    given: tuple[float, float] | None,
-    alone: dict[tuple[str, int], float],
-) -> PredictedRow:
+def _row(trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | None) -> PredictedRow:
     from common.results.tables.predicted import PredictedRow
     from common.virtual.costs.parts import Shape
     from common.virtual.passes import UnmodelledError
@@ -139,12 +140,9 @@ def _row(
     }
     try:
         setting = _setting(trial, cluster, given)
-        key = (trial.model, trial.batch_size)
-        if key not in alone:
-            plain = dataclasses.replace(
-                setting, algorithm=BASELINE, options=Options(), shape=Shape(hosts=1)
-            )
-            alone[key] = predicted(plain).step_s
+        plain = dataclasses.replace(
+            setting, algorithm=BASELINE, options=Options(), shape=Shape(hosts=1)
+        )
         middle, low, high = (predicted(_varied(setting, sign)) for sign in (0, -1, 1))
     except (UserError, Unavailable, UnmodelledError) as error:
         return PredictedRow(**place, status="unsupported", reason=str(error))
@@ -154,7 +152,7 @@ def _row(
         step_low_s=min(low.step_s, middle.step_s, high.step_s),
         step_high_s=max(low.step_s, middle.step_s, high.step_s),
         exposed_s=middle.exposed_s,
-        compute_s=alone[key],
+        compute_s=predicted(plain).step_s,
         messages=middle.messages,
         reason=middle.note,
     )
@@ -164,9 +162,7 @@ def _engine(cluster: ClusterConfig) -> str:
     return cluster.engine or "nccl"
 
 
-def _setting(
-    trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | None
-) -> Setting:
+def _setting(trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | None) -> Setting:
     from common.virtual.costs.engines import costs_of, ring_of
     from common.virtual.costs.networks import platform_of
     from common.virtual.costs.parts import Shape

@@ -56,8 +56,7 @@ def add_experiment(parser: argparse.ArgumentParser, default: str) -> None:
         "experiment",
         nargs="?",
         type=Path,
-        help="an experiment file, or the name of one of configs/experiments "
-        f"(default: {default})",
+        help=f"an experiment file, or the name of one of configs/experiments (default: {default})",
     )
     parser.add_argument(
         "-k",

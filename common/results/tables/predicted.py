@@ -44,9 +44,7 @@ class PredictedRow:
 def _throughput(row: PredictedRow) -> Cell:
     ends = (row.step_high_s, row.step_low_s)
     low, high = (row.samples_per_s(step_s) for step_s in ends)
-    return number(
-        row.samples_per_s(row.step_s), ends=f"{significant(low)}-{significant(high)}"
-    )
+    return number(row.samples_per_s(row.step_s), ends=f"{significant(low)}-{significant(high)}")
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
@@ -56,9 +54,7 @@ def _ratio(over: float | None, under: float | None) -> float | None:
 COLUMNS: tuple[Column[PredictedRow], ...] = (
     *PLACE,
     Column(title="samples/s (range)", cell=_throughput, weight=1),
-    Column(
-        title="step ms", cell=lambda row: number(row.step_s and 1e3 * row.step_s), weight=3
-    ),
+    Column(title="step ms", cell=lambda row: number(row.step_s and 1e3 * row.step_s), weight=3),
     Column(
         title="exposed ms",
         cell=lambda row: number(None if row.exposed_s is None else 1e3 * row.exposed_s),
@@ -74,9 +70,7 @@ COLUMNS: tuple[Column[PredictedRow], ...] = (
         cell=lambda row: number(_ratio(row.baseline_s, row.step_s), "{:.2f}".format, unit="x"),
         weight=1,
     ),
-    Column(
-        title="messages", cell=lambda row: number(row.messages, "{:g}".format), weight=6
-    ),
+    Column(title="messages", cell=lambda row: number(row.messages, "{:g}".format), weight=6),
     NOTES,
 )
 

@@ -79,7 +79,7 @@ def prediction(record: Record) -> Prediction:
     engine = kind.sends_by(options)
     if engine is not None and (engine_costs is None or engine_costs.engine != engine):
         raise UnmodelledError(f"the algorithm sends by {engine}, whose costs are not on record")
-    return predict(passes, messages, statement, _costs(result), trial["world_size"])
+    return predict(passes, messages, statement, recorded_costs(result), trial["world_size"])
 
 
 def trial_passes(trial: JsonObject, update_s: float) -> Passes:
@@ -94,7 +94,7 @@ def trial_passes(trial: JsonObject, update_s: float) -> Passes:
     return passes_of(_profile(trial), update_s)
 
 
-def _costs(result: Result) -> dict[str, Cost]:
+def recorded_costs(result: Result) -> dict[str, Cost]:
     costs: dict[str, Cost] = {**(sending_costs(result.costs, result.engine_costs) or {})}
     engine = result.engine_costs
     if engine is not None and engine.fused is not None:

@@ -95,9 +95,7 @@ class Arithmetic(TorchDispatchMode):
         finally:
             self._free = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = self._rules.get(func)
         if rule is None:

@@ -81,9 +81,7 @@ class VirtualGroup(dist.ProcessGroup):
         transfers, self._awaited = self._awaited, []
         self._network.wait(transfers)
 
-    def start(
-        self, operation: str, nbytes: int, effect: Any, result: Any, **queue: Any
-    ) -> _Work:
+    def start(self, operation: str, nbytes: int, effect: Any, result: Any, **queue: Any) -> _Work:
         """Starts a transfer; returns the handle that torch expects."""
         transfer = self._network.start(
             operation, nbytes, effect, legs=(self.shape,), channel=id(self), **queue

@@ -1,0 +1,201 @@
+"""Verb `validate`: compares predicted steps with measured ones, and shows the errors.
+
+The costs of collectives come from trials of another model on the same links, where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from common.harness.verbs import Status
+from dear.errors import UserError
+
+if TYPE_CHECKING:
+    from common.results.records import Record
+    from common.virtual.link import Cost
+
+HELP = "compare predictions with measured sweeps"
+APART = 0.05
+"""Relative difference of two measured steps from which on their order must be predicted."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the verb."""
+    parser.add_argument(
+        "sweeps", nargs="+", help="folders of emulated sweeps, or names of sweeps below --logs"
+    )
+    parser.add_argument("--json", action="store_true", help="print rows and summary as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Measured and predicted step of a trial, in seconds."""
+
+    sweep: str
+    model: str
+    batch: int
+    world_size: int
+    network: str
+    algorithm: str
+    measured_s: float
+    predicted_s: float
+    costs_of: str
+    """Model of the trial whose costs of collectives were used."""
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Settings that compared trials have in common."""
+        return self.sweep, self.model, self.batch, self.world_size, self.network
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints a row per trial and a summary; the exit status is 4 if nothing could be compared."""
+    from common.harness.output import find_sweep
+    from common.results.store import Comparison
+    from common.results.tables.table import markdown
+
+    checks, skipped = [], []
+    for name in options.sweeps:
+        folder = find_sweep(name, options.logs)
+        records = [r for r in Comparison.load(folder).results(folder) if _is_measured(r)]
+        for record in records:
+            try:
+                checks.append(_check(record, records, folder.name))
+            except UserError as error:
+                skipped.append(f"{record.title}: {error}")
+    if options.json:
+        rows = [{**asdict(check), "error": check.error} for check in checks]
+        print(json.dumps({"rows": rows, "summary": summary(checks), "skipped": skipped}))
+        return Status.OK if checks else Status.NO_ANSWER
+    head = ("sweep", "model", "batch", "workers", "network", "algorithm")
+    lines = [(*head, "measured ms", "predicted ms", "error", "costs of")]
+    for check in checks:
+        lines.append(
+            (
+                *map(str, check.place[:4]),
+                check.network,
+                check.algorithm,
+                f"{1e3 * check.measured_s:.1f}",
+                f"{1e3 * check.predicted_s:.1f}",
+                f"{check.error:+.1%}",
+                check.costs_of,
+            )
+        )
+    print(markdown(lines, [False, False, True, True, False, False, True, True, True, False]))
+    print("\n".join(f"not compared: {line}" for line in skipped))
+    if not checks:
+        return Status.NO_ANSWER
+    for key, value in summary(checks).items():
+        print(f"{key}: {value:.2%}" if isinstance(value, float) else f"{key}: {value}")
+    return Status.OK
+
+
+def summary(checks: Sequence[Check]) -> dict[str, Any]:
+    """Returns the number of comparisons, their errors, and the share of orders that are right."""
+    if not checks:
+        return {"comparisons": 0}
+    errors = [check.error for check in checks]
+    orders = [
+        (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
+        for a, b in itertools.combinations(checks, 2)
+        if a.place == b.place and abs(math.log(a.measured_s / b.measured_s)) > math.log1p(APART)
+    ]
+    return {
+        "comparisons": len(checks),
+        "mean error": statistics.fmean(map(abs, errors)),
+        "signed mean error": statistics.fmean(errors),
+        "worst error": max(errors, key=abs),
+        f"pairs that differ by more than {APART:.0%}": len(orders),
+        "of these in the right order": sum(orders),
+    }
+
+
+def _is_measured(record: Record) -> bool:
+    from common.results.validity import flag_text
+
+    many = record.ok and record.throughput is not None and record.trial["world_size"] > 1
+    emulated = record.fabric.kind == "emulated" and not record.trial.get("learn")
+    return many and emulated and record.fault is None and not flag_text(record)
+
+
+def _check(record: Record, others: Sequence[Record], sweep: str) -> Check:
+    from common.models.registry import profile_of
+    from common.virtual.costs.parts import Shape
+    from common.virtual.world.run import Setting, predicted
+    from dear.training.algorithm import algorithm_options
+
+    trial = record.trial
+    local = trial.get("ranks_per_host") or 1
+    donor = _donor(record, others)
+
+    def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
+        source = _donor(record, others, hosts * ranks_per_host)
+        return _costs(source)
+
+    setting = Setting(
+        profile=profile_of(trial["model"], trial["batch_size"], trial["sentence_len"]),
+        algorithm=trial["algorithm"],
+        options=algorithm_options(trial["algorithm"], trial["options"]),
+        shape=Shape(hosts=trial["world_size"] // local, ranks_per_host=local),
+        costs=costs,
+        engine=trial["backend"],
+        optimizer=trial["optimizer"]["name"],
+        momentum=trial["optimizer"]["momentum"],
+    )
+    assert record.throughput is not None
+    return Check(
+        sweep=sweep,
+        model=trial["model"],
+        batch=trial["batch_size"],
+        world_size=trial["world_size"],
+        network=trial["network"],
+        algorithm=record.label,
+        measured_s=trial["batch_size"] * trial["world_size"] / record.throughput.value,
+        predicted_s=predicted(setting).step_s,
+        costs_of=donor.trial["model"],
+    )
+
+
+def _donor(record: Record, others: Sequence[Record], ranks: int | None = None) -> Record:
+    """Returns a trial on the same links with measured costs, if possible of another model."""
+    wanted = ranks or record.trial["world_size"]
+    fitting = [
+        other
+        for other in others
+        if other.first is not None
+        and other.first.costs
+        and other.trial["world_size"] == wanted
+        and _links(other) == _links(record)
+    ]
+    if not fitting:
+        raise UserError(f"no costs of collectives of {wanted} ranks are on record")
+    foreign = [other for other in fitting if other.trial["model"] != record.trial["model"]]
+    own = [record] if record in fitting else fitting
+    return (foreign or own)[0]
+
+
+def _links(record: Record) -> tuple[object, ...]:
+    engine = record.first.engine_costs if record.first is not None else None
+    return record.trial["network"], record.trial["backend"], engine and engine.engine
+
+
+def _costs(record: Record) -> dict[str, Cost]:
+    from common.results.timed.event_model import recorded_costs
+
+    assert record.first is not None
+    costs = recorded_costs(record.first)
+    # Half of an all-reduce, as they are not measured.
+    halves = {"broadcast": "all_gather", "reduce": "reduce_scatter"}
+    return costs | {name: costs[like] for name, like in halves.items() if like in costs}

@@ -40,7 +40,7 @@ def at_once(
     near: float = 0,
     piece: float = math.inf,
 ) -> Timing:
-    """Every rank sends messages of `nbytes` at the same time; they arrive after one hop.
+    """Messages of `nbytes` from every rank at the same time; they arrive after one hop.
 
     Args:
         far: messages per rank to ranks of other hosts, evenly over these hosts.
@@ -75,7 +75,7 @@ def _loads(
 
 
 def to_all(platform: Platform, shape: Shape, nbytes: float) -> Timing:
-    """Every rank sends a message of `nbytes` to every other rank, all at once."""
+    """Messages of `nbytes` from every rank to every other rank, all at once."""
     local = shape.ranks_per_host
     return at_once(platform, shape, nbytes, far=shape.ranks - local, near=local - 1)
 
@@ -130,7 +130,7 @@ def rounds(
     halving: bool = False,
     senders: int | None = None,
 ) -> Timing:
-    """One message per rank and round, with partners at the distances 1, 2, 4, ...
+    """Rounds of one message per rank, with partners at the distances 1, 2, 4, ...
 
     Recursive doubling: log2(P) x (latency + overhead + n / rate). Recursive halving: the message of
     round i has n / 2^i bytes, together (P - 1) / P x n. Ranks beyond a power of two cost one more
@@ -155,14 +155,14 @@ def rounds(
 
 
 def from_root(platform: Platform, shape: Shape, nbytes: float) -> Timing:
-    """The root sends a message of `nbytes` to every other rank, or receives one from each."""
+    """Messages of `nbytes` from the root to every other rank, or from each of them to the root."""
     local = shape.ranks_per_host
     alone = Shape(hosts=shape.hosts, sites=shape.sites)
     return at_once(platform, alone, nbytes, far=shape.ranks - local, near=local - 1)
 
 
 def chain(platform: Platform, shape: Shape, nbytes: float, *, segment: float) -> Timing:
-    """A broadcast or reduce of `nbytes` from rank to rank, in segments that follow each other.
+    """Broadcast or reduce of `nbytes` from rank to rank, in segments that follow each other.
 
     (P - 1) x (latency + overhead + segment / rate) until the first segment is at the end, then the
     other segments arrive: (n / segment - 1) x (overhead + segment / rate).
@@ -180,6 +180,6 @@ def chain(platform: Platform, shape: Shape, nbytes: float, *, segment: float) ->
 
 
 def exchange(platform: Platform, shape: Shape, nbytes: float) -> Timing:
-    """Every rank sends `nbytes` to another rank, on another host if there are several."""
+    """Messages of `nbytes` from every rank to another, on another host if there are several."""
     far = shape.hosts > 1
     return at_once(platform, shape, nbytes, far=far, near=not far, piece=READ_BYTES)

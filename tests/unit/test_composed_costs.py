@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.emulation.links.profile import NetworkProfile
-from common.profiling.platforms import platform_of
 from common.virtual.costs.engines import ENGINES, OPERATIONS, costs_of, ring_of
+from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Platform, Shape, Wire
 from common.virtual.link import Cost, Occupying
 from dear.cost.collectives import TABLES, table_costs

@@ -124,7 +124,7 @@ class NetworkProfile:
     Predictions use it; emulated hosts spend their own time."""
     core_gb_per_s: float | None = None
     """Rate in GB/s at which a core of a host receives and adds messages, for predictions.
-    None: that of `common.profiling.platforms.CORE_GB_PER_S`."""
+    None: that of `common.virtual.costs.networks.CORE_GB_PER_S`."""
 
     def __post_init__(self) -> None:
         subject = f"network {self.name!r}"

@@ -1,7 +1,7 @@
 """Costs of all collectives of an engine on a described cluster.
 
 from common.virtual.costs.engines import costs_of
-from common.profiling.platforms import platform_of
+from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
 
 platform = platform_of("100gbib", inside="nvlink3")

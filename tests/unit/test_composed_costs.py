@@ -81,8 +81,6 @@ def test_a_single_rank_costs_nothing_and_nothing_is_free_otherwise(engine):
     for name, cost in costs_of(engine, platform_for(engine), Shape(hosts=1)).items():
         assert (name, cost(1e6), cost.occupancy_s(1e6)) == (name, 0, 0)
     for shape in (Shape(hosts=2), Shape(hosts=1, ranks_per_host=2)):
-        if engine == "ring" and shape.hosts == 1:
-            continue
         costs = costs_of(engine, platform_for(engine), shape)
         assert set(costs) == set(OPERATIONS)
         for cost in costs.values():
@@ -109,13 +107,14 @@ def test_more_bytes_take_longer(engine, hosts, local, operation, sizes):
 @settings(deadline=None)
 @given(
     engine=st.sampled_from(("comm_core", "mpi", "horovod_mpi")),
-    hosts=st.integers(2, 40),
-    local=st.integers(1, 4),
+    hosts=st.sampled_from((2, 4, 8, 32)),
+    local=st.sampled_from((1, 2, 4)),
     operation=st.sampled_from(OPERATIONS),
     power=st.integers(0, 28),
 )
 def test_a_doubled_message_costs_more_within_an_algorithm(engine, hosts, local, operation, power):
-    # The sizes at which these engines change their algorithm are powers of two.
+    # For such numbers of ranks, all sizes at which these engines change their algorithm are powers
+    # of two; there, a message may become cheaper.
     cost = costs_of(engine, platform_for(engine), Shape(hosts=hosts, ranks_per_host=local))
     low, high = 2.0**power, 2.0 ** (power + 1) - 1
     assert cost[operation](low) <= cost[operation](high) * (1 + 1e-9)
@@ -176,26 +175,18 @@ def test_what_queued_messages_overlap_depends_on_the_engine():
     assert gloo.occupancy_s(nbytes) == pytest.approx(one_by_one.occupancy_s(nbytes) / 2)
 
 
-def measured_costs() -> list[dict[str, dict[str, object]]]:
-    by_text = {}
-    for line in (RECORDS / "fidelity/records.jsonl").read_text().splitlines():
-        costs = json.loads(line).get("costs") or {}
-        if "reduce_scatter" in costs:
-            by_text[json.dumps(costs)] = costs
-    return list(by_text.values())
-
-
 def test_the_comm_core_costs_what_emulated_hosts_measured():
     costs = costs_of("comm_core", platform_of("10gbe"), Shape(hosts=4))
     errors = []
-    for measured in measured_costs():
-        for operation in ("all_reduce", *HALVES):
-            fit = measured[operation]
-            lines = [(line, line["below_bytes"]) for line in fit["smaller"]] + [(fit, 16 << 20)]
-            for line, below in lines:
+    for line in (RECORDS / "fidelity/records.jsonl").read_text().splitlines():
+        for operation, fit in json.loads(line)["results"][0]["costs"].items():
+            if operation == "exchange":  # its queue was not measured
+                continue
+            parts = [(part, part["below_bytes"]) for part in fit["smaller"]] + [(fit, 16 << 20)]
+            for part, below in parts:
                 nbytes = below / 2
-                taken_s = line["queued_alpha_s"] + line["beta_s_per_byte"] * nbytes
-                errors.append(costs[operation].occupancy_s(nbytes) / taken_s - 1)
+                measured_s = part["queued_alpha_s"] + part["beta_s_per_byte"] * nbytes
+                errors.append(costs[operation].occupancy_s(nbytes) / measured_s - 1)
     assert len(errors) >= 20
     assert abs(sum(errors) / len(errors)) < 0.05
     assert max(map(abs, errors)) < 0.2

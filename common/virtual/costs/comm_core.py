@@ -73,7 +73,7 @@ def _regimes(operation: str, shape: Shape) -> tuple[Regime, ...]:
 
 
 def _few_hops(name: str, operation: str, nbytes: float, platform: Platform, shape: Shape) -> Timing:
-    """All ranks at once below `COMM_CORE_TCP_SMALL` (or `COMM_CORE_TCP_DIRECT`) bytes."""
+    """Timing of the regimes below `COMM_CORE_TCP_SMALL` or `COMM_CORE_TCP_DIRECT` bytes."""
     if operation == "reduce":
         return steps.from_root(platform, shape, nbytes)
     if name == "tree":
@@ -88,7 +88,7 @@ def _few_hops(name: str, operation: str, nbytes: float, platform: Platform, shap
 
 
 def _in_memory(operation: str, nbytes: float, platform: Platform, shape: Shape) -> Timing:
-    """Ranks of one host read each other's buffers, between two meetings of all ranks.
+    """Timing of ranks of one host that read each other's buffers, between meetings of all ranks.
 
     A rank moves n bytes to sum its share of n / P, and (P - 1) / P x n bytes to copy the others'
     shares. The root of a reduce reads P x n bytes.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from common.virtual.costs import comm_core, cpu, nccl, steps
 from common.virtual.costs.parts import Composed, Platform, Shape, Timing, Wire
@@ -30,7 +30,7 @@ class Engine:
 
     timing: Callable[[str, float, Platform, Shape], Timing]
     in_flight: float = 1
-    """As in `Composed`."""
+    """Number of queued messages of a channel that it advances at once."""
     inside: tuple[str, ...] = ("memory", "tcp")
     """Media of the wires inside a host that it can use."""
 
@@ -83,7 +83,7 @@ def costs_of(engine: str, platform: Platform, shape: Shape) -> dict[str, Compose
         return kind.timing(operation, nbytes, platform, shape)
 
     return {
-        name: Composed(timing=partial(timing, name), in_flight=kind.in_flight)
+        name: Composed(timing=cache(partial(timing, name)), in_flight=kind.in_flight)
         for name in OPERATIONS
     }
 

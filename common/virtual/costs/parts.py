@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dear.errors import UserError, one_of
+from dear.errors import UserError, unknown
 from dear.options import at_least, positive
 
 Kind = Literal["inside", "between", "sites"]
@@ -74,7 +74,9 @@ class Platform:
 
     def wire(self, kind: Kind) -> Wire:
         """Returns the wire of a kind; raises `UserError` if the platform has none."""
-        return one_of("kind of wire", kind, self.wires)
+        if kind not in self.wires:
+            raise unknown("kind of wire", kind, self.wires)
+        return self.wires[kind]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 
 from common.virtual.costs.parts import Kind, Platform, Shape, Timing, Wire
 
+READ_BYTES = 256 << 10
+"""Bytes that a rank reads at a time from a message of its own (`tcp_chunk` of the comm core)."""
+
 
 def used_kinds(shape: Shape) -> list[Kind]:
     """Returns the kinds of wires between the ranks of a cluster."""
@@ -29,25 +32,31 @@ def log2(count: int) -> int:
 
 
 def at_once(
-    platform: Platform, shape: Shape, nbytes: float, *, far: float = 0, near: float = 0
+    platform: Platform,
+    shape: Shape,
+    nbytes: float,
+    *,
+    far: float = 0,
+    near: float = 0,
+    piece: float = math.inf,
 ) -> Timing:
-    """Every rank sends messages of `nbytes` at the same time; they arrive after one hop.
+    """Messages of `nbytes` from every rank at the same time; they arrive after one hop.
 
     Args:
         far: messages per rank to ranks of other hosts, evenly over these hosts.
         near: messages per rank to ranks of its own host.
+        piece: bytes of a message that a core works on at once, while the others arrive.
     """
     loads = list(_loads(platform, shape, far, near))
+    each_s = nbytes / platform.core_bytes_per_s
+    busy_s = [
+        count * wire.overhead_s + sharers * count * nbytes / wire.bytes_per_s
+        for wire, count, sharers in loads
+    ]
     return Timing(
         latency_s=max((wire.latency_s for wire, _, _ in loads), default=0.0),
-        link_s=max(
-            (
-                count * wire.overhead_s + sharers * count * nbytes / wire.bytes_per_s
-                for wire, count, sharers in loads
-            ),
-            default=0.0,
-        ),
-        core_s=nbytes / platform.core_bytes_per_s,  # earlier messages are added while others arrive
+        link_s=max(*busy_s, (far + near) * each_s, 0.0),
+        core_s=min(each_s, piece / platform.core_bytes_per_s),
     )
 
 
@@ -66,7 +75,7 @@ def _loads(
 
 
 def to_all(platform: Platform, shape: Shape, nbytes: float) -> Timing:
-    """Every rank sends a message of `nbytes` to every other rank, all at once."""
+    """Messages of `nbytes` from every rank to every other rank, all at once."""
     local = shape.ranks_per_host
     return at_once(platform, shape, nbytes, far=shape.ranks - local, near=local - 1)
 
@@ -103,7 +112,7 @@ def ring_hops(shape: Shape) -> dict[Kind, int]:
     """Returns the hops of the block with the longest way along a ring, by kind of wire."""
     hops: dict[Kind, int] = {}
     if shape.ranks_per_host > 1:
-        hops["inside"] = shape.hosts * (shape.ranks_per_host - 1)
+        hops["inside"] = shape.hosts * (shape.ranks_per_host - 1) + (shape.hosts == 1)
     if shape.hosts > 1:
         hops["between"] = shape.hosts - (shape.sites if shape.sites > 1 else 0)
     if shape.sites > 1:
@@ -121,7 +130,7 @@ def rounds(
     halving: bool = False,
     senders: int | None = None,
 ) -> Timing:
-    """One message per rank and round, with partners at the distances 1, 2, 4, ...
+    """Rounds of one message per rank, with partners at the distances 1, 2, 4, ...
 
     Recursive doubling: log2(P) x (latency + overhead + n / rate). Recursive halving: the message of
     round i has n / 2^i bytes, together (P - 1) / P x n. Ranks beyond a power of two cost one more
@@ -146,14 +155,14 @@ def rounds(
 
 
 def from_root(platform: Platform, shape: Shape, nbytes: float) -> Timing:
-    """The root sends a message of `nbytes` to every other rank, or receives one from each."""
+    """Messages of `nbytes` from the root to every other rank, or from each of them to the root."""
     local = shape.ranks_per_host
     alone = Shape(hosts=shape.hosts, sites=shape.sites)
     return at_once(platform, alone, nbytes, far=shape.ranks - local, near=local - 1)
 
 
 def chain(platform: Platform, shape: Shape, nbytes: float, *, segment: float) -> Timing:
-    """A broadcast or reduce of `nbytes` from rank to rank, in segments that follow each other.
+    """Broadcast or reduce of `nbytes` from rank to rank, in segments that follow each other.
 
     (P - 1) x (latency + overhead + segment / rate) until the first segment is at the end, then the
     other segments arrive: (n / segment - 1) x (overhead + segment / rate).
@@ -171,6 +180,6 @@ def chain(platform: Platform, shape: Shape, nbytes: float, *, segment: float) ->
 
 
 def exchange(platform: Platform, shape: Shape, nbytes: float) -> Timing:
-    """Every rank sends `nbytes` to another rank, on another host if there are several."""
+    """Messages of `nbytes` from every rank to another, on another host if there are several."""
     far = shape.hosts > 1
-    return at_once(platform, shape, nbytes, far=int(far), near=int(not far))
+    return at_once(platform, shape, nbytes, far=far, near=not far, piece=READ_BYTES)

@@ -216,6 +216,10 @@ class Communicator(Account):
         dist.all_gather_object(values, value, group=self.groups[0])
         return values
 
+    def gather_places(self, place: tuple[int, int]) -> list[tuple[int, int]]:
+        """Returns every rank's `place` on its host: its local rank, and the ranks there; blocks."""
+        return self.gather_objects(place)
+
     def barrier(self) -> None:
         """Returns once every rank has called it."""
         dist.barrier(group=self.groups[0])

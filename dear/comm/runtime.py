@@ -288,7 +288,7 @@ def ranks_per_machine(communicator: Communicator) -> int:
 
     Raises `UserError` if machines have different numbers of ranks, or not consecutive ranks.
     """
-    positions = communicator.gather_objects((local_rank(), local_size()))
+    positions = communicator.gather_places((local_rank(), local_size()))
     sizes = {size for _, size in positions}
     if len(sizes) > 1:
         raise UserError(

@@ -17,13 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.emulation.config import ClusterConfig
-from common.harness.experiment import Experiment
 from common.harness.experiment_file import CommandLine, find_experiment, load
 from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
 from common.machine.cgroups import usable_cores
 from common.models.registry import profile_of
+from dear.cost.fit import AlphaBeta
 from dear.errors import Unavailable, UserError
 from dear.options import Options, positive
 
@@ -59,42 +59,42 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints the table of predictions; the exit status is 1 if no trial has one."""
-    if (options.alpha_ms is None) != (options.beta_ns is None):
+    """Prints the table of predictions; the exit status is 1 if no trial has one.
+
+    Args:
+        options: flags of this verb, or of `run`, which has fewer.
+    """
+    given = {key: getattr(options, key, None) for key in ("alpha_ms", "beta_ns")}
+    if len({value is None for value in given.values()}) > 1:
         raise UserError("--alpha-ms and --beta-ns go together")
-    for flag in ("alpha_ms", "beta_ns"):
-        if getattr(options, flag) is not None:
-            positive(f"--{flag.replace('_', '-')}", getattr(options, flag))
-    command_line = CommandLine.of(options)
+    for key, value in given.items():
+        positive(f"--{key.replace('_', '-')}", value)
     path = find_experiment(options.experiment or EXPERIMENT)
-    keys = {key: getattr(options, key) for key in ("engine", "inside")}
+    keys = {key: getattr(options, key, None) for key in ("engine", "inside")}
     overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
     overrides += ["cluster.kind=predicted", *cluster_overrides(options), *options.set]
     with contextlib.redirect_stdout(sys.stderr):
-        experiment = load(path, overrides, command_line)
+        experiment = load(path, overrides, CommandLine.of(options))
         everything = experiment.trials()
-    return show(experiment, everything, options)
 
-
-def show(experiment: Experiment, everything: Sequence[Trial], options: argparse.Namespace) -> int:
-    """Predicts and prints the trials that the flags of `run` or `predict` choose."""
     from common.harness.running import plan
     from common.results.tables.predicted import table_of
 
     trials = plan.select(everything, options.filter, None, experiment.name)
-    assert experiment.cluster is not None
-    given = None
-    if getattr(options, "alpha_ms", None) is not None:
-        given = (options.alpha_ms / 1e3, options.beta_ns / 1e9)
-    rows = predictions(trials, experiment.base, experiment.cluster, given)
+    cluster = experiment.cluster
+    assert cluster is not None, "the overrides have made one"
+    fixed = None
+    if given["alpha_ms"] is not None and given["beta_ns"] is not None:
+        fixed = AlphaBeta(alpha_s=given["alpha_ms"] / 1e3, beta_s_per_byte=given["beta_ns"] / 1e9)
+    rows = predictions(trials, experiment.base, cluster, fixed)
     if options.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
     else:
-        engine = "alpha and beta as given" if given else f"engine {_engine(experiment.cluster)}"
+        engine = "alpha and beta as given" if fixed else f"engine {_engine(cluster)}"
         table_of(rows).print(f"{experiment.name}: predicted, {engine}")
         print(
-            f"range: costs of collectives +-{COSTS:.0%}, compute +-{COMPUTE:.0%}; "
-            "how it is computed: docs/prediction.md"
+            f"range: costs of collectives +-{COSTS:.0%} (measured costs: their residual), compute "
+            f"+-{COMPUTE:.0%}; how it is computed: docs/prediction.md"
         )
     return Status.OK if any(row.step_s for row in rows) else Status.FAILED
 
@@ -103,20 +103,20 @@ def predictions(
     trials: Sequence[Trial],
     base: str,
     cluster: ClusterConfig,
-    given: tuple[float, float] | None = None,
+    fixed: AlphaBeta | None = None,
 ) -> list[PredictedRow]:
     """Returns the rows of trials in their order, without the single workers.
 
     Args:
         base: label of the algorithm to which the others are compared.
-        given: alpha in s and beta in s per byte of an all-reduce of all ranks; None: costs are
-            composed for the network.
+        fixed: cost of an all-reduce of all ranks; None: costs are measured or composed for the
+            network.
     """
     many = [trial for trial in trials if trial.algorithm != BASELINE]
     count = min(usable_cores(), len(many))
     # Forked processes know the plugins and models of the command line.
     with ProcessPoolExecutor(count or 1, multiprocessing.get_context("fork")) as pool:
-        rows = list(pool.map(partial(_row, cluster=cluster, given=given), many))
+        rows = list(pool.map(partial(_row, cluster=cluster, fixed=fixed), many))
     bases = {_place(row): row.step_s for row in rows if row.algorithm == base}
     return [dataclasses.replace(row, baseline_s=bases.get(_place(row))) for row in rows]
 
@@ -125,7 +125,7 @@ def _place(row: PredictedRow) -> tuple[object, ...]:
     return row.model, row.batch, row.world_size, row.network
 
 
-def _row(trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | None) -> PredictedRow:
+def _row(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> PredictedRow:
     from common.results.tables.predicted import PredictedRow
     from common.virtual.costs.parts import Shape
     from common.virtual.passes import UnmodelledError
@@ -139,7 +139,7 @@ def _row(trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | None
         "algorithm": trial.label,
     }
     try:
-        setting = _setting(trial, cluster, given)
+        setting = _setting(trial, cluster, fixed)
         plain = dataclasses.replace(
             setting, algorithm=BASELINE, options=Options(), shape=Shape(hosts=1)
         )
@@ -162,12 +162,12 @@ def _engine(cluster: ClusterConfig) -> str:
     return cluster.engine or "nccl"
 
 
-def _setting(trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | None) -> Setting:
+def _setting(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> Setting:
+    from common.emulation.links.profile import network_profile
     from common.virtual.costs.engines import costs_of, ring_of
     from common.virtual.costs.networks import platform_of
     from common.virtual.costs.parts import Shape
     from common.virtual.world.run import Setting
-    from dear.cost.fit import AlphaBeta
 
     engine = _engine(cluster)
     local = min(cluster.ranks_per_host, trial.world_size)
@@ -178,17 +178,27 @@ def _setting(trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | 
             "equally many ranks on each host"
         )
     assert trial.network is not None
-    name = engine
-    if given is None:
+    name, measured, error = engine, None, COSTS
+    if fixed is None:
         inside = cluster.inside or ("pcie4" if engine == "nccl" else None)
         platform = platform_of(trial.network, inside)
+        measured = network_profile(trial.network).costs
+        if measured is not None and (measured.engine, measured.world_size) == (
+            engine,
+            shape.ranks,
+        ):
+            error = max(cost.residual_rms for cost in measured.by_operation().values())
+        else:
+            measured = None
     else:
         name, shape = "ring", Shape(hosts=trial.world_size)
-        alpha_s, beta_s = given
-        platform = ring_of(AlphaBeta(alpha_s=alpha_s, beta_s_per_byte=beta_s), shape.ranks)
+        platform = ring_of(fixed, shape.ranks)
 
     def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
-        return costs_of(name, platform, Shape(hosts=hosts, ranks_per_host=ranks_per_host))
+        composed = costs_of(name, platform, Shape(hosts=hosts, ranks_per_host=ranks_per_host))
+        if measured is None or hosts * ranks_per_host != shape.ranks:
+            return composed
+        return {**composed, **measured.collective_costs()}
 
     return Setting(
         profile=profile_of(trial.model, trial.batch_size, trial.sentence_len),
@@ -196,6 +206,7 @@ def _setting(trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | 
         options=trial.options,
         shape=shape,
         costs=costs,
+        costs_error=error,
         engine=engine,
         optimizer=trial.optimizer.name,
         momentum=trial.optimizer.momentum,
@@ -203,15 +214,19 @@ def _setting(trial: Trial, cluster: ClusterConfig, given: tuple[float, float] | 
 
 
 def _varied(setting: Setting, sign: int) -> Setting:
-    """Returns the setting with costs and compute at an end of their ranges (-1 or 1)."""
+    """Returns the setting with costs and compute at an end of their ranges (-1 or 1), or not."""
     from common.virtual.link import Scaled
+    from common.virtual.world.run import slowest
 
+    jitter = setting.profile.jitter
+    spread = jitter.relative_std if jitter is not None else 0.0
+    slowdown = (1 + sign * COMPUTE) * slowest(setting.shape.ranks, spread)
     if not sign:
-        return setting
-    factor = 1 + sign * COSTS
+        return dataclasses.replace(setting, slowdown=slowdown)
+    factor = 1 + sign * setting.costs_error
 
     def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
         before = setting.costs(hosts, ranks_per_host)
         return {name: Scaled(cost=cost, factor=factor) for name, cost in before.items()}
 
-    return dataclasses.replace(setting, costs=costs, slowdown=1 + sign * COMPUTE)
+    return dataclasses.replace(setting, costs=costs, slowdown=slowdown)

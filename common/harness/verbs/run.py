@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.emulation import sandbox
-from common.harness import variables
+from common.harness import variables, verbs
 from common.harness.experiment import Experiment
 from common.harness.experiment_file import (
     CommandLine,
@@ -172,9 +172,7 @@ def main(options: argparse.Namespace) -> int:
         if not sandbox.inside():  # the process outside has printed it
             print(line, file=sys.stderr)
     if experiment.cluster is not None and experiment.cluster.kind == "predicted":
-        from common.harness.verbs import predict
-
-        return predict.show(experiment, everything, options)
+        return verbs.load("predict").main(options)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([*DRIVER, *options.arguments])
 

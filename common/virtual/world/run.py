@@ -42,6 +42,8 @@ class Setting:
     options: Options = field(default_factory=Options)
     shape: Shape
     costs: CostsOf
+    costs_error: float = 0.0
+    """Relative error of the costs."""
     engine: str
     optimizer: str = "sgd"
     momentum: float = 0.9
@@ -121,6 +123,18 @@ def _period(setting: Setting) -> int:
         return 1
     kind = algorithm_class(setting.algorithm)
     return kind.period(setting.options, setting.shape.ranks, setting.shape.ranks_per_host)
+
+
+def slowest(ranks: int, relative_std: float) -> float:
+    """Returns the expected compute of the slowest of `ranks` / that of a single rank.
+
+    Their compute is normal. The expected largest of P standard normal values is about the quantile
+    (P - 0.375) / (P + 0.25) (Blom, 1958).
+    """
+    if ranks == 1 or not relative_std:
+        return 1.0
+    quantile = (ranks - 0.375) / (ranks + 0.25)
+    return 1 + relative_std * statistics.NormalDist().inv_cdf(quantile)
 
 
 class _Training:

@@ -1,0 +1,230 @@
+"""Files of algorithms on the virtual cluster."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from common.harness.cli import main
+from common.models.profile import Call, Profile, ProfiledParameter
+from common.models.registry import profile_of
+from common.paths import ROOT
+from common.virtual.costs.engines import costs_of
+from common.virtual.costs.networks import platform_of
+from common.virtual.costs.parts import Shape
+from common.virtual.events import Events
+from common.virtual.foresee import foresee, halved
+from common.virtual.passes import update_s_of
+from common.virtual.world.run import Setting, predicted, slowest
+from dear.cost.collectives import table_costs
+from dear.cost.fit import AlphaBeta
+from dear.errors import UserError
+from dear.options import Options
+from dear.training.algorithm import algorithm_names, algorithm_options
+
+TINY = ("mnist_cnn@rtx2080ti-modelled", 32)
+OTHERS = {"exchange": AlphaBeta(alpha_s=1e-4, beta_s_per_byte=1e-9)}
+
+
+def setting(model, batch, name, shape, costs, **options):
+    """Returns the setting of an algorithm; `costs` is an AlphaBeta of an all-reduce, or a name of a
+    network."""
+
+    def of_shape(hosts, ranks_per_host):
+        if isinstance(costs, str):
+            return costs_of(
+                "nccl",
+                platform_of(costs, "pcie4"),
+                Shape(hosts=hosts, ranks_per_host=ranks_per_host),
+            )
+        known = halved(costs)
+        return {**known, "broadcast": known["all_gather"], "reduce": known["all_gather"], **OTHERS}
+
+    profile = model if isinstance(model, Profile) else profile_of(model, batch)
+    return Setting(
+        profile=profile,
+        algorithm=name,
+        options=Options() if name == "none" else algorithm_options(name, options),
+        shape=shape,
+        costs=of_shape,
+        engine="nccl" if isinstance(costs, str) else "comm_core",
+    )
+
+
+@pytest.mark.parametrize("name", [*algorithm_names(), "none"])
+def test_every_algorithm_runs_and_gives_the_same_bits_twice(name):
+    point = setting(*TINY, name, Shape(hosts=4, ranks_per_host=2), "10gbe")
+    first, second = predicted(point), predicted(point)
+    assert first.step_s == second.step_s
+    compute_s = point.profile.step_s + update_s_of(point.profile)
+    assert first.step_s >= 0.999 * (point.profile.step_s)
+    if name == "none":
+        assert first.step_s == pytest.approx(compute_s, rel=1e-3)
+        assert first.exposed_s == first.messages == 0
+
+
+EXAMPLES = {
+    "A": ([250, 250, 550, 250], [0.4, 4.5, 0.5, 1.0]),
+    "B": ([250] * 4, [0.5] * 4),
+}
+"""Elements in thousands, and ms of backward passes, of the layers from the input on (MG-WFBP)."""
+
+
+def toy(name):
+    """Returns the profile of an example: one parameter per layer."""
+    sizes, backward_ms = EXAMPLES[name]
+    ready_s = [sum(backward_ms[layer:]) / 1e3 for layer in range(4)]
+    layers = [f"l{layer}" for layer in range(4)]
+    return Profile(
+        model=f"toy{name}",
+        device="toy",
+        device_name="toy",
+        memory_bytes_per_s=1e18,
+        kind="modelled",
+        batch_size=1,
+        sentence_len=None,
+        sample_unit="img",
+        dtype="float32",
+        rule="",
+        modules=tuple(layers),
+        calls=tuple(
+            Call(module=layer, forward_s=0.0, backward_s=ms / 1e3)
+            for layer, ms in zip(layers, backward_ms, strict=True)
+        ),
+        parameters=tuple(
+            ProfiledParameter(
+                name=f"{layer}.weight", shape=(1000 * size,), position=3 - place, ready_s=ready
+            )
+            for place, (layer, size, ready) in enumerate(zip(layers, sizes, ready_s, strict=True))
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("example", "name", "options", "finish_ms"),
+    [
+        ("A", "mgwfbp", {}, 9.4),
+        ("A", "wfbp", {}, 10.2),
+        ("A", "mgwfbp", {"merge": "asc"}, 10.2),
+        ("B", "mgwfbp", {}, 7.0),
+        ("B", "mgwfbp", {"merge": "asc"}, 6.5),
+        ("B", "wfbp", {}, 8.5),
+    ],
+)
+def test_the_examples_of_mgwfbp_to_the_microsecond(example, name, options, finish_ms):
+    """Facts G-1 to G-3; bytes are a thousand times as many, so that marks do not count."""
+    costs = AlphaBeta(alpha_s=1e-3, beta_s_per_byte=1e-9)
+    point = setting(toy(example), 1, name, Shape(hosts=4), costs, **options)
+    # Without priorities, the message that says who has gradients comes last.
+    step = predicted(dataclasses.replace(point, engine="gloo"))
+    gradients = [t for t in step.transfers if t.nbytes > 1000]
+    finish_s = max(t.finished_s for t in gradients) - step.began_s - step.phases_s[0]
+    assert 1e3 * finish_s == pytest.approx(finish_ms, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ddp", "wfbp", "mgwfbp", "dear"])
+def test_files_and_statements_agree(name):
+    """The event model follows the statement of an algorithm, the virtual cluster its file."""
+    costs = table_costs("10gbe", 16)
+    options = {"fusion": "threshold"} if name == "dear" else {}
+    point = setting("resnet50@rtx2080ti-modelled", 64, name, Shape(hosts=16), costs, **options)
+    stated = foresee(point.profile, name, point.options, point.costs(16, 1), 16)
+    assert predicted(point).step_s == pytest.approx(stated.step_s, rel=0.01)
+
+
+def test_dear_hides_gathers_behind_the_forward_pass():
+    """Without the next forward pass, the all-gathers would be exposed."""
+    costs = table_costs("10gbe", 16)
+    dear, plain = (
+        predicted(setting("bert_base@rtx2080ti-modelled", 64, name, Shape(hosts=16), costs))
+        for name in ("dear", "allreduce")
+    )
+    assert any(t.name == "all_gather" and t.nbytes > 4096 for t in dear.transfers)
+    assert dear.exposed_s < plain.exposed_s - 0.5 * dear.phases_s[0]
+
+
+def test_waiting_threads_share_the_clock():
+    events, log = Events(), []
+
+    def rank(name, period_s):
+        for _ in range(3):
+            events.run_for(period_s)
+            log.append((name, round(events.now_s, 6)))
+
+    events.start(lambda: rank("slow", 0.3))
+    events.start(lambda: rank("fast", 0.1))
+    events.run_until(lambda: len(log) == 6)
+    assert log == [
+        *(("fast", 0.1), ("fast", 0.2), ("slow", 0.3), ("fast", 0.3)),
+        *(("slow", 0.6), ("slow", 0.9)),
+    ]
+
+
+def test_an_error_of_a_thread_reaches_who_waits():
+    events = Events()
+
+    def fails():
+        raise UserError("no such wire")
+
+    events.start(fails)
+    with pytest.raises(UserError, match="no such wire"):
+        events.run_until(lambda: False)
+    with pytest.raises(UserError, match="waits for a gradient that never comes"):
+        Events().run_until(lambda: False, "a gradient")
+
+
+def test_the_slowest_of_many_ranks():
+    assert slowest(1, 0.1) == 1 and slowest(64, 0) == 1
+    # Expected largest of 64 standard normal values: 2.3439 (Harter 1961).
+    assert slowest(64, 0.1) == pytest.approx(1 + 0.1 * 2.344, rel=1e-3)
+
+
+def test_large_worlds_fit_into_little_memory():
+    code = (
+        "import resource\n"
+        "from tests.unit.test_virtual_world import *\n"
+        "for name in ('ddp', 'dear'):\n"
+        "    shape = Shape(hosts=4096, ranks_per_host=4)\n"
+        "    predicted(setting('bert@rtx2080ti-modelled', 32, name, shape, '100gbib'))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 1e6  # KB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--network", "9gbe"], "9gbe"),
+        (["--engine", "smoke"], "engine"),
+        (["--inside", "10gbe"], "10gbe is no network inside a host"),
+        (["--alpha-ms", "1"], "go together"),
+        (["--alpha-ms", "-1", "--beta-ns", "1"], "--alpha-ms"),
+    ],
+)
+def test_bad_input_of_predict_is_one_line(arguments, message, capsys):
+    status = main(["predict", "-k", "resnet50", "-k", "ddp", "-k", "10gbe", *arguments])
+    error = capsys.readouterr()
+    assert status in (1, 2) and message in error.err + error.out
+    assert "Traceback" not in error.err
+
+
+def test_predict_has_a_range_and_a_baseline(capsys):
+    status = main(["predict", "--json", "-k", "resnet50", "-k", "10gbe", "-k", "ddp|dear"])
+    rows = {row["algorithm"]: row for row in json.loads(capsys.readouterr().out)}
+    assert status == 0 and set(rows) == {"ddp", "dear"}
+    for row in rows.values():
+        assert row["step_low_s"] < row["step_s"] < row["step_high_s"]
+        assert row["baseline_s"] == rows["ddp"]["step_s"] > row["compute_s"]
+
+
+def test_validate_compares_with_a_record(capsys):
+    status = main(["validate", "--json", str(ROOT / "docs" / "records" / "batches")])
+    result = json.loads(capsys.readouterr().out)
+    assert status == 0 and len(result["rows"]) == 16
+    assert all(math.isfinite(row["error"]) for row in result["rows"])
+    assert result["summary"]["mean error"] < 0.05

@@ -162,7 +162,7 @@ def test_ranks_of_a_host_share_its_wire():
 
 
 def test_ranks_of_a_host_use_shared_memory_or_tcp():
-    """Seconds of 25 MB between two ranks on two cores, of docs/records/collectives/local-n2.json."""
+    """Seconds of 25 MB of two ranks on two cores (docs/records/collectives/local-n2.json)."""
     shape, platform = Shape(hosts=1, ranks_per_host=2), platform_of("10gbe")
     gloo, core = (costs_of(name, platform, shape) for name in ("gloo", "comm_core"))
     assert gloo["all_reduce"](25e6) == pytest.approx(20.7e-3, rel=0.05)

@@ -161,6 +161,16 @@ def test_ranks_of_a_host_share_its_wire():
     assert sites(1) == pytest.approx(6 * 9e-6 + 2 * (2 * 20e-3 + 33e-6), rel=1e-3)
 
 
+def test_ranks_of_a_host_use_shared_memory_or_tcp():
+    """Seconds of 25 MB of two ranks on two cores (docs/records/collectives/local-n2.json)."""
+    shape, platform = Shape(hosts=1, ranks_per_host=2), platform_of("10gbe")
+    gloo, core = (costs_of(name, platform, shape) for name in ("gloo", "comm_core"))
+    assert gloo["all_reduce"](25e6) == pytest.approx(20.7e-3, rel=0.05)
+    assert core["all_reduce"](25e6) == pytest.approx(3.45e-3, rel=0.1)
+    assert core["reduce_scatter"](25e6) == pytest.approx(2.39e-3, rel=0.1)
+    assert core["all_gather"](25e6) == pytest.approx(2.86e-3, rel=0.15)
+
+
 def test_what_queued_messages_overlap_depends_on_the_engine():
     shape, nbytes = Shape(hosts=4), 4096.0
     costs = {name: costs_of(name, platform_for(name), shape) for name in CPU_ENGINES}

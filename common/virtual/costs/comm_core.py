@@ -90,15 +90,11 @@ def _few_hops(name: str, operation: str, nbytes: float, platform: Platform, shap
 def _in_memory(operation: str, nbytes: float, platform: Platform, shape: Shape) -> Timing:
     """Timing of ranks of one host that read each other's buffers, between meetings of all ranks.
 
-    A rank moves n bytes to sum its share of n / P, and (P - 1) / P x n bytes to copy the others'
-    shares. The root of a reduce reads P x n bytes.
+    A rank reads n bytes to sum its share of n / P, and in an all-reduce writes this share into the
+    buffers of the others. In an all-gather it copies n bytes. The root of a reduce reads P x n.
     """
     wire, ranks = platform.wire("inside"), shape.ranks
-    moved = {
-        "all_reduce": 1 + (ranks - 1) / ranks,
-        "all_gather": (ranks - 1) / ranks,
-        "reduce": ranks,
-    }
+    moved = {"all_reduce": 1 + (ranks - 1) / ranks, "reduce": ranks}
     meetings = 4 if operation == "all_reduce" else 2
     return Timing(
         latency_s=meetings * wire.latency_s,

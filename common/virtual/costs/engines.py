@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from common.virtual.costs import comm_core, cpu, nccl, steps
@@ -21,6 +21,9 @@ from common.virtual.costs.parts import Composed, Platform, Shape, Timing, Wire
 from dear.cost.fit import AlphaBeta
 from dear.errors import UserError, one_of
 
+LOOPBACK = Wire(kind="inside", latency_s=30e-6, overhead_s=9e-6, bytes_per_s=1.2e9)
+"""TCP within a host, per rank: Gloo all-reduces 25 MB of two ranks on two cores in 21 ms
+(docs/records/collectives/local-n2.json); 4 KiB over a ring of two take 70 to 100 us there."""
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "exchange")
 
 
@@ -33,6 +36,8 @@ class Engine:
     """Number of queued messages of a channel that it advances at once."""
     inside: tuple[str, ...] = ("memory", "tcp")
     """Media of the wires inside a host that it can use."""
+    loopback: bool = False
+    """True if it never uses shared memory, but TCP."""
 
 
 def textbook(operation: str, nbytes: float, platform: Platform, shape: Shape) -> Timing:
@@ -49,11 +54,13 @@ _GPU = ("nvlink", "pcie")
 ENGINES: Mapping[str, Engine] = {
     # The operations of a group run in the order of the calls (README of the comm core).
     "comm_core": Engine(timing=comm_core.timing),
-    "gloo": Engine(timing=cpu.gloo_timing, in_flight=2),  # torch's default number of threads
+    "gloo": Engine(
+        timing=cpu.gloo_timing, in_flight=2, loopback=True
+    ),  # torch's default number of threads
     "mpi": Engine(timing=cpu.mpi_timing, in_flight=math.inf),
     "nccl": Engine(timing=nccl.timing, inside=_GPU),  # kernels of a stream run one by one
     # One thread of Horovod calls these one by one.
-    "horovod_gloo": Engine(timing=cpu.gloo_timing),
+    "horovod_gloo": Engine(timing=cpu.gloo_timing, loopback=True),
     "horovod_mpi": Engine(timing=cpu.blocking_mpi_timing),
     "horovod_nccl": Engine(timing=nccl.timing, inside=_GPU),
     "ring": Engine(timing=textbook, inside=("memory", "tcp", *_GPU)),
@@ -76,6 +83,8 @@ def costs_of(engine: str, platform: Platform, shape: Shape) -> dict[str, Compose
                 f"engine {engine} cannot use {wire.medium} inside a host (allowed: "
                 f"{', '.join(kind.inside)})"
             )
+        if wire.medium == "memory" and kind.loopback:
+            platform = replace(platform, wires={**platform.wires, "inside": LOOPBACK})
     if shape.ranks == 1:
         return {name: Composed(timing=lambda _: Timing(), in_flight=1) for name in OPERATIONS}
 

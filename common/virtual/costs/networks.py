@@ -15,9 +15,10 @@ CORE_GB_PER_S = 3.0
 """Rate at which a core receives over TCP and adds, in GB/s. The times of the comm core's regimes
 `direct` and `two_hops` grow with the size by n / 2.6 and n / P x 2 / 3.1 GB/s more than the wire
 does (costs in docs/records/fidelity), and its reduce-scatter reaches 2.7 GB/s on 25gbe."""
-MEMORY = Wire(kind="inside", latency_s=2e-6, bytes_per_s=4e9, medium="memory")
-"""Shared memory of a host, by rank: 4 KiB between two ranks take 1 to 2 us, and the comm core sums
-25 MB of 4 ranks in 0.23 to 0.31 CPU seconds per GB (measured on 2 cores)."""
+MEMORY = Wire(kind="inside", latency_s=2e-6, bytes_per_s=10e9, medium="memory")
+"""Shared memory of a host, per rank: the comm core sums and copies 25 MB of two ranks on two cores
+at 8.7 to 10.9 GB/s (docs/records/collectives/local-n2.json), and a small all-reduce takes 1 to 2 us
+per meeting."""
 INFINIBAND_PAYLOAD = 4096 / 4126
 """Payload of an InfiniBand packet of 4 KiB: 30 bytes are headers and checksums (IBTA 1.4)."""
 

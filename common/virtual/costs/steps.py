@@ -48,7 +48,8 @@ def at_once(
         piece: bytes of a message that a core works on at once, while the others arrive.
     """
     loads = list(_loads(platform, shape, far, near))
-    each_s = nbytes / platform.core_bytes_per_s
+    core = _core_bytes_per_s(platform, [wire for wire, _, _ in loads])
+    each_s = nbytes / core
     busy_s = [
         count * wire.overhead_s + sharers * count * nbytes / wire.bytes_per_s
         for wire, count, sharers in loads
@@ -56,8 +57,14 @@ def at_once(
     return Timing(
         latency_s=max((wire.latency_s for wire, _, _ in loads), default=0.0),
         link_s=max(*busy_s, (far + near) * each_s, 0.0),
-        core_s=min(each_s, piece / platform.core_bytes_per_s),
+        core_s=min(each_s, piece / core),
     )
+
+
+def _core_bytes_per_s(platform: Platform, wires: list[Wire]) -> float:
+    """Returns the rate of a core; what shared memory passes on is work of a core already."""
+    received = any(wire.medium != "memory" for wire in wires)
+    return platform.core_bytes_per_s if received else math.inf
 
 
 def _loads(
@@ -96,8 +103,9 @@ def ring(platform: Platform, shape: Shape, nbytes: float, *, piece: float | None
     hops = ring_hops(shape)
     wires = {kind: platform.wire(kind) for kind in hops}
     step_s = max(wire.overhead_s + block / wire.bytes_per_s for wire in wires.values())
-    step_s = max(step_s, block / platform.core_bytes_per_s)
-    piece_s = piece / platform.core_bytes_per_s
+    core = _core_bytes_per_s(platform, list(wires.values()))
+    step_s = max(step_s, block / core)
+    piece_s = piece / core
     block_s = max(block / wire.bytes_per_s for wire in wires.values())
     stall_s = {
         kind: max(0.0, wire.latency_s + piece / wire.bytes_per_s + piece_s - block_s)
@@ -171,10 +179,10 @@ def chain(platform: Platform, shape: Shape, nbytes: float, *, segment: float) ->
     hops = ring_hops(shape)
     wires = {kind: platform.wire(kind) for kind in hops}
     each_s = max(wire.overhead_s + segment / wire.bytes_per_s for wire in wires.values())
-    each_s = max(each_s, segment / platform.core_bytes_per_s)
+    core = _core_bytes_per_s(platform, list(wires.values()))
+    each_s = max(each_s, segment / core)
     first_s = sum(
-        count * (wires[kind].latency_s + segment / platform.core_bytes_per_s + each_s)
-        for kind, count in hops.items()
+        count * (wires[kind].latency_s + segment / core + each_s) for kind, count in hops.items()
     )
     return Timing(latency_s=first_s - each_s, link_s=math.ceil(nbytes / segment) * each_s)
 

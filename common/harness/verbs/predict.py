@@ -55,7 +55,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--beta-ns", type=float, metavar="NS", help="with --alpha-ms: time per byte, in ns"
     )
     add_custom(parser.add_argument_group("custom models and algorithms"))
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON on stdout")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--rows", action="store_true", help="print a row for each trial")
+    how.add_argument("--json", action="store_true", help="print the rows as JSON on stdout")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -78,7 +80,8 @@ def main(options: argparse.Namespace) -> int:
         everything = experiment.trials()
 
     from common.harness.running import plan
-    from common.results.tables.predicted import table_of
+    from common.results.tables.predicted import overview, table_of
+    from common.results.tables.table import markdown
 
     trials = plan.select(everything, options.filter, None, experiment.name)
     cluster = experiment.cluster
@@ -91,7 +94,21 @@ def main(options: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
     else:
         engine = "alpha and beta as given" if fixed else f"engine {_engine(cluster)}"
-        table_of(rows).print(f"{experiment.name}: predicted, {engine}")
+        title = f"{experiment.name}: predicted, {engine}"
+        if getattr(options, "rows", False):
+            table_of(rows).print(title)
+        else:
+            lines = overview(rows, experiment.base)
+            print(f"{title}; speed-up over {experiment.base}, with its range\n")
+            print(
+                markdown(
+                    lines, [0 < i < len(lines[0]) - 1 and i != 3 for i in range(len(lines[0]))]
+                )
+            )
+            for note in dict.fromkeys(
+                f"{row.algorithm}: {row.reason}" for row in rows if row.reason
+            ):
+                print(note)
         print(
             f"range: costs of collectives +-{COSTS:.0%} (measured costs: their residual), compute "
             f"+-{COMPUTE:.0%}; how it is computed: docs/prediction.md"
@@ -117,12 +134,8 @@ def predictions(
     # Forked processes know the plugins and models of the command line.
     with ProcessPoolExecutor(count or 1, multiprocessing.get_context("fork")) as pool:
         rows = list(pool.map(partial(_row, cluster=cluster, fixed=fixed), many))
-    bases = {_place(row): row.step_s for row in rows if row.algorithm == base}
-    return [dataclasses.replace(row, baseline_s=bases.get(_place(row))) for row in rows]
-
-
-def _place(row: PredictedRow) -> tuple[object, ...]:
-    return row.model, row.batch, row.world_size, row.network
+    bases = {row.place: row.step_s for row in rows if row.algorithm == base}
+    return [dataclasses.replace(row, baseline_s=bases.get(row.place)) for row in rows]
 
 
 def _row(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> PredictedRow:

@@ -36,6 +36,11 @@ class PredictedRow:
     flag: str | None = None
     fault: str | None = None
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Settings that compared rows have in common."""
+        return self.model, self.batch, self.world_size, self.network
+
     def samples_per_s(self, step_s: float | None) -> float | None:
         """Returns the samples per second of all workers with steps of `step_s`."""
         return None if step_s is None else self.batch * self.world_size / step_s
@@ -78,3 +83,33 @@ COLUMNS: tuple[Column[PredictedRow], ...] = (
 def table_of(rows: Sequence[PredictedRow]) -> Table[PredictedRow]:
     """Returns the table of predicted trials."""
     return Table(rows, COLUMNS)
+
+
+def overview(rows: Sequence[PredictedRow], base: str) -> list[list[str]]:
+    """Returns lines for `markdown`: one per place, with the speed-up of each algorithm over `base`.
+
+    A range is that of the ratio, as costs and compute change for both algorithms.
+    """
+    labels = [label for label in dict.fromkeys(row.algorithm for row in rows) if label != base]
+    lines = [["model", "batch", "workers", "network", f"{base}, samples/s", *labels, "fastest"]]
+    for place in dict.fromkeys(row.place for row in rows):
+        cell = {row.algorithm: row for row in rows if row.place == place}
+        known = [row for row in cell.values() if row.step_s is not None]
+        fastest = min(known, key=lambda row: row.step_s or 0.0).algorithm if known else ""
+        under = cell.get(base)
+        texts = [_speedup(under, cell.get(label)) for label in labels]
+        base_text = "" if under is None or under.step_s is None else _throughput(under).text
+        lines.append([*(str(value or "") for value in place), base_text, *texts, fastest])
+    return lines
+
+
+def _speedup(under: PredictedRow | None, row: PredictedRow | None) -> str:
+    if row is None or under is None or row.step_s is None or under.step_s is None:
+        return "-"
+    ratios = [
+        _ratio(under.step_s, row.step_s),
+        _ratio(under.step_low_s, row.step_low_s),
+        _ratio(under.step_high_s, row.step_high_s),
+    ]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{known[0]:.2f} ({min(known):.2f}-{max(known):.2f})"

@@ -57,6 +57,10 @@ class Estimate:
     n: int
     """Number of steps."""
 
+    def fields(self, name: str) -> dict[str, float | None]:
+        """Returns the fields `NAME`, `NAME_low` and `NAME_high` of a row."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -93,6 +97,19 @@ class Difference:
         if self.error == 0:
             return 0.0 if self.log_ratio else 1.0
         return 2 * float(stdtr(self.freedom, -abs(self.log_ratio) / self.error))
+
+    def fields(self, comparisons: int, precision: float) -> dict[str, float | int | None]:
+        """Returns the fields of a row: the speed-up, and what more repeats could show.
+
+        Args:
+            comparisons: as for `detectable`.
+            precision: as for `repeats_to`.
+        """
+        return self.ratio.fields("speedup") | {
+            "detectable": detectable(self, comparisons),
+            "precision": precision,
+            "more_repeats": self.repeats_to(precision),
+        }
 
     def with_repeats(self, count: int) -> Difference:
         """Returns the expected difference for `count` repeats with the same ratio and spread.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from common.results.records import Record
-from common.results.tables.cells import Cell, Column, number
+from common.results.tables.cells import Column, number, numbers, texts
 from common.results.tables.table import Table
 from common.results.validity import flag
 from dear.algorithms.aliases import suite_name
@@ -185,20 +185,12 @@ def side_by_side(by_name: Mapping[str, Reports]) -> Table[Reported]:
         for (r, t, m, p), known in rates.items()
     ]
     columns: list[Column[Reported]] = [
-        Column(
-            title="model_bs", cell=lambda row: Cell(row.model), right=False, weight=0, role="place"
-        ),
-        Column(title="rdma", cell=lambda row: Cell(row.rdma), right=False, weight=0, role="place"),
-        Column(
-            title="method",
-            cell=lambda row: Cell(row.algorithm),
-            right=False,
-            weight=0,
-            role="name",
-        ),
+        texts("model_bs", "model", weight=0, role="place"),
+        texts("rdma", weight=0, role="place"),
+        texts("method", "algorithm", weight=0, role="name"),
         Column(title="place", cell=lambda row: number(row.place, str), weight=0),
         *(_rate_column(name, index) for index, name in enumerate(by_name)),
-        Column(title="last / first", cell=lambda row: number(row.ratio, "{:.3f}".format), weight=1),
+        numbers("last / first", "ratio", "{:.3f}".format, weight=1),
     ]
     return Table(rows, columns)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 from common.results.tables import terminal
-from common.results.tables.cells import PROVISIONAL, Cell, Column, R, word
+from common.results.tables.cells import PROVISIONAL, Cell, Column, R
 from dear.errors import UserError, one_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Table(Generic[R]):
         else:
             known = [c.cell(row) for c in self.columns if c.role in ("place", "name")]
             blank = [Cell()] * (len(self.columns) - len(known) - 2)
-            cells = [*known, word(row.status), *blank, Cell(row.reason or "")]
+            cells = [*known, Cell(row.status, word=True), *blank, Cell(row.reason or "")]
         return [dataclasses.replace(cell, text=" ".join(cell.text.split())) for cell in cells]
 
     def after(self, title: str, columns: Iterable[Column[R]]) -> Table[R]:

@@ -21,14 +21,8 @@ from common.results import stats
 from common.results.records import Record
 from common.results.records.card import flat_card
 from common.results.stats import Difference, Repeats
-from common.results.tables.cells import (
-    Cell,
-    Column,
-    interval,
-    number,
-    word,
-)
-from common.results.tables.fields import AXES, NOTES, PLACE, Identity, Validity, identity
+from common.results.tables.cells import Cell, Column, number, numbers, texts
+from common.results.tables.fields import AXES, NOTES, PLACE, Identity, Validity
 from common.results.tables.table import Table
 from common.results.timed.rows import difference
 from common.results.validity import flag, flag_text
@@ -142,12 +136,9 @@ def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
     }
     differences = [_difference(*pair) for pair in valid.values()]
     for i, measured, verdict in zip(valid, differences, stats.verdicts(differences), strict=True):
-        ratio = measured.ratio
         rows[i] = dataclasses.replace(
             rows[i],
-            ratio=ratio.value,
-            ratio_low=ratio.low,
-            ratio_high=ratio.high,
+            **measured.ratio.fields("ratio"),
             u_test=u_test(*map(_per_sample, valid[i])),
             verdict=verdict,
             more_repeats=more_repeats(measured) if verdict == "UNSURE" else None,
@@ -156,7 +147,7 @@ def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
 
 
 def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
-    pair = Pair(**identity(first), batch_size=first.trial["batch_size"])
+    pair = Pair(**vars(Identity.of(first)), batch_size=first.trial["batch_size"])
     if second is None:
         known = _flag("first", first)
         worse: Worse | None = None if known else "missing"
@@ -277,13 +268,12 @@ def table(compared: Sequence[Pair], across: Iterable[str] = ()) -> Table[Pair]:
     return Table(compared, (*place[:-1], _ACROSS, place[-1], *_COLUMNS))
 
 
-def _rate(row: Pair, value: float | None) -> Cell:
-    return number(value, unit=f" {row.unit}", flag=row.flag)
+def _rate(title: str, field: str) -> Column[Pair]:
 
+    def cell(row: Pair) -> Cell:
+        return number(getattr(row, field), unit=f" {row.unit}", flag=row.flag)
 
-def _ratio(row: Pair) -> Cell:
-    ends = interval(row.ratio_low, row.ratio_high, "{:.3f}".format)
-    return number(row.ratio, "{:.3f}".format, ends=ends)
+    return Column(title=title, cell=cell, weight=1)
 
 
 def _more(row: Pair) -> Cell:
@@ -291,20 +281,13 @@ def _more(row: Pair) -> Cell:
     return number(row.more_repeats, "{} more".format, missing=missing)
 
 
-_ACROSS: Column[Pair] = Column(
-    title="across",
-    cell=lambda row: Cell(row.across or ""),
-    right=False,
-    sparse=True,
-    weight=0,
-    role="place",
-)
+_ACROSS = texts("across", sparse=True, weight=0, role="place")
 _COLUMNS: tuple[Column[Pair], ...] = (
-    Column(title="first", cell=lambda row: _rate(row, row.before), weight=1),
-    Column(title="second", cell=lambda row: _rate(row, row.after), weight=1),
-    Column(title="second / first (95 % CI)", cell=_ratio, weight=1),
-    Column(title="verdict", cell=lambda row: word(row.verdict), right=False, weight=1),
+    _rate("first", "before"),
+    _rate("second", "after"),
+    numbers("second / first (95 % CI)", "ratio", "{:.3f}".format, weight=1),
+    texts("verdict", word=True, weight=1),
     Column(title="repeats to decide", cell=_more, sparse=True, weight=3),
-    Column(title="U test", cell=lambda row: number(row.u_test, "p = {:.2g}".format), weight=4),
+    numbers("U test", "u_test", "p = {:.2g}".format, weight=4),
     NOTES,
 )

@@ -8,23 +8,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from common.results import stats
 from common.results.records import Record, base_among
+from common.results.records.trust import Modelled
 from common.results.stats import Difference
 from common.results.tables.cells import (
     UNKNOWN,
     Cell,
     Column,
+    Form,
     interval,
     number,
-    percent,
+    numbers,
     significant,
-    word,
+    texts,
 )
-from common.results.tables.fields import NOTES, PLACE, USE, Compared, Use, Validity, identity
+from common.results.tables.fields import NOTES, PLACE, USE, Compared, Identity, Use, Validity
 from common.results.tables.table import Table
 from common.results.timed import bounds
 from common.results.timed.bounds import BoundNote
@@ -36,6 +39,9 @@ LEGEND = (
     "to its step; event model is the step by that; exposed comm -: contained in the others "
     "(docs/methodology.md)"
 )
+
+
+_PHASES = ("forward_s", "backward_s", "update_s", "exposed_comm_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +144,26 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
 
 
 def _measured(record: Record) -> Row:
-    row = Row(**identity(record), batch_size=record.trial["batch_size"])
+    batch_size = record.trial["batch_size"]
+    row = Row(**vars(Identity.of(record)), batch_size=batch_size)
     if record.throughput is None or record.check is None:
         return dataclasses.replace(row, reason=record.error and record.error.message)
-    rate = stats.throughput(record.repeats, row.batch_size * row.world_size)
-    why, model, bound = flag_text(record), record.modelled, record.bound
-    row = dataclasses.replace(
+    rate = stats.throughput(record.repeats, batch_size * row.world_size)
+    why, model, bound = flag_text(record), record.modelled or Modelled(), record.bound
+    notes = [why, *(note.text for note in record.notes)]
+    notes.append(model.reason and f"no model: {model.reason}")
+    known: dict[str, Any] = {name: getattr(record.breakdown, name, None) for name in _PHASES}
+    if record.systematic is not None:
+        known |= stats.shift(record.repeats, record.systematic.repeats).fields("systematic")
+    if bound is not None:
+        known |= {"bound": bound.kind, "bound_s": bound.step_s}
+        known |= {name: getattr(bound, name) for name in ("compute_limit_s", "wire_limit_s")}
+        if bound.step_s is not None:
+            share = bound.step_s / record.step_s
+            kind = bounds.bound_note(share) if why is None else None
+            known |= {"of_bound": share, "bound_note": kind}
+            notes.append(kind and bounds.describe(kind, share))
+    return dataclasses.replace(
         row,
         throughput=rate.value,
         unit=record.throughput.unit,
@@ -157,44 +177,12 @@ def _measured(record: Record) -> Row:
         step_s=record.step_s,
         step_median_s=stats.percentile_step_s(record.repeats, 0.5),
         step_p95_s=stats.percentile_step_s(record.repeats, 0.95),
+        model_s=model.step_s,
+        off_model=model.off(record.step_s),
+        unmodelled=model.reason,
+        **known,
+        reason=_joined(notes),
     )
-    notes = [why, *(note.text for note in record.notes)]
-    if record.systematic is not None:
-        shift = stats.shift(record.repeats, record.systematic.repeats)
-        row = dataclasses.replace(
-            row, systematic=shift.value, systematic_low=shift.low, systematic_high=shift.high
-        )
-    if model is not None:
-        row = dataclasses.replace(
-            row,
-            model_s=model.step_s,
-            off_model=model.off(record.step_s),
-            unmodelled=model.reason,
-        )
-        notes.append(model.reason and f"no model: {model.reason}")
-    if record.breakdown is not None:
-        parts = record.breakdown
-        row = dataclasses.replace(
-            row,
-            forward_s=parts.forward_s,
-            backward_s=parts.backward_s,
-            update_s=parts.update_s,
-            exposed_comm_s=parts.exposed_comm_s,
-        )
-    if bound is not None:
-        row = dataclasses.replace(
-            row,
-            bound=bound.kind,
-            bound_s=bound.step_s,
-            compute_limit_s=bound.compute_limit_s,
-            wire_limit_s=bound.wire_limit_s,
-        )
-        if bound.step_s is not None:
-            share = bound.step_s / record.step_s
-            kind = bounds.bound_note(share) if why is None else None
-            row = dataclasses.replace(row, of_bound=share, bound_note=kind)
-            notes.append(kind and bounds.describe(kind, share))
-    return dataclasses.replace(row, reason=_joined(notes))
 
 
 def _joined(notes: Iterable[str | None]) -> str | None:
@@ -219,18 +207,13 @@ def _compare(peers: Sequence[Record], compare_to: str, rows: dict[int, Row]) -> 
         rows[id(record)] = dataclasses.replace(rows[id(record)], compared_to=base.label)
     verdicts = stats.verdicts(differences)
     for record, compared, verdict in zip(valid, differences, verdicts, strict=True):
-        row, ratio, precision = rows[id(record)], compared.ratio, asked_precision(record)
+        row, precision = rows[id(record)], asked_precision(record)
         unpaired = None if compared.paired else "not measured in turn with {}: compared unpaired"
         rows[id(record)] = dataclasses.replace(
             row,
-            speedup=ratio.value,
-            speedup_low=ratio.low,
-            speedup_high=ratio.high,
+            **compared.fields(len(differences), precision),
             paired=compared.paired,
             verdict=verdict,
-            detectable=stats.detectable(compared, len(differences)),
-            precision=precision,
-            more_repeats=compared.repeats_to(precision),
             reason=_joined([row.reason, unpaired and unpaired.format(compare_to)]),
         )
 
@@ -296,9 +279,8 @@ def _key(record: Record) -> str:
 
 def comparison(rows: Sequence[Row], compare_to: str) -> Table[Row]:
     """Returns the table of throughput, speed-ups, verdicts and checks."""
-    ratio = Column(
-        title=f"speed-up vs {compare_to} (95 % CI)", cell=_speedup, right=False, weight=1
-    )
+    title = f"speed-up vs {compare_to} (95 % CI)"
+    ratio = Column(title=title, cell=_SPEEDUP.cell, right=False, weight=1)
     return Table(rows, (*PLACE, *_MEASURED, ratio, *_JUDGED))
 
 
@@ -307,9 +289,8 @@ def breakdown(rows: Iterable[Row]) -> Table[Row]:
     return Table([row for row in rows if row.step_s is not None], (*PLACE, *_TIMES))
 
 
-def _speedup(row: Row) -> Cell:
-    ends = interval(row.speedup_low, row.speedup_high, "{:.2f}".format)
-    return number(row.speedup, "{:.2f}".format, ends=ends)
+def _throughput(row: Row) -> Cell:
+    return number(row.throughput, unit=f" {row.unit}", flag=row.flag)
 
 
 def _interval(row: Row) -> Cell:
@@ -321,18 +302,8 @@ def _count(row: Row) -> Cell:
     return Cell(f"{row.repeats} x {row.n / row.repeats:.3g}", row.repeats)
 
 
-def _efficiency(row: Row) -> Cell:
-    ends = interval(row.efficiency_low, row.efficiency_high, percent)
-    return number(row.efficiency, "{:.0%}".format, ends=ends)
-
-
 def _of_bound(row: Row) -> Cell:
     return number(row.of_bound, lambda x: bounds.share(x, row.bound_note), flag=row.flag)
-
-
-def _systematic(row: Row) -> Cell:
-    tenths = interval(row.systematic_low, row.systematic_high, lambda end: f"{100 * end:.1f}")
-    return number(row.systematic, "{:.1%}".format, ends=tenths, flag=row.flag)
 
 
 def _off_model(row: Row) -> Cell:
@@ -340,20 +311,22 @@ def _off_model(row: Row) -> Cell:
     return number(row.off_model, "{:+.1%}".format, flag=row.flag, missing=missing)
 
 
+def _percent(decimals: int) -> Form:
+    """Returns the format of a share as a percentage, without the character %."""
+    return lambda share: f"{100 * share:.{decimals}f}"
+
+
+_SPEEDUP = numbers("", "speedup", "{:.2f}".format)
 _MEASURED: tuple[Column[Row], ...] = (
-    Column(
-        title="throughput",
-        cell=lambda row: number(row.throughput, unit=f" {row.unit}", flag=row.flag),
-        weight=1,
-    ),
+    Column(title="throughput", cell=_throughput, weight=1),
     Column(title="95 % CI, this run", cell=_interval, weight=2),
     Column(title="n", cell=_count, weight=6),
 )
 _JUDGED: tuple[Column[Row], ...] = (
-    Column(title="verdict", cell=lambda row: word(row.verdict), right=False, weight=1),
-    Column(title="efficiency", cell=_efficiency, sparse=True, weight=7),
+    texts("verdict", word=True, weight=1),
+    numbers("efficiency", "efficiency", "{:.0%}".format, ends=_percent(0), sparse=True, weight=7),
     Column(title="of bound", cell=_of_bound, sparse=True, weight=3),
-    Column(title="systematic", cell=_systematic, sparse=True, weight=8),
+    numbers("systematic", "systematic", "{:.1%}".format, ends=_percent(1), sparse=True, weight=8),
     Column(title="event model", cell=_off_model, sparse=True, weight=5),
     Column(
         title="correct",
@@ -371,10 +344,10 @@ def _milliseconds(seconds: float) -> str:
     return significant(seconds * 1000) if seconds else "0"
 
 
-def _time(title: str, seconds: Callable[[Row], float | None]) -> Column[Row]:
+def _phase(title: str, field: str) -> Column[Row]:
 
     def cell(row: Row) -> Cell:
-        value = seconds(row)
+        value = getattr(row, field)
         # An exact zero is not measured, so a flag does not put it in parentheses.
         return number(value, _milliseconds, flag=row.flag if value else None, missing=UNKNOWN)
 
@@ -382,16 +355,13 @@ def _time(title: str, seconds: Callable[[Row], float | None]) -> Column[Row]:
 
 
 _TIMES: tuple[Column[Row], ...] = (
-    _time("step", lambda row: row.step_s),
-    _time("median", lambda row: row.step_median_s),
-    _time("p95", lambda row: row.step_p95_s),
-    _time("forward", lambda row: row.forward_s),
-    _time("backward", lambda row: row.backward_s),
-    _time("update", lambda row: row.update_s),
-    _time("exposed comm", lambda row: row.exposed_comm_s),
+    _phase("step", "step_s"),
+    _phase("median", "step_median_s"),
+    _phase("p95", "step_p95_s"),
+    *(_phase(name.removesuffix("_s").replace("_", " "), name) for name in _PHASES),
     Column(title="event model", cell=lambda row: number(row.model_s, _milliseconds), sparse=True),
-    _time("bound", lambda row: row.bound_s),
-    _time("compute limit", lambda row: row.compute_limit_s),
-    _time("wire limit", lambda row: row.wire_limit_s),
+    _phase("bound", "bound_s"),
+    _phase("compute limit", "compute_limit_s"),
+    _phase("wire limit", "wire_limit_s"),
     Column(title="of bound", cell=lambda row: _of_bound(row) if row.of_bound else Cell(UNKNOWN)),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.colors import to_hex, to_rgb
 
-from common.results.records import Record
+from common.results.records import Record, grouped
 
 GREY = "#8a8a8a"
 """Colour of flagged results."""
@@ -112,9 +112,8 @@ def looks(records: Iterable[Record]) -> dict[str, Look]:
     hatches and line styles.
     """
     names = {record.label: record.trial["algorithm"] for record in records}
-    groups: dict[str, list[str]] = {}
-    for label in sorted(names, key=lambda label: (order(names[label]), label != names[label])):
-        groups.setdefault(names[label], []).append(label)
+    ordered = sorted(names, key=lambda label: (order(names[label]), label != names[label]))
+    groups = grouped(ordered, names.__getitem__)
     taken = {labels[0]: LOOKS[name] for name, labels in groups.items() if name in LOOKS}
     more = itertools.cycle(_MORE_COLOURS)
     for name, labels in groups.items():

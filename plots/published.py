@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from common.paths import CONFIGS
-from common.results.records import Record
+from common.results.records import Record, grouped
 from plots import style, sweep
 from plots.looks import Look
 from plots.sweep import Mark
@@ -148,9 +148,8 @@ def _at(bars: Sequence[Bar], line: str, column: str) -> list[Bar]:
 def _panel(
     axis: Axes, bars: Sequence[Bar], order: Sequence[str], looks: Mapping[str, Look]
 ) -> None:
-    groups: dict[str, list[Bar]] = {}
-    for bar in sorted(bars, key=lambda bar: (order.index(bar["method"]), bar["whose"])):
-        groups.setdefault(bar.get("group", bar["method"]), []).append(bar)
+    ordered = sorted(bars, key=lambda bar: (order.index(bar["method"]), bar["whose"]))
+    groups = grouped(ordered, lambda bar: bar.get("group", bar["method"]))
     most = max(map(len, groups.values()))
     names = sorted(groups, key=[bar.get("group", bar["method"]) for bar in bars].index)
     for center, name in enumerate(names):

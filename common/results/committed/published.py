@@ -20,7 +20,7 @@ from common.models.profile import Profile, load, path_of
 from common.paths import CONFIGS, ROOT
 from common.results.committed import catalogue
 from common.results.committed.pages import with_block
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.store import load as load_records
 from common.results.tables.table import markdown
 from common.results.validity import flag
@@ -188,10 +188,7 @@ def _markdown(lines: Sequence[Sequence[str]], texts: int) -> str:
 
 
 def _places(compared: Sequence[Rate]) -> list[list[Rate]]:
-    places: dict[tuple[str, str, int], list[Rate]] = {}
-    for rate in compared:
-        places.setdefault((rate.model, rate.network, rate.gpus), []).append(rate)
-    return list(places.values())
+    return list(grouped(compared, lambda rate: (rate.model, rate.network, rate.gpus)).values())
 
 
 def summary(compared: Sequence[Rate]) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -55,11 +55,26 @@ def reports(records: Iterable[Record], worlds: Iterable[int] = ()) -> Reports:
         if trial["world_size"] in by_world:
             raise ValueError(f"two results for {' '.join(key)} on {trial['world_size']}")
         by_world[trial["world_size"]] = statistics.fmean(_rates(record))
+    return _content(rates, places) or {"0": {}}
+
+
+def _content(
+    rates: Mapping[tuple[str, str, str], Mapping[int, float]], places: Iterable[int]
+) -> Reports:
+    """Returns reports from the rates by number of workers of each (rdma, MODEL_BS, method)."""
     content: Reports = {}
     for (rdma, task, method), by_world in rates.items():
         texts = [f"{by_world.get(world, math.nan):.3f}" for world in places]
         content.setdefault(rdma, {}).setdefault(task, {})[method] = texts
-    return content or {"0": {}}
+    return content
+
+
+def _entries(content: Reports) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yields rdma, MODEL_BS, method and rates."""
+    for rdma, tasks in content.items():
+        for task, methods in tasks.items():
+            for method, values in methods.items():
+                yield rdma, task, method, values
 
 
 def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[str]:
@@ -74,10 +89,8 @@ def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[
             rates = _rates(record)
             lines.append(f"Speed:  ({statistics.fmean(rates):.3f}, {statistics.pstdev(rates):.3f})")
     lines.append("==== All Reports ======")
-    for rdma, tasks in reports(records, worlds).items():
-        for methods in tasks.values():
-            for method, values in methods.items():
-                lines.append(",".join([f"rdma:{rdma}", method, *values]))
+    for rdma, _, method, values in _entries(reports(records, worlds)):
+        lines.append(",".join([f"rdma:{rdma}", method, *values]))
     return lines
 
 
@@ -91,10 +104,8 @@ def load_reports(path: Path) -> Reports:
         return read_logs(path)
     try:
         content: Reports = json.loads(path.read_bytes())
-        for tasks in content.values():
-            for methods in tasks.values():
-                for values in methods.values():
-                    list(map(float, values))
+        for *_, values in _entries(content):
+            list(map(float, values))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, AttributeError, TypeError):
@@ -133,14 +144,12 @@ def read_logs(folder: Path) -> Reports:
         by_world = by_variant.setdefault((variant[0], variant[1]), {})
         by_world[int(world)] = statistics.fmean(totals) if totals else math.nan
     every = [by_world for variants in rates.values() for by_world in variants.values()]
-    places = sorted({world for by_world in every for world in by_world})
-    content: Reports = {}
+    named = {}
     for (rdma, task, method), variants in rates.items():
         for (compressor, threshold), by_world in variants.items():
             more = f"-compressor-{compressor}-thres-{threshold}" if len(variants) > 1 else ""
-            texts = [f"{by_world.get(world, math.nan):.3f}" for world in places]
-            content.setdefault(rdma, {}).setdefault(task, {})[method + more] = texts
-    return content
+            named[rdma, task, method + more] = by_world
+    return _content(named, sorted({world for by_world in every for world in by_world}))
 
 
 def _names(folder: Path) -> list[str]:
@@ -173,13 +182,11 @@ def side_by_side(by_name: Mapping[str, Reports]) -> Table[Reported]:
     """Returns a table with a row for each rate of any report, and a column per report."""
     rates: dict[tuple[str, str, str, int], dict[str, float]] = {}
     for name, report in by_name.items():
-        for rdma, tasks in report.items():
-            for task, methods in tasks.items():
-                for method, values in methods.items():
-                    for place, rate in enumerate(map(float, values), start=1):
-                        known = rates.setdefault((rdma, task, method, place), {})
-                        if not math.isnan(rate):
-                            known[name] = rate
+        for *key, values in _entries(report):
+            for place, rate in enumerate(map(float, values), start=1):
+                known = rates.setdefault((*key, place), {})
+                if not math.isnan(rate):
+                    known[name] = rate
     rows = [
         Reported(rdma=r, model=t, algorithm=m, place=p, rates=tuple(map(known.get, by_name)))
         for (r, t, m, p), known in rates.items()

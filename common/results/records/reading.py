@@ -5,11 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
-from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 JsonObject: TypeAlias = dict[str, Any]
 """JSON object with values of any type."""
+
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Returns the items by key, in the order of first appearance."""
+    groups: dict[K, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return dict(groups)
 
 
 def typed(hint: Any, value: Any) -> Any:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.records.card import flat_card
+from common.results.records.trust import Network
 from common.results.report.flagged import title
 from common.results.report.parts import Grid, plain
 from common.results.tables.cells import Cell, number, significant
@@ -29,14 +30,9 @@ class Machine:
 
 def machines(records: Iterable[Record]) -> list[Machine]:
     """Returns the machines of a sweep, by first use."""
-    cards: dict[str, tuple[dict[str, object], int]] = {}
-    for record in records:
-        if record.machine:
-            card = flat_card(record.machine)
-            key = json.dumps(card, sort_keys=True)
-            first, trials = cards.get(key, (card, 0))
-            cards[key] = first, trials + 1
-    return [_machine(card, trials) for card, trials in cards.values()]
+    cards = [flat_card(record.machine) for record in records if record.machine]
+    same = grouped(cards, lambda card: json.dumps(card, sort_keys=True))
+    return [_machine(group[0], len(group)) for group in same.values()]
 
 
 def _machine(card: Mapping[str, object], trials: int) -> Machine:
@@ -72,18 +68,19 @@ def _text(value: object) -> str:
 
 def scales(records: Sequence[Record]) -> Grid | None:
     """Returns the table of time scales with their reasons; None: nothing is emulated."""
-    trials: dict[tuple[float, str], list[str]] = {}
-    for record in records:
-        if record.fabric.kind == "emulated":
-            key = (record.fabric.time_scale, record.fabric.time_scale_reason or _UNKNOWN)
-            trials.setdefault(key, []).append(title(record))
+    emulated = [record for record in records if record.fabric.kind == "emulated"]
+    trials = grouped(emulated, lambda record: (record.fabric.time_scale, _reason(record)))
     if not trials:
         return None
     body = [
-        [f"{k:g}", len(names), why, "all" if len(trials) == 1 else "; ".join(names)]
-        for (k, why), names in trials.items()
+        [f"{k:g}", len(same), why, "all" if len(trials) == 1 else "; ".join(map(title, same))]
+        for (k, why), same in trials.items()
     ]
     return plain("scales", "Time scales", ["time scale", "trials", "reason", "which"], body)
+
+
+def _reason(record: Record) -> str:
+    return record.fabric.time_scale_reason or _UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,19 +95,18 @@ class Links:
 
 def links(records: Sequence[Record]) -> Links | None:
     """Returns the links of all networks of a sweep; None on a real network."""
-    networks: dict[str, tuple[Record, int]] = {}
-    for record in records:
-        net = record.fabric.network
-        if net.requested is not None:
-            key = json.dumps([net.requested, net.measured, net.together, net.delays])
-            first, trials = networks.get(key, (record, 0))
-            networks[key] = first, trials + 1
+    shaped = [record for record in records if record.fabric.network.requested is not None]
+    networks = list(grouped(shaped, lambda record: _key(record.fabric.network)).values())
     if not networks:
         return None
-    body = [_network(record, trials) for record, trials in networks.values()]
-    each = [grid for i, (record, _) in enumerate(networks.values()) for grid in _each(record, i)]
+    body = [_network(same[0], len(same)) for same in networks]
+    each = [grid for i, same in enumerate(networks) for grid in _each(same[0], i)]
     summary = plain("links", "Links, as requested and as measured", _NETWORK, body)
     return Links(summary=summary, each=each)
+
+
+def _key(net: Network) -> str:
+    return json.dumps([net.requested, net.measured, net.together, net.delays])
 
 
 _NETWORK = ["network", "trials", "stands for", "requested, Gb/s", "each alone, Gb/s"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.validity import flag_text, incorrect
 
 _LOG_BYTES = 3000
@@ -50,9 +50,7 @@ def troubles(folder: Path, records: Iterable[Record]) -> list[Trouble]:
     Args:
         folder: folder of the sweep, with the output of the ranks.
     """
-    return [
-        _trouble(folder, record, state) for record in records if (state := mark(record)) is not None
-    ]
+    return [_trouble(folder, record, state) for record in records if (state := mark(record))]
 
 
 def _trouble(folder: Path, record: Record, state: str) -> Trouble:
@@ -76,12 +74,14 @@ def _trouble(folder: Path, record: Record, state: str) -> Trouble:
 
 def further_notes(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
     """Returns the notes that have not caused a flag, each with the trials that have it."""
-    trials: dict[str, list[str]] = {}
-    for record in records:
-        for note in record.notes:
-            if note.text != flag_text(record):
-                trials.setdefault(note.text, []).append(title(record))
-    return list(trials.items())
+    notes = [
+        (note.text, title(record))
+        for record in records
+        for note in record.notes
+        if note.text != flag_text(record)
+    ]
+    groups = grouped(notes, lambda note: note[0])
+    return [(text, [trial for _, trial in pairs]) for text, pairs in groups.items()]
 
 
 def repeated(records: Iterable[Record]) -> list[tuple[str, int, str]]:

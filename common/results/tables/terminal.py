@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from common.results.records.reading import grouped
 from common.results.tables.cells import Cell, Column, R
 
 if TYPE_CHECKING:
@@ -45,10 +46,7 @@ def show(
     if not console.is_terminal:
         _grid(console, columns, cells, grey, list(range(len(columns))))
         return True
-    blocks: dict[str, list[int]] = {}
-    for index, line in enumerate(cells):
-        blocks.setdefault(line[0].text, []).append(index)
-    for rows in blocks.values():
+    for rows in grouped(range(len(cells)), lambda i: cells[i][0].text).values():
         _block(console, columns, [cells[i] for i in rows], [grey[i] for i in rows])
     return True
 

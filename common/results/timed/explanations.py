@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from common.results.records import Record, Result
+from common.results.records import Record, Result, grouped
 from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 
@@ -104,12 +104,13 @@ def sentences(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
     Args:
         records: records of the rows.
     """
-    places: dict[object, list[tuple[Row, Record]]] = {}
-    for row, record in zip(rows, records, strict=True):
-        if row.status == "ok" and not row.flag and row.world_size > 1:
-            places.setdefault(row.place, []).append((row, record))
+    valid = [
+        (row, record)
+        for row, record in zip(rows, records, strict=True)
+        if row.status == "ok" and not row.flag and row.world_size > 1
+    ]
     lines = []
-    for pairs in places.values():
+    for pairs in grouped(valid, lambda pair: pair[0].place).values():
         for row, record, role in _standing_out(pairs):
             text = reason(record, hidden=role == _FASTEST)
             if text is not None:

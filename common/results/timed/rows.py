@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results import stats
-from common.results.records import Record, base_among
+from common.results.records import Record, base_among, grouped
 from common.results.records.trust import Modelled
 from common.results.stats import Difference
 from common.results.tables.cells import (
@@ -133,7 +133,7 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
     rows = {id(record): _measured(record) for record in records}
     # Single workers by settings, for all world sizes; of several, the first is used.
     alone = {_key(r): r for r in reversed(records) if r.trial["algorithm"] == "none"}
-    for peers in _cells(records):
+    for peers in grouped(records, lambda r: (_key(r), r.trial["world_size"])).values():
         for record in peers:
             single = alone.get(_key(record))
             if single is not None and flag(single) is None and flag(record) is None:
@@ -187,13 +187,6 @@ def _measured(record: Record) -> Row:
 
 def _joined(notes: Iterable[str | None]) -> str | None:
     return "; ".join(dict.fromkeys(filter(None, notes))) or None
-
-
-def _cells(records: Sequence[Record]) -> list[list[Record]]:
-    cells: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
-        cells.setdefault((_key(record), record.trial["world_size"]), []).append(record)
-    return list(cells.values())
 
 
 def _compare(peers: Sequence[Record], compare_to: str, rows: dict[int, Row]) -> None:

@@ -119,27 +119,10 @@ def rates(records: Sequence[Record]) -> list[Rate]:
 
 
 def _rate(row: Mapping[str, str], records: Sequence[Record]) -> Rate:
-    model, batch_size, gpus = MODELS[row["model"]], int(row["batch_size"]), int(row["gpus"])
+    batch_size, gpus, hosts = (int(row[key]) for key in ("batch_size", "gpus", "hosts"))
     algorithm, options = METHODS[row["method"]]
-    seconds = step_s(_profile(model, batch_size), algorithm, options, row["network"], gpus)
-    return Rate(
-        model=row["model"],
-        batch_size=batch_size,
-        network=row["network"],
-        gpus=gpus,
-        hosts=int(row["hosts"]),
-        method=row["method"],
-        published=float(row["samples_per_s"]),
-        computed=gpus * batch_size / seconds,
-        measured=_measured(row, algorithm, options, records),
-    )
-
-
-def _measured(
-    row: Mapping[str, str], algorithm: str, options: Options, records: Sequence[Record]
-) -> float | None:
-    gpus, hosts = int(row["gpus"]), int(row["hosts"])
-    profile = _profile(MODELS[row["model"]], int(row["batch_size"]))
+    profile = _profile(MODELS[row["model"]], batch_size)
+    seconds = step_s(profile, algorithm, options, row["network"], gpus)
     place = {
         "model": f"{profile.model}@{DEVICE}",
         "batch_size": profile.batch_size,
@@ -150,6 +133,21 @@ def _measured(
         "options": settings(algorithm_options(algorithm, dict(options))),
         "profile_digest": profile.digest,
     }
+    return Rate(
+        model=row["model"],
+        batch_size=batch_size,
+        network=row["network"],
+        gpus=gpus,
+        hosts=hosts,
+        method=row["method"],
+        published=float(row["samples_per_s"]),
+        computed=gpus * batch_size / seconds,
+        measured=_measured(place, records),
+    )
+
+
+def _measured(place: Mapping[str, object], records: Sequence[Record]) -> float | None:
+    """Returns the newest valid rate of an emulated trial with these settings."""
     rates = [
         record.throughput.value
         for record in records
@@ -195,14 +193,9 @@ def summary(compared: Sequence[Rate]) -> str:
     """Returns the table of the median and largest errors of ratios and rates by method."""
     ratio_title = f"ratio to {BASELINE}: median, largest error"
     lines = [["method", ratio_title, "rate: median, largest error"]]
-    places = _places(compared)
+    places = [{rate.method: rate for rate in place} for place in _places(compared)]
     for method in METHODS:
-        pairs = [
-            (rate, next(other for other in place if other.method == BASELINE))
-            for place in places
-            for rate in place
-            if rate.method == method
-        ]
+        pairs = [(place[method], place[BASELINE]) for place in places if method in place]
         rates = [rate.ours / rate.published - 1 for rate, _ in pairs]
         ratios = [
             (rate.ours / base.ours) / (rate.published / base.published) - 1 for rate, base in pairs

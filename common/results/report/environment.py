@@ -37,11 +37,8 @@ def machines(records: Iterable[Record]) -> list[Machine]:
 
 def _machine(card: Mapping[str, object], trials: int) -> Machine:
     names = [*_FIRST, *(name for name in card if name not in (*_FIRST, "diff"))]
-    lines = [
-        (name.removeprefix("packages."), _text(card.get(name)))
-        for name in names
-        if name != "commit"
-    ]
+    names.remove("commit")
+    lines = [(name.removeprefix("packages."), _text(card.get(name))) for name in names]
     known = len(_FIRST) - 1
     return Machine(trials=trials, commit=_commit(card), short=lines[:known], rest=lines[known:])
 
@@ -153,28 +150,21 @@ def _each(record: Record, index: int) -> list[Grid]:
     name = (net.requested or {}).get("name")
     together = {link["host"]: link for link in net.together}
     if net.measured:
-        body = [
-            [
-                str(link["host"]),
-                *(_range([link.get(end)], "") for end in ("up_gbps", "down_gbps")),
-                *(
-                    _range([together.get(link["host"], {}).get(key)], "")
-                    for key in ("gbps", "requested_gbps")
-                ),
-            ]
-            for link in net.measured
-        ]
+        body = []
+        for link in net.measured:
+            busy = together.get(link["host"], {})
+            ends = [link.get("up_gbps"), link.get("down_gbps")]
+            ends += [busy.get("gbps"), busy.get("requested_gbps")]
+            body.append([str(link["host"]), *(_range([end], "") for end in ends)])
         titles = ["host", "up, Gb/s", "down, Gb/s", "all at once, Gb/s", "requested, Gb/s"]
         grids.append(plain(f"links-{index}", f"{name}: every link", titles, body))
     if net.delays:
-        body = [
-            [
-                f"{delay['source']} to {delay['target']}",
-                *(_range([delay[key]], "") for key in ("requested_us", "delay_us", "delay_us_p99")),
-                Cell(f"{delay['lost']} of {delay['sent']}", delay["lost"]),
-            ]
-            for delay in net.delays
-        ]
+        body = []
+        for delay in net.delays:
+            times = (delay[key] for key in ("requested_us", "delay_us", "delay_us_p99"))
+            lost = Cell(f"{delay['lost']} of {delay['sent']}", delay["lost"])
+            way = f"{delay['source']} to {delay['target']}"
+            body.append([way, *(_range([time], "") for time in times), lost])
         titles = ["one way", "requested, us", "median, us", "99 % below, us", "lost"]
         grids.append(plain(f"delays-{index}", f"{name}: every delay", titles, body))
     return grids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +31,9 @@ class Trouble:
 def title(record: Record) -> str:
     """Returns the title of a trial: algorithm, model, batch size, workers, ..."""
     trial = record.trial
-    parts = [record.label, trial["model"], f"batch {trial['batch_size']}"]
-    parts.append(f"{trial['world_size']} workers")
-    return ", ".join([*parts, *filter(None, (trial.get("network"), record.fault))])
+    parts = (record.label, trial["model"], f"batch {trial['batch_size']}")
+    parts += (f"{trial['world_size']} workers", trial.get("network"), record.fault)
+    return ", ".join(filter(None, parts))
 
 
 def mark(record: Record) -> str | None:
@@ -54,22 +55,17 @@ def troubles(folder: Path, records: Iterable[Record]) -> list[Trouble]:
 
 
 def _trouble(folder: Path, record: Record, state: str) -> Trouble:
-    facts: dict[str, str] = {}
-    log = None
-    if record.error is not None:
-        error = record.error
-        known = {"kind": error.kind, "rank": error.rank, "while": error.where}
-        facts = {name: str(value) for name, value in known.items() if value is not None}
-        logs = sorted((folder / record.id).glob(f"log-*-rank{error.rank or 0}.txt"))
-        log = logs[-1] if logs else None
-    return Trouble(
-        title=title(record),
-        mark=state,
-        reason=flag_text(record) or record.status,
-        facts=facts,
-        log=None if log is None else log.read_bytes()[-_LOG_BYTES:].decode(errors="replace"),
-        log_name=None if log is None else str(log.relative_to(folder)),
-    )
+    trouble = Trouble(title=title(record), mark=state, reason=flag_text(record) or record.status)
+    if record.error is None:
+        return trouble
+    known = {"kind": record.error.kind, "rank": record.error.rank, "while": record.error.where}
+    facts = {name: str(value) for name, value in known.items() if value is not None}
+    logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
+    if not logs:
+        return dataclasses.replace(trouble, facts=facts)
+    end = logs[-1].read_bytes()[-_LOG_BYTES:].decode(errors="replace")
+    log_name = str(logs[-1].relative_to(folder))
+    return dataclasses.replace(trouble, facts=facts, log=end, log_name=log_name)
 
 
 def further_notes(records: Iterable[Record]) -> list[tuple[str, list[str]]]:

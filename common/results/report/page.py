@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -115,21 +114,13 @@ def _kilobytes(size: int) -> str:
     return f"{size / 1000:.0f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
 
 
-class _Looks(TypedDict):
-    script: Markup
-    script_digest: str
-    style: Markup
-    dark: Markup
-
-
-def _looks() -> _Looks:
+def _looks() -> dict[str, str]:
     script, style, dark = (
         (_HERE / n).read_text(encoding="utf-8") for n in ("page.js", "style.css", "dark.css")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _Looks(
-        script=Markup(script), script_digest=digest, style=Markup(style), dark=Markup(dark)
-    )
+    looks = {"script": Markup(script), "style": Markup(style), "dark": Markup(dark)}
+    return {**looks, "script_digest": digest}
 
 
 def _figures(
@@ -170,12 +161,12 @@ def _results(summary: Overview, records: Sequence[Record], compare_to: str) -> G
     csv = download("table.csv", csv_text(summary.kind, summary.rows), "text/csv")
     reasons = [row.reason for row in summary.rows]
     marks = list(zip(map(flagged.mark, records), reasons, strict=True))
-    caption = f"Results, compared to {compare_to}"
-    if summary.learned is None:
-        return grid("results", caption, summary.table, marks=marks, csv=csv)
-    rates = zip(summary.learned.rows, records, strict=True)
-    runs = {id(row): record.throughput for row, record in rates if record.throughput}
-    return grid("results", caption, with_runs(summary.learned, runs), marks=marks, csv=csv)
+    table = summary.table
+    if summary.learned is not None:
+        rates = zip(summary.learned.rows, records, strict=True)
+        runs = {id(row): record.throughput for row, record in rates if record.throughput}
+        table = with_runs(summary.learned, runs)
+    return grid("results", f"Results, compared to {compare_to}", table, marks=marks, csv=csv)
 
 
 def _breakdown(summary: Overview, records: Sequence[Record]) -> Grid | None:
@@ -187,46 +178,48 @@ def _breakdown(summary: Overview, records: Sequence[Record]) -> Grid | None:
     return grid("breakdown", "Milliseconds per step", rows.breakdown(timed), marks=marks)
 
 
+_LEGEND = (
+    ("throughput", "samples of all workers over elapsed time"),
+    (
+        "95 % CI, this run",
+        "a t interval over repeats, which are separate starts of the workers; it covers neither "
+        "the machine at another hour nor events that are rarer than the repeats",
+    ),
+    ("n", "repeats x timed steps of each"),
+    (
+        "correct",
+        "whether the training was right: replicas agree, and it is equal to its serial reference",
+    ),
+)
+
+
 def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
     learned = summary.kind is LearnRow
-    what = "the time to the target" if learned else "the time of a step"
+    what, several = ("the time of a step", "repeats")
+    if learned:
+        what, several = ("the time to the target", "runs")
     alpha, notable, equal = (
         f"{100 * share:g} %" for share in (stats.ALPHA, stats.NOTABLE, stats.EQUAL)
     )
-    words = [
-        (
-            "FASTER, SLOWER",
-            f"the difference to {compare_to} in {what} is at least {notable}, and significant at "
-            f"{alpha} among all comparisons of its cell (Holm's correction): at most one table in "
-            "20 of equal trials has a false one",
-        ),
+    faster = (
+        f"the difference to {compare_to} in {what} is at least {notable}, and significant at "
+        f"{alpha} among all comparisons of its cell (Holm's correction): at most one table in 20 "
+        "of equal trials has a false one"
+    )
+    unsure = (
+        f"anything else, and always with fewer than {stats.MIN_REPEATS} {several}: nothing can be "
+        "concluded"
+    )
+    intervals = ("95 % CI", "t intervals over the runs, each with its own seed")
+    return [
+        ("FASTER, SLOWER", faster),
         ("SAME", f"the whole 95 % interval of the ratio lies within {equal} of 1"),
-        (
-            "UNSURE",
-            f"anything else, and always with fewer than {stats.MIN_REPEATS} "
-            f"{'runs' if learned else 'repeats'}: nothing can be concluded",
-        ),
+        ("UNSURE", unsure),
         (
             "(in parentheses)",
             "a flagged number, with the reason below its row; nothing is compared with it",
         ),
-    ]
-    if learned:
-        return [*words, ("95 % CI", "t intervals over the runs, each with its own seed")]
-    return [
-        *words,
-        ("throughput", "samples of all workers over elapsed time"),
-        (
-            "95 % CI, this run",
-            "a t interval over repeats, which are separate starts of the workers; it covers "
-            "neither the machine at another hour nor events that are rarer than the repeats",
-        ),
-        ("n", "repeats x timed steps of each"),
-        (
-            "correct",
-            "whether the training was right: replicas agree, and it is equal to its serial "
-            "reference",
-        ),
+        *([intervals] if learned else _LEGEND),
     ]
 
 

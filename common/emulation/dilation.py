@@ -149,11 +149,8 @@ def at_hand(cores: int, foreign: float, ranks: int) -> float:
 
     The result is at least a fair share: each rank and each foreign core count as one thread.
     """
-    return (
-        cores
-        if foreign <= FOREIGN_CORES
-        else max(cores - foreign, cores * ranks / (ranks + foreign))
-    )
+    fair = cores * ranks / (ranks + foreign)
+    return cores if foreign <= FOREIGN_CORES else max(cores - foreign, fair)
 
 
 def choose_time_scale(

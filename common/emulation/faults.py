@@ -52,13 +52,13 @@ def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> s
     """
     if outcome_error is None or outcome_error["kind"] not in ("failed", "timeout"):
         return None
-    for event in events:
-        if event["ok"]:
-            lasting = "" if event["for_s"] is None else f" for {event['for_s']:g} s"
-            if event["for_s"] is None and event["rank"] is None:
-                lasting = " for good"
-            return f"host {event['host']}: {event['what']} at {event['at_s']:.1f} s{lasting}"
-    return None
+    event = next((event for event in events if event["ok"]), None)
+    if event is None:
+        return None
+    lasting = "" if event["for_s"] is None else f" for {event['for_s']:g} s"
+    if event["for_s"] is None and event["rank"] is None:
+        lasting = " for good"
+    return f"host {event['host']}: {event['what']} at {event['at_s']:.1f} s{lasting}"
 
 
 @dataclass(frozen=True)
@@ -200,22 +200,21 @@ class FaultInjector:
 
     def _make_change(self) -> _Change:
         fault, cluster, host = self._fault, self._cluster, self._host
-        if fault.kind == "link_down":
-            cut = partial(cluster.set_link, host, False)
-            return _Change("link cut", cut, "link restored", cluster.restore)
-        if fault.kind == "link_rate":
-            change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
-            what = f"link changed to {fault.rate}"
-            return _Change(what, change, "link back at its rate", cluster.restore)
-        if fault.kind == "link_delay":
-            change = partial(cluster.links.set_delay, host, fault.delay_us)
-            what = f"latency changed to {fault.delay_us:g} us"
-            return _Change(what, change, "latency back", cluster.restore)
+        if fault.kind == "kill_rank":
+            return _Change(f"rank {fault.rank} killed", self._kill)
         if fault.kind == "slow_host":
             slow, restore = (partial(self._set_slowdown, by) for by in (fault.factor, 1.0))
             what = f"compute {fault.factor:g} times slower"
             return _Change(what, slow, "compute back at its speed", restore)
-        return _Change(f"rank {fault.rank} killed", self._kill)
+        change = partial(cluster.set_link, host, False)
+        what, undone = "link cut", "link restored"
+        if fault.kind == "link_rate":
+            change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
+            what, undone = f"link changed to {fault.rate}", "link back at its rate"
+        if fault.kind == "link_delay":
+            change = partial(cluster.links.set_delay, host, fault.delay_us)
+            what, undone = f"latency changed to {fault.delay_us:g} us", "latency back"
+        return _Change(what, change, undone, cluster.restore)
 
     def _set_slowdown(self, factor: float) -> None:
         # Written in place, because the ranks have mapped the file.

@@ -194,29 +194,27 @@ def _receive(connection: socket.socket, skip_s: float) -> dict[str, Any]:
 
 def cpu_s() -> tuple[float, float, float]:
     """CPU seconds of this process, busy seconds of its cores, and seconds of interrupts."""
-    ticks = _ticks().values()
-    per_s = os.sysconf("SC_CLK_TCK")
-    busy = sum(busy for busy, _, _ in ticks)
-    return time.process_time(), busy / per_s, sum(irq for _, irq, _ in ticks) / per_s
+    busy, irq, _ = map(sum, zip(*_core_s().values(), strict=True))
+    return time.process_time(), busy, irq
 
 
 def cores_s() -> dict[int, tuple[float, float]]:
     """Busy seconds, and seconds stolen by other virtual machines, of each core that this process
     may use."""
-    per_s = os.sysconf("SC_CLK_TCK")
-    return {core: (busy / per_s, steal / per_s) for core, (busy, _, steal) in _ticks().items()}
+    return {core: (busy, steal) for core, (busy, _, steal) in _core_s().items()}
 
 
-def _ticks() -> dict[int, tuple[int, int, int]]:
-    """Busy (with interrupts), interrupt and stolen clock ticks of each core of this process."""
-    ours = os.sched_getaffinity(0)
-    ticks = {}
+def _core_s() -> dict[int, tuple[float, float, float]]:
+    """Busy (with interrupts), interrupt and stolen seconds of each core of this process."""
+    ours, per_s = os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK")
+    seconds = {}
     for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
         name, *values = line.split()
         if name.startswith("cpu") and name != "cpu" and int(name[3:]) in ours:
-            user, nice, system, _, _, irq, softirq, steal = map(int, values[:8])
-            ticks[int(name[3:])] = user + nice + system + irq + softirq, irq + softirq, steal
-    return ticks
+            ticks = [int(value) / per_s for value in values[:8]]
+            user, nice, system, _, _, irq, softirq, steal = ticks
+            seconds[int(name[3:])] = user + nice + system + irq + softirq, irq + softirq, steal
+    return seconds
 
 
 def main(role: str, address: str, *numbers: str) -> None:

@@ -26,8 +26,8 @@ if __name__ != "__main__":
     from common.emulation.flow import OnHost
 
 _SCRIPT = [sys.executable, "-I", "-S", __file__]
-_NUMBER = struct.Struct("<qq")  # packet number (-1 for the end mark), and ns since the epoch
-_TIMESTAMP = struct.Struct("<qq")
+# Packet number (-1 for the end mark) and ns since the epoch; or the seconds and ns of a timestamp.
+_NUMBERS = struct.Struct("<qq")
 _SO_TIMESTAMPNS = 35  # from <asm-generic/socket.h>; Python does not define it
 _INTERVAL_S = 0.001
 _LIMIT_S = 60.0
@@ -82,15 +82,16 @@ def all_pairs(
             if len(delays_ns) < 2:
                 raise RuntimeError(f"no packet comes from {source.name} to {target.name}")
             cuts = statistics.quantiles(delays_ns, n=100, method="inclusive")
-            results.append(
-                Delays(
-                    median_us=cuts[49] / 1e3,
-                    p99_us=cuts[98] / 1e3,
-                    quantiles_us=[cuts[share - 1] / 1e3 for share in (5, 25, 50, 75, 95)],
-                    sent=sent,
-                    lost=sent - len(delays_ns),
-                )
+            shares = {share: cuts[share - 1] / 1e3 for share in (5, 25, 50, 75, 95, 99)}
+            p99_us = shares.pop(99)
+            delays = Delays(
+                median_us=shares[50],
+                p99_us=p99_us,
+                quantiles_us=list(shares.values()),
+                sent=sent,
+                lost=sent - len(delays_ns),
             )
+            results.append(delays)
     return results
 
 
@@ -104,12 +105,12 @@ def _listen(address: str) -> list[int]:
         delays = []
         while True:
             data, control, _, _ = end.recvmsg(64, 64)
-            number, sent = _NUMBER.unpack_from(data)
+            number, sent = _NUMBERS.unpack_from(data)
             if number < 0:
                 return delays
             for level, kind, value in control:
                 if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
-                    seconds, ns = _TIMESTAMP.unpack(value)
+                    seconds, ns = _NUMBERS.unpack(value)
                     delays.append(seconds * 1_000_000_000 + ns - sent)
 
 
@@ -123,11 +124,11 @@ def _send(address: str, port: str, seconds: str, after_s: str) -> None:
         began = time.monotonic()
         for number in range(count):
             time.sleep(max(0.0, began + number * _INTERVAL_S - time.monotonic()))
-            end.send(_NUMBER.pack(number, time.time_ns()))
+            end.send(_NUMBERS.pack(number, time.time_ns()))
         time.sleep(float(after_s))
         with contextlib.suppress(ConnectionRefusedError):  # the other end has received one
             for _ in range(20):
-                end.send(_NUMBER.pack(-1, 0))
+                end.send(_NUMBERS.pack(-1, 0))
 
 
 if __name__ == "__main__":

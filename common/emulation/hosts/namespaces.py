@@ -236,10 +236,8 @@ def _hold(name: str, parent: int, outlet: int) -> int:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
-    arguments = [word.encode() or None for word in (source, target, kind, data)]
-    result = _LIBC.mount(
-        arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3]
-    )
+    *names, options = (word.encode() or None for word in (source, target, kind, data))
+    result = _LIBC.mount(*names, ctypes.c_ulong(flags), options)
     _check(result, f"mount {kind or source} on {target}")
 
 

@@ -54,11 +54,9 @@ Rounds = dict[tuple[str, ...], list["Sample"]]
 
 
 class _Buffers:
-    """Buffers of an operation, filled with integers whose sums float32 holds exactly.
-
-    Element i of rank r is base(i) + 2**r, and neighbouring elements have different bases. So the
-    sum is right only if it contains each rank exactly once.
-    """
+    """Buffers of an operation, filled with integers whose sums float32 holds exactly. Element i of
+    rank r is base(i) + 2**r, and neighbouring elements have different bases. So the sum is right
+    only if it contains each rank exactly once."""
 
     def __init__(self, place: Place, op: str, count: int) -> None:
         self._place, self._op = place, op

@@ -158,10 +158,8 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER
 
 def _kept_evidence(work: Path, out: Path) -> dict[str, str]:
     """Copies the raw measurements of each trial's first repeat into the record, if they are small.
-
     Otherwise all raw measurements go to a folder outside the record, and the fact `evidence` names
-    it.
-    """
+    it."""
     logs = sorted((work / "logs").glob("*/*/evidence*.json.gz"))
     first = [path for path in logs if path.name == "evidence.json.gz"]
     if sum(path.stat().st_size for path in first) <= EVIDENCE_BYTES:
@@ -284,11 +282,9 @@ def _sweep_problems(folder: Path, recipe: Recipe, commit: str) -> list[str]:
 
 
 def todays_trials(recipe: Recipe, records: list[Record]) -> list[Trial]:
-    """Returns the trials of the present experiment, for the machine and data of the records.
-
-    The threads per rank depend on the machine, and the digest of the data on files that may be
-    missing here. So both are taken from the records.
-    """
+    """Returns the trials of the present experiment, for the machine and data of the records. The
+    threads per rank depend on the machine, and the digest of the data on files that may be missing
+    here. So both are taken from the records."""
     overrides = list(recipe.set)
     threads = {record.trial["threads_per_rank"] for record in records}
     data = {record.trial.get("data_digest") for record in records} - {None}
@@ -299,10 +295,8 @@ def todays_trials(recipe: Recipe, records: list[Record]) -> list[Trial]:
 
 
 def commit_problem(commit: str | None) -> str | None:
-    """Returns why a commit does not identify the code; None if git has it, or cannot know.
-
-    Git cannot know in an unpacked archive, which has no history, or in a shallow clone.
-    """
+    """Returns why a commit does not identify the code; None if git has it, or cannot know. Git
+    cannot know in an unpacked archive, which has no history, or in a shallow clone."""
     if commit is None or commit.endswith("+dirty"):
         return f"was made from {commit}, which does not identify the code"
     if _git("rev-parse", "--is-shallow-repository").strip() != "false":

@@ -48,11 +48,8 @@ def _text(value: object) -> str:
 
 
 def element(figure: Figure, name: str) -> str:
-    """Returns the figure as an SVG element for a page with other figures, and closes it.
-
-    Args:
-        name: prefix of the element's identifiers.
-    """
+    """Returns the figure as an SVG element for a page with other figures, and closes it. `name` is
+    the prefix of the element's identifiers."""
     out = io.StringIO()
     with plt.rc_context(_OPTIONS):
         # With a layout engine, `bbox_inches="tight"` would lay out and draw everything twice.

@@ -86,9 +86,7 @@ def _draw(
     axis: Axes, panel: Sequence[Mark], steps: Sequence[Any], step: Step, field: str, ends: str
 ) -> None:
     """Draws a line for each algorithm through its valid results; flagged results are hollow points.
-
-    The points of a step are side by side, so that algorithms do not hide each other.
-    """
+    The points of a step are side by side, so that algorithms do not hide each other."""
     labels = list(dict.fromkeys(mark.row.algorithm for mark in panel))
     for number, label in enumerate(labels):
         aside = 0.12 * ((2 * number + 1) / len(labels) - 1)

@@ -105,12 +105,10 @@ def order(algorithm: str) -> tuple[int, str]:
 
 
 def looks(records: Iterable[Record]) -> dict[str, Look]:
-    """Returns a look for each label, in the order of figures; no two labels look the same.
-
-    Labels of one algorithm are its variants. The variant that is named like the algorithm (or else
-    the first) has the algorithm's look. The others have shades of its colour, and unused markers,
-    hatches and line styles.
-    """
+    """Returns a look for each label, in the order of figures; no two labels look the same. Labels
+    of one algorithm are its variants. The variant that is named like the algorithm (or else the
+    first) has the algorithm's look. The others have shades of its colour, and unused markers,
+    hatches and line styles."""
     names = {record.label: record.trial["algorithm"] for record in records}
     ordered = sorted(names, key=lambda label: (order(names[label]), label != names[label]))
     groups = grouped(ordered, names.__getitem__)

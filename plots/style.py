@@ -114,9 +114,7 @@ def row_bar(
     remark: str = "",
 ) -> None:
     """Draws a horizontal bar with its interval and number; a flagged bar is grey, with the reason.
-
-    Set the limits of the x axis before the call: they decide where the number fits.
-    """
+    Set the limits of the x axis before the call: they decide where the number fits."""
     axis.barh(index, value, height=0.72, **(FLAGGED if flag else look.bar))
     text = significant(value) + remark
     if flag:
@@ -166,20 +164,15 @@ def flags(records: Iterable[Record], look: str = "grey") -> str:
 
 
 def data(marks: Iterable[Mapping[str, Any]], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Returns the data of a figure, with a row per mapping; missing values are `pd.NA`.
-
-    Args:
-        columns: names of the columns, for data that may have no row.
-    """
+    """Returns the data of a figure, with a row per mapping; missing values are `pd.NA`. `columns`
+    names the columns, for data that may have no row."""
     rows = [dict(mark) for mark in marks]
     return pd.DataFrame(rows, columns=None if rows else list(columns)).convert_dtypes()
 
 
 def writer(name: str, draw: Callable[[Path], Drawn]) -> Callable[[Path, Path], list[Path]]:
-    """Returns the function `write(folder, out)`, which draws a sweep's figure and saves it.
-
-    It saves `name`.png, `name`.pdf and, with the data, `name`.csv; it returns these paths.
-    """
+    """Returns the function `write(folder, out)`, which draws a sweep's figure and saves it. It
+    saves `name`.png, `name`.pdf and, with the data, `name`.csv; it returns these paths."""
 
     def write(folder: Path, out: Path) -> list[Path]:
         figure, table = draw(folder)
@@ -199,10 +192,8 @@ def program(
     needs: str,
     draw: Callable[[Path, Path], list[Path]],
 ) -> None:
-    """Draws a sweep into its folder `figures` and prints the names of the files.
-
-    A user error, or a sweep without the needed records, prints one line; the exit status is 2.
-    """
+    """Draws a sweep into its folder `figures` and prints the names of the files. A user error, or a
+    sweep without the needed records, prints one line; the exit status is 2."""
     parser = argparse.ArgumentParser(description=f"Draw figures of a sweep. Needed: {needs}.")
     parser.add_argument("sweep", type=Path, help="folder of results, such as logs/quick")
     sweep = parser.parse_args().sweep

@@ -46,10 +46,7 @@ def timed(records: Sequence[Record]) -> list[Record]:
 
 def load(folder: Path) -> tuple[list[Mark], str]:
     """Returns the trials with timed steps, in the order of figures, and the baseline's label.
-
-    Raises:
-        UserError: no trial has timed steps.
-    """
+    Raises `UserError` if no trial has timed steps."""
     comparison = Comparison.load(folder)
     records = timed(comparison.results(folder))
     if not records:

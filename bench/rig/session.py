@@ -141,13 +141,8 @@ class Session:
 
 @contextlib.contextmanager
 def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
-    """Creates the result file, starts the ranks of every engine and prints the heading.
-
-    No process and no host is left afterwards.
-
-    Args:
-        tool: name of the script in the result file.
-    """
+    """Creates the result file, starts the ranks of every engine and prints the heading. No process
+    and no host is left afterwards. `tool` is the name of the script in the result file."""
     with (
         Output(args.json) as output,
         built(args, profile_of(args)) as hosts,

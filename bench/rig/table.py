@@ -32,11 +32,9 @@ def bucket_bytes(text: str, world: int, item: int = 4) -> int:
 
 
 def bus_factor(op: str, world: int) -> float:
-    """Returns the bytes that leave each rank, divided by those of the bucket (busbw / algbw).
-
-    This is (n-1)/n for a reduce-scatter and for an all-gather, and 2(n-1)/n for an all-reduce and
-    for a reduce-scatter followed by an all-gather.
-    """
+    """Returns the bytes that leave each rank, divided by those of the bucket (busbw / algbw). This
+    is (n-1)/n for a reduce-scatter and for an all-gather, and 2(n-1)/n for an all-reduce and for a
+    reduce-scatter followed by an all-gather."""
     part = (world - 1) / world
     return part if op in ("reduce_scatter", "all_gather") else 2 * part
 
@@ -106,10 +104,8 @@ def of_engines(
 
 
 def layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table: the first two columns are aligned to the left, the others to the right.
-
-    The last cell of a row that is shorter than the header is a remark of any length.
-    """
+    """Returns a table: the first two columns are aligned to the left, the others to the right. The
+    last cell of a row that is shorter than the header is a remark of any length."""
 
     def aligned(row: Sequence[str]) -> Sequence[str]:
         return row if len(row) == len(header) else row[:-1]

@@ -160,11 +160,9 @@ class Teams:
         *,
         backwards: bool = False,
     ) -> Iterator[tuple[Any, str, list[Any]]]:
-        """Calls a function for each case, on the ranks of one engine after the other.
-
-        Yields the key of the case, the engine, and the results in rank order. The function is at
-        the top level of a module; it gets the rank's `Place` and the arguments of the case.
-        """
+        """Calls a function for each case, on the ranks of one engine after the other. Yields the
+        key of the case, the engine, and the results in rank order. The function is at the top level
+        of a module; it gets the rank's `Place` and the arguments of the case."""
         for key, arguments in cases.items():
             for name in reversed(self._names) if backwards else self._names:
                 if name in self.failures:
@@ -178,10 +176,8 @@ class Teams:
 
 
 class Team:
-    """Ranks of one engine, stopped by SIGSTOP except during `call`.
-
-    Without SIGSTOP, Horovod's threads would wake up every millisecond.
-    """
+    """Ranks of one engine, stopped by SIGSTOP except during `call`. Without SIGSTOP, Horovod's
+    threads would wake up every millisecond."""
 
     def __init__(self, name: str, layout: Layout, folder: Path) -> None:
         self.name, self._folder = name, folder

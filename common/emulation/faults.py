@@ -29,11 +29,8 @@ _SLOWDOWN = struct.Struct("<d")
 def check_fault(
     fault: Fault, *, hosts: int, ranks_per_host: int, world_size: int, replayed: bool
 ) -> None:
-    """Raises `UserError` for a fault that cannot happen to a trial of this shape.
-
-    Args:
-        replayed: True if the model's compute is replayed; only such a model can be made faster.
-    """
+    """Raises `UserError` for a fault that cannot happen to a trial of this shape. `replayed` is
+    True if the model's compute is replayed; only such a model can be made faster."""
     used = min(hosts, -(-world_size // ranks_per_host))
     if fault.rank is not None and not 0 <= fault.rank < world_size:
         raise UserError(f"faults: there is no rank {fault.rank}; allowed: 0 to {world_size - 1}")
@@ -72,11 +69,8 @@ class _Change:
 
 
 def wait_until_measuring(phase: Callable[[int], tuple[int, str]], ended: threading.Event) -> bool:
-    """Waits for rank 0 to begin measuring; False if the trial `ended` first.
-
-    Args:
-        phase: returns PID and phase of a rank, as `phase_of` does.
-    """
+    """Waits for rank 0 to begin measuring; False if the trial `ended` first. `phase` returns PID
+    and phase of a rank, as `phase_of` does."""
     while phase(0)[1] != _MEASURING:
         if ended.wait(_POLL_S):
             return False
@@ -84,11 +78,8 @@ def wait_until_measuring(phase: Callable[[int], tuple[int, str]], ended: threadi
 
 
 def phase_of(folder: Path, repeat: int, rank: int) -> tuple[int, str]:
-    """Returns PID and phase of a rank; (0, "") before the rank has reported any.
-
-    Args:
-        folder: the trial's folder, where the ranks write their phases.
-    """
+    """Returns PID and phase of a rank; (0, "") before the rank has reported any. `folder` is the
+    trial's, where the ranks write their phases."""
     try:
         text = (folder / f"phase-{repeat}-rank{rank}").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -134,16 +125,10 @@ class FaultInjector:
         self._thread.start()
 
     def stop(self) -> list[Event]:
-        """Undoes the fault if it is still in effect.
-
-        Returns:
-            The events in order. `at_s` is in emulated seconds since the measurement began, or None
-            if it never began. `ok` is False if the event failed or came too late; `message` gives
-            the reason.
-
-        Raises:
-            RuntimeError: the fault could not be undone, so the cluster is no longer usable.
-        """
+        """Undoes the fault if it is still in effect. Returns the events in order. `at_s` is in
+        emulated seconds since the measurement began, or None if it never began. `ok` is False if
+        the event failed or came too late; `message` gives the reason. Raises `RuntimeError` if the
+        fault could not be undone, so the cluster is no longer usable."""
         self._trial_ended.set()
         self._thread.join()
         if self._in_effect and self._change.undo is not None:

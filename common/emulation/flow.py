@@ -78,16 +78,9 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
 
 
 def ring(hosts: Sequence[OnHost], seconds: float, skip_s: float) -> list[float]:
-    """Returns the rate that each host receives from the previous one while all send at once.
-
-    Rates are in Gb/s of Ethernet frames.
-
-    Args:
-        seconds: duration; the first `skip_s` seconds do not count.
-
-    Raises:
-        RuntimeError: no data, or too little data to measure, arrives.
-    """
+    """Returns the rate that each host receives from the previous one while all send at once. Rates
+    are in Gb/s of Ethernet frames. `seconds` is the duration; the first `skip_s` seconds do not
+    count. Raises `RuntimeError` if no data, or too little data to measure, arrives."""
     with ExitStack() as stack:
         receiving = [
             stack.enter_context(_started(host, "listen", host.address, str(skip_s)))
@@ -108,13 +101,8 @@ def transfer_cost(
     sender: OnHost, receiver: OnHost, links_s: Callable[[], float] = lambda: 0.0
 ) -> float:
     """Returns the CPU seconds per byte moved, at both ends, in the kernel and in the switch.
-
-    Args:
-        links_s: returns the CPU seconds used so far by the switch program.
-
-    Raises:
-        RuntimeError: the hosts cannot reach each other.
-    """
+    `links_s` returns the CPU seconds used so far by the switch program. Raises `RuntimeError` if
+    the hosts cannot reach each other."""
     with _started(receiver, "listen", receiver.address, "0") as receiving:
         numbers = (_port(receiving), _TRANSFER_S, 0.0, math.inf)
         before_s = links_s()
@@ -164,11 +152,9 @@ def _send(connection: socket.socket, seconds: float, max_bytes: float) -> None:
 
 
 def _receive(connection: socket.socket, skip_s: float) -> dict[str, Any]:
-    """Returns `bytes`, and `bytes_per_s` of payload without the first `skip_s` seconds.
-
-    The rate is None if too little data arrived. It is the median over parts of the time, so that a
-    short busy period of the machine does not change it.
-    """
+    """Returns `bytes`, and `bytes_per_s` of payload without the first `skip_s` seconds. The rate is
+    None if too little data arrived. It is the median over parts of the time, so that a short busy
+    period of the machine does not change it."""
     space = memoryview(bytearray(_CHUNK_BYTES))
     times: list[float] = []
     totals: list[int] = []

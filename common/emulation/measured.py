@@ -28,11 +28,8 @@ _MOST_OVERFLOWS = 0.001
 
 
 def measured_network(cluster: EmulatedCluster) -> dict[str, Any]:
-    """Measures each link alone, all links at once, and the delays; see `network_record`.
-
-    Raises:
-        RuntimeError: a link carries no data.
-    """
+    """Measures each link alone, all links at once, and the delays; see `network_record`. Raises
+    `RuntimeError` if a link carries no data."""
     one_by_one = link_rates(cluster)
     before = cluster.links.counters()
     together = rates_together(cluster)

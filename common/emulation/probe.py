@@ -49,13 +49,8 @@ def all_pairs(
     pairs: Sequence[tuple[OnHost, OnHost]], seconds: float, after_s: float
 ) -> list[Delays]:
     """Sends a packet with 16 bytes of payload each millisecond, from first to second of each pair.
-
-    Args:
-        after_s: longest time that the last packet may take.
-
-    Raises:
-        RuntimeError: fewer than two packets of a pair arrive.
-    """
+    `after_s` is the longest time that the last packet may take. Raises `RuntimeError` if fewer than
+    two packets of a pair arrive."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     results = []
     with ExitStack() as stack:

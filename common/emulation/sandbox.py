@@ -56,9 +56,7 @@ def inside() -> bool:
 @functools.cache
 def unable() -> str | None:
     """Returns why this process cannot create a sandbox with virtual hosts, and a remedy, or None.
-
-    Creates one to find out, which takes about a tenth of a second.
-    """
+    Creates one to find out, which takes about a tenth of a second."""
     path = _environment(os.environ)["PATH"]
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool, path=path) is None]
     if missing:

@@ -77,11 +77,8 @@ def documents() -> list[Path]:
 
 
 def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
-    """Returns `text`, a document of the folder `place`, with all marked places filled.
-
-    Raises:
-        PlaceError: a place needs something that its record does not have.
-    """
+    """Returns `text`, a document of the folder `place`, with all marked places filled. Raises
+    `PlaceError` if a place needs something that its record does not have."""
     withdrawn = catalogue.withdrawn(folder)
 
     def block(match: re.Match[str]) -> str:
@@ -151,10 +148,8 @@ def places(text: str) -> list[Place]:
 
 
 def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
-    """Returns, for each section with a record, its heading, quoted records, and shown standings.
-
-    A link to a record's folder or file counts as a quotation.
-    """
+    """Returns, for each section with a record, its heading, quoted records, and shown standings. A
+    link to a record's folder or file counts as a quotation."""
     sections = []
     for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
         marked = places(section)
@@ -167,10 +162,8 @@ def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
 
 
 def value_of(folder: Path, query: str) -> str | None:
-    """Returns the text of a number of a sweep; None for a flagged row.
-
-    `query` is the source of the number, as in the module's docstring.
-    """
+    """Returns the text of a number of a sweep; None for a flagged row. `query` is the source of the
+    number, as in the module's docstring."""
     row, match = chosen_row(folder, query)
     if row.flag:
         return None
@@ -181,11 +174,8 @@ def value_of(folder: Path, query: str) -> str | None:
 
 
 def chosen_row(folder: Path, query: str) -> tuple[Row | LearnRow, re.Match[str]]:
-    """Returns the row that a query chooses, and the parts of the query.
-
-    Raises:
-        PlaceError: there is not exactly one such row, or it has no such field.
-    """
+    """Returns the row that a query chooses, and the parts of the query. Raises `PlaceError` if
+    there is not exactly one such row, or it has no such field."""
     match = _QUERY.fullmatch(query)
     if match is None:
         raise PlaceError(f"{query!r} is not `FIELD of WORDS` or `FIELD of WORDS as FORM`")
@@ -275,11 +265,8 @@ _BLOCKS: dict[str, Callable[[Path, str | None, Path], str]] = {
 
 
 def fill() -> list[Path]:
-    """Fills every document and returns those that changed.
-
-    Raises:
-        PlaceError: a place cannot be filled (see `filled`); then no document is written.
-    """
+    """Fills every document and returns those that changed. Raises `PlaceError` if a place cannot be
+    filled (see `filled`); then no document is written."""
     texts = {path: path.read_text(encoding="utf-8") for path in documents()}
     new = {}
     for path, text in texts.items():

@@ -44,10 +44,8 @@ def setns(descriptor: int, kind: int) -> None:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Makes the kernel signal this process when the thread that started it ends, for any reason.
-
-    A change of the process's credentials undoes this: call it after entering a user namespace.
-    """
+    """Makes the kernel signal this process when the thread that started it ends, for any reason. A
+    change of the process's credentials undoes this: call it after entering a user namespace."""
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
@@ -148,10 +146,7 @@ class Holders:
 
 def inhabitants(holders: list[int]) -> list[int]:
     """Returns the PIDs (for system calls) of the processes on these hosts, without the holders.
-
-    Args:
-        holders: PIDs of the holders, as /proc shows them.
-    """
+    `holders` are PIDs of the holders, as /proc shows them."""
     own_status = Path("/proc/self/status").read_text(encoding="utf-8")
     level = len(_numbers(own_status)) - 1  # under an outer /proc a process has several PIDs
     host_networks, pids = set(), []

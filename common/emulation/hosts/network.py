@@ -49,11 +49,8 @@ def port_of(host: int) -> str:
 
 
 def cable_commands(holders: Sequence[int]) -> list[str]:
-    """Returns the lines for ip that create a link to each host.
-
-    Args:
-        holders: PID of a process on each host, for system calls.
-    """
+    """Returns the lines for ip that create a link to each host. `holders` has the PID of a process
+    on each host, for system calls."""
     lines = []
     for host, pid in enumerate(holders):
         port = port_of(host)
@@ -105,11 +102,9 @@ def default_congestion() -> str:
 
 
 def loopback_commands(congestion: str) -> list[str]:
-    """Returns the lines for ip that set the congestion control of loopback connections.
-
-    Routes set it, because a namespace may not select a "restricted" algorithm (cubic) as its
-    default unless the whole machine allows it to everybody, a setting that must not be changed.
-    """
+    """Returns the lines for ip that set the congestion control of loopback connections. Routes set
+    it, because a namespace may not select a "restricted" algorithm (cubic) as its default unless
+    the whole machine allows it to everybody, a setting that must not be changed."""
     options = f"dev lo table local proto kernel scope host src 127.0.0.1 congctl {congestion}"
     return [f"route replace local {to} {options}" for to in ("127.0.0.0/8", "127.0.0.1")]
 
@@ -131,14 +126,9 @@ def route_command(device: str, address: str, congestion: str, time_scale: float)
 
 
 def raise_buffers(nbytes: int, hosts: Sequence[int]) -> str | None:
-    """Raises the limit of TCP buffers on these hosts to at least `nbytes` per connection.
-
-    Args:
-        hosts: PID of a process on each host, as /proc shows it.
-
-    Returns:
-        The reason if the kernel refused, else None.
-    """
+    """Raises the limit of TCP buffers on these hosts to at least `nbytes` per connection. `hosts`
+    has the PID of a process on each host, as /proc shows it. Returns the reason if the kernel
+    refused, else None."""
     lines = []
     for name in ("tcp_rmem", "tcp_wmem"):
         least, first, most = map(int, (_TCP / name).read_text(encoding="utf-8").split())
@@ -163,10 +153,8 @@ def resolvable() -> bool:
 
 def publish(hosts: Mapping[str, tuple[str, int]]) -> None:
     """Makes host names resolve, and sets the environment variable that leads to the host table.
-
-    Args:
-        hosts: address, and PID of a process on the host as /proc shows it, by host name.
-    """
+    `hosts` has the address, and the PID of a process on the host as /proc shows it, by host
+    name."""
     lines = [f"{BRIDGE_ADDRESS} {SWITCH}"]
     lines += [f"{address} {name}" for name, (address, _) in hosts.items()]
     _write_hosts(lines)
@@ -184,22 +172,16 @@ def withdraw() -> None:
 
 
 def published() -> dict[str, int]:
-    """Returns the PID of a process on each host, by name and by address.
-
-    Raises:
-        KeyError: there is no table, because no parent process has built a cluster.
-    """
+    """Returns the PID of a process on each host, by name and by address. Raises `KeyError` if there
+    is no table, because no parent process has built a cluster."""
     rows = json.loads(Path(os.environ[TABLE]).read_bytes())
     by_address = {row["address"]: row["pid"] for row in rows.values()}
     return {name: row["pid"] for name, row in rows.items()} | by_address
 
 
 def batch(tool: str, lines: Sequence[str], host: int | None = None) -> None:
-    """Runs lines with `ip -batch` or `tc -batch`, in this network or that of process `host`.
-
-    Raises:
-        RuntimeError: a line was refused; the message contains it.
-    """
+    """Runs lines with `ip -batch` or `tc -batch`, in this network or that of process `host`. Raises
+    `RuntimeError` if a line was refused; the message contains it."""
     finish(start(tool, lines, host))
 
 

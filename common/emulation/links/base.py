@@ -27,11 +27,8 @@ class Links(ABC):
 
     @abstractmethod
     def commands(self, holders: Sequence[int]) -> list[str]:
-        """Returns the lines for ip that create the links, run in the sandbox's network.
-
-        Args:
-            holders: PID of a process on each host, for system calls.
-        """
+        """Returns the lines for ip that create the links, run in the sandbox's network. `holders`
+        has the PID of a process on each host, for system calls."""
 
     @property
     @abstractmethod
@@ -57,11 +54,8 @@ class Links(ABC):
 
     @abstractmethod
     def set_delay(self, host: int, latency_us: float) -> None:
-        """Sets the latency between one host and all others, in emulated microseconds.
-
-        Raises:
-            RuntimeError: `refusal` gives a reason.
-        """
+        """Sets the latency between one host and all others, in emulated microseconds. Raises
+        `RuntimeError` if `refusal` gives a reason."""
 
     @abstractmethod
     def left_out(self) -> str | None:
@@ -99,10 +93,8 @@ class Links(ABC):
         return 0.0 if counted is None else counted["cpu_s"]
 
     def broken(self) -> str | None:
-        """Returns why the links no longer carry packets, or None if they work.
-
-        `set_profile` repairs broken links.
-        """
+        """Returns why the links no longer carry packets, or None if they work. `set_profile`
+        repairs broken links."""
         return None
 
     def close(self) -> None:

@@ -253,11 +253,8 @@ def payload_bytes_per_s(gbps: float) -> float:
 
 
 def network_profile(name: str) -> NetworkProfile:
-    """Returns the profile of that name, or a profile for a bandwidth such as `2.5gbit`.
-
-    Raises:
-        UserError: the profile does not exist, or its file is invalid.
-    """
+    """Returns the profile of that name, or a profile for a bandwidth such as `2.5gbit`. Raises
+    `UserError` if the profile does not exist, or its file is invalid."""
     bandwidth = _BANDWIDTH.fullmatch(name)
     if bandwidth:
         gbps = float(bandwidth[1]) * _GBPS[bandwidth[2].lower()]

@@ -104,11 +104,8 @@ class SwitchProgram:
 
 
 class SwitchedLinks(Links):
-    """Links of the program link_switch; its fabric.h describes the path of a packet.
-
-    Raises:
-        UserError: the program is not built.
-    """
+    """Links of the program link_switch; its fabric.h describes the path of a packet. Raises
+    `UserError` if the program is not built."""
 
     kind = "switch"
     devices = (network.BRIDGE,)  # removing it removes _OWN_PORT as well

@@ -82,12 +82,10 @@ class Rate:
 
 
 def cost(network: str, workers: int) -> AlphaBeta:
-    """Returns the published costs of an all-reduce among workers; four workers share a host.
-
-    The source are the tables in the programs of MG-WFBP and DeAR (`dear.cost.collectives.TABLES`),
+    """Returns the published costs of an all-reduce among workers; four workers share a host. The
+    source are the tables in the programs of MG-WFBP and DeAR (`dear.cost.collectives.TABLES`),
     except for the time per byte on 10GbE: theirs is shorter than a ring can achieve. It is computed
-    here: a ring of P ranks sends 2 (P - 1) / P bytes per byte, over links of 10 Gb/s.
-    """
+    here: a ring of P ranks sends 2 (P - 1) / P bytes per byte, over links of 10 Gb/s."""
     table = TABLES["10gbe" if network == "10GbE" else "56gbib"]
     alpha, beta = table[workers]
     if network == "10GbE" and workers > 4:
@@ -108,11 +106,8 @@ def _profile(model: str, batch_size: int) -> Profile:
 
 
 def rates(records: Sequence[Record]) -> list[Rate]:
-    """Returns every published rate of ddl-benchmarks together with ours.
-
-    Args:
-        records: records of emulated trials; only valid records with the same settings are used.
-    """
+    """Returns every published rate of ddl-benchmarks together with ours. `records` are records of
+    emulated trials; only valid records with the same settings are used."""
     with (_PUBLISHED / "ddl_benchmarks.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return [_rate(row, records) for row in rows]

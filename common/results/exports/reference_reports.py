@@ -78,11 +78,9 @@ def _entries(content: Reports) -> Iterator[tuple[str, str, str, list[str]]]:
 
 
 def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[str]:
-    """Returns the lines that the reference suites print at the end.
-
-    First a line per valid record, with the mean and the population standard deviation of its rates;
-    then a line `rdma:R,METHOD,v1,v2` per method, with a value per world size.
-    """
+    """Returns the lines that the reference suites print at the end. First a line per valid record,
+    with the mean and the population standard deviation of its rates; then a line
+    `rdma:R,METHOD,v1,v2` per method, with a value per world size."""
     lines = []
     for record in records:
         if flag(record) is None and record.trial["algorithm"] != "none":
@@ -95,11 +93,8 @@ def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[
 
 
 def load_reports(path: Path) -> Reports:
-    """Reads a `reports.json` (ours or a reference suite's), or a suite's folder of logs.
-
-    Raises:
-        UserError: the file cannot be read, or is no `reports.json`.
-    """
+    """Reads a `reports.json` (ours or a reference suite's), or a suite's folder of logs. Raises
+    `UserError` if the file cannot be read, or is no `reports.json`."""
     if path.is_dir():
         return read_logs(path)
     try:
@@ -217,11 +212,8 @@ def log_name(record: Record) -> str:
 
 
 def variables(trial: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the variables of `dear/horovod_mpi_cj.sh` for a trial, in the suite's order.
-
-    Args:
-        trial: the JSON values of a trial.
-    """
+    """Returns the variables of `dear/horovod_mpi_cj.sh` for a trial, in the suite's order. `trial`
+    has the JSON values of a trial."""
     options = trial["options"]
     merges = trial["algorithm"] == "mgwfbp" and options.get("merge") in ("greedy", "asc")
     threshold = options.get("threshold_mb") or 0
@@ -242,14 +234,10 @@ def variables(trial: Mapping[str, Any]) -> dict[str, str]:
 def link_logs(
     folder: Path, records: Iterable[Record], command: Callable[[Record], str]
 ) -> list[Path]:
-    """Links rank 0's logs of a sweep by the suite's names and writes the suite's commands.
-
-    Both are written to `reference_logs` in the sweep's folder. A trial whose variables are those
-    of another one has its identity in the name.
-
-    Args:
-        command: returns the command that makes a record's trial again.
-    """
+    """Links rank 0's logs of a sweep by the suite's names and writes the suite's commands. Both are
+    written to `reference_logs` in the sweep's folder. A trial whose variables are those of another
+    one has its identity in the name. `command` returns the command that makes a record's trial
+    again."""
     into = folder / "reference_logs"
     links, lines = {}, []
     for record in records:

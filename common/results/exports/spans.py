@@ -50,9 +50,7 @@ class RankSpans:
     @property
     def overlap(self) -> float | None:
         """Share of the communication time in which the training did not wait; None: no transfers.
-
-        The time of simultaneous transfers counts once.
-        """
+        The time of simultaneous transfers counts once."""
         sent_us = covered_us(self.transfers)
         if not sent_us or not self.computes:
             return None
@@ -75,12 +73,10 @@ class Clocks:
 
 
 def aligned(raw: Evidence) -> tuple[list[RankSpans], Clocks]:
-    """Returns the spans of all ranks in a trial's raw measurements, on one clock.
-
-    Ranks on one machine share a clock. Clocks of several machines are shifted so that collectives
-    end at the same time on all ranks, in the median. This is right to within one message: all ranks
-    of a ring end within the time of a message.
-    """
+    """Returns the spans of all ranks in a trial's raw measurements, on one clock. Ranks on one
+    machine share a clock. Clocks of several machines are shifted so that collectives end at the
+    same time on all ranks, in the median. This is right to within one message: all ranks of a ring
+    end within the time of a message."""
     traces, scale = raw["traces"], raw["time_scale"]
     machines = {rank.get("machine") for rank in raw.get("pressure", [])}
     offsets_s, clocks = [0.0] * len(traces), Clocks(aligned_by="one machine", uncertainty_us=0.0)

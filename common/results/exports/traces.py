@@ -145,11 +145,9 @@ def _inside(span: Span) -> float:
 
 
 def _between(ranks: Sequence[RankSpans], numbers: Iterator[int]) -> Iterator[Event]:
-    """Yields the arrows through all ranks' parts of each collective.
-
-    The n-th collective of a name and channel is the same on all ranks. If ranks have different
-    numbers of them, there are no arrows.
-    """
+    """Yields the arrows through all ranks' parts of each collective. The n-th collective of a name
+    and channel is the same on all ranks. If ranks have different numbers of them, there are no
+    arrows."""
     parts: dict[tuple[str, object], list[list[tuple[Track, float]]]]
     parts = defaultdict(lambda: [[] for _ in ranks])
     for rank in ranks:

@@ -74,11 +74,9 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnRow(Validity, Rate, Quality, Use, Compared):
-    """Row of a trial that trains for a time or for epochs, in the table and in the CSV file.
-
-    If the trial has a result, `samples_per_s`, `unit` and `runs` are set. `_low` and `_high` are
-    the ends of 95 % intervals.
-    """
+    """Row of a trial that trains for a time or for epochs, in the table and in the CSV file. If the
+    trial has a result, `samples_per_s`, `unit` and `runs` are set. `_low` and `_high` are the ends
+    of 95 % intervals."""
 
     batch: str
     """Samples per step and rank; a list by rank if they differ."""
@@ -113,10 +111,7 @@ class LearnRow(Validity, Rate, Quality, Use, Compared):
 
 def make_rows(records: Iterable[Record], compare_to: str | None = None) -> list[LearnRow]:
     """Returns one row per record; speed-ups are relative to the trial `compare_to` of its cell.
-
-    Raises:
-        UserError: `compare_to` is no label, but an algorithm with several variants.
-    """
+    Raises `UserError` if `compare_to` is no label, but an algorithm with several variants."""
     records = list(records)
     rows = [_row(record, records) for record in records]
     for place in dict.fromkeys(row.place for row in rows):

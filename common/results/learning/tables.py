@@ -32,11 +32,8 @@ def table(rows: Sequence[LearnRow], compare_to: str = "the base") -> Table[Learn
 
 
 def with_runs(table: Table[LearnRow], runs: Mapping[int, Throughput]) -> Table[LearnRow]:
-    """Returns the table with the number of runs, and the range of their throughput.
-
-    Args:
-        runs: throughput by `id` of the row.
-    """
+    """Returns the table with the number of runs, and the range of their throughput. `runs` has the
+    throughput by `id` of the row."""
 
     def ends(row: LearnRow) -> Cell:
         rate = runs.get(id(row))

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """State of the training at a mark (a time or an epoch at which the model is evaluated).
-
-    Trials without data have only the number of steps.
-    """
+    """State of the training at a mark (a time or an epoch at which the model is evaluated). Trials
+    without data have only the number of steps."""
 
     at_s: float
     """Time of the mark in seconds; equal to `seconds` if the training counts epochs."""

@@ -33,10 +33,8 @@ def typed(hint: Any, value: Any) -> Any:
 
 @functools.cache
 def _reader(hint: Any) -> Callable[[Any], Any] | None:
-    """Returns the function that converts values other than None to the type `hint`.
-
-    Returns None if JSON values need no conversion. Results are cached: records have many values.
-    """
+    """Returns the function that converts values other than None to the type `hint`. Returns None if
+    JSON values need no conversion. Results are cached: records have many values."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _reader(next(kind for kind in inner if kind is not types.NoneType))

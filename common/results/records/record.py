@@ -67,11 +67,8 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Position of the trial in each round.
-
-    A cell is the trials that are compared with each other. In each round, they run one after the
-    other, in a random order.
-    """
+    """Position of the trial in each round. A cell is the trials that are compared with each other.
+    In each round, they run one after the other, in a random order."""
 
     seed: int
     """Seed of the orders, computed from the experiment's seed and the cell."""
@@ -81,10 +78,8 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class SetAside:
-    """Repeat that ended well but is not used, for example because other load disturbed it.
-
-    The repeat was then measured again, in a new launch of the ranks.
-    """
+    """Repeat that ended well but is not used, for example because other load disturbed it. The
+    repeat was then measured again, in a new launch of the ranks."""
 
     repeat: int
     time_scale: float

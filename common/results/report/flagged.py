@@ -46,11 +46,8 @@ def mark(record: Record) -> str | None:
 
 
 def troubles(folder: Path, records: Iterable[Record]) -> list[Trouble]:
-    """Returns all trials without a valid result, in the order of the records.
-
-    Args:
-        folder: folder of the sweep, with the output of the ranks.
-    """
+    """Returns all trials without a valid result, in the order of the records. `folder` is the
+    sweep's, with the output of the ranks."""
     return [_trouble(folder, record, state) for record in records if (state := mark(record))]
 
 

@@ -50,14 +50,9 @@ class Commands:
 
 
 def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -> str:
-    """Returns the page of the sweep in a folder, as HTML.
-
-    Args:
-        figures: draws the figures; None: the page has none.
-
-    Raises:
-        UserError: there is no sweep, or its records cannot be read.
-    """
+    """Returns the page of the sweep in a folder, as HTML. `figures` draws the figures; if it is
+    None, the page has none. Raises `UserError` if there is no sweep, or its records cannot be
+    read."""
     comparison = Comparison.load(folder)
     records = comparison.results(folder)
     summary = overview(records, comparison.compare_to) if records else None

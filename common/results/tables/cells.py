@@ -106,9 +106,7 @@ def texts(
     role: Literal["place", "name", "notes"] | None = None,
 ) -> Column[Shown]:
     """Returns the column of a row's field with texts; by default, the field is named as the title.
-
-    The other arguments are those of `Cell` and `Column`.
-    """
+    The other arguments are those of `Cell` and `Column`."""
     return Column(
         title=title,
         cell=lambda row: Cell(getattr(row, field or title) or "", word=word),

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table(Generic[R]):
-    """Rows and columns. A row without a result shows only its first columns, status and reason.
-
-    The first columns are the settings of the trial and the algorithm; the last has the notes.
-    """
+    """Rows and columns. A row without a result shows only its first columns, status and reason. The
+    first columns are the settings of the trial and the algorithm; the last has the notes."""
 
     rows: Sequence[R]
     columns: Sequence[Column[R]]
@@ -65,16 +63,10 @@ class Table(Generic[R]):
         ]
 
     def latex(self, titles: Sequence[str] | None = None) -> str:
-        """Returns a tabular of the package booktabs for a paper, with notes as footnotes.
-
-        Footnotes need the package threeparttable.
-
-        Args:
-            titles: titles of the columns, in this order; None: all columns that have a value.
-
-        Raises:
-            UserError: there is no column with a title, or no row has a value in it.
-        """
+        """Returns a tabular of the package booktabs for a paper, with notes as footnotes. Footnotes
+        need the package threeparttable. `titles` are those of the columns, in this order; None: all
+        columns that have a value. Raises `UserError` if a title has no column, or the column has no
+        value."""
         roles = [column.role for column in self.columns]
         used = [i for i in self._written() if roles[i] != "notes"]
         if titles is not None:

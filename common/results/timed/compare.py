@@ -37,10 +37,8 @@ Matched = tuple[Record, Record | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Validity, Identity):
-    """Row of a pair. If the algorithms differ, the label is `A -> B`.
-
-    Model, batch size, workers, network and fault are those of the first sweep's trial.
-    """
+    """Row of a pair. If the algorithms differ, the label is `A -> B`. Model, batch size, workers,
+    network and fault are those of the first sweep's trial."""
 
     batch_size: int
     across: str | None = None

@@ -19,11 +19,9 @@ from dear.training.algorithm import algorithm_class, algorithm_options
 
 
 def modelled(record: Record) -> Modelled | None:
-    """Returns the step by the event model; None for a trial that the model does not cover.
-
-    The model covers trials with timed steps that are emulated, with a synchronous algorithm and
-    several ranks on equal devices.
-    """
+    """Returns the step by the event model; None for a trial that the model does not cover. The
+    model covers trials with timed steps that are emulated, with a synchronous algorithm and several
+    ranks on equal devices."""
     if record.fabric.kind != "emulated" or not record.ok or record.throughput is None:
         return None
     trial = record.trial
@@ -83,14 +81,9 @@ def prediction(record: Record) -> Prediction:
 
 
 def trial_passes(trial: JsonObject, update_s: float) -> Passes:
-    """Returns the passes of a trial's profile, with an update that took `update_s` seconds.
-
-    Args:
-        trial: settings of the trial, as in its record.
-
-    Raises:
-        UnmodelledError: the trial's model has no layer profile for float32, or its file is missing.
-    """
+    """Returns the passes of a trial's profile, with an update that took `update_s` seconds. `trial`
+    has the settings of the trial, as in its record. Raises `UnmodelledError` if the trial's model
+    has no layer profile for float32, or its file is missing."""
     return passes_of(_profile(trial), update_s)
 
 

@@ -69,11 +69,9 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Validity, Times, Use, Compared):
-    """Row of a timed trial, in the table and in the CSV file.
-
-    If the trial has a result, `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a
-    step are set. Fields of comparisons are set if both trials are valid.
-    """
+    """Row of a timed trial, in the table and in the CSV file. If the trial has a result,
+    `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a step are set. Fields of
+    comparisons are set if both trials are valid."""
 
     batch_size: int
     throughput: float | None = None
@@ -125,10 +123,7 @@ class Row(Validity, Times, Use, Compared):
 
 def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
     """Returns one row per record; speed-ups are relative to the trial `compare_to` of its cell.
-
-    Raises:
-        UserError: `compare_to` is no label, but an algorithm with several variants.
-    """
+    Raises `UserError` if `compare_to` is no label, but an algorithm with several variants."""
     records = list(records)
     rows = {id(record): _measured(record) for record in records}
     # Single workers by settings, for all world sizes; of several, the first is used.

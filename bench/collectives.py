@@ -244,10 +244,7 @@ def bounds_s(cases: Iterable[Case], args: argparse.Namespace) -> Bounds:
 
 
 def report(
-    samples: Sequence[Sample],
-    args: argparse.Namespace,
-    bounds: Bounds,
-    failures: Mapping[str, str],
+    samples: Sequence[Sample], args: argparse.Namespace, bounds: Bounds, failures: Mapping[str, str]
 ) -> list[str]:
     """Returns the lines of the table and of the comparisons, in the order of `bounds`."""
 

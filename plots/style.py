@@ -188,9 +188,7 @@ def writer(name: str, draw: Callable[[Path], Drawn]) -> Callable[[Path, Path], l
 
 
 def program(
-    fits: Callable[[Sequence[Record]], bool],
-    needs: str,
-    draw: Callable[[Path, Path], list[Path]],
+    fits: Callable[[Sequence[Record]], bool], needs: str, draw: Callable[[Path, Path], list[Path]]
 ) -> None:
     """Draws a sweep into its folder `figures` and prints the names of the files. A user error, or a
     sweep without the needed records, prints one line; the exit status is 2."""

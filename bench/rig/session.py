@@ -143,10 +143,7 @@ class Session:
 def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
     """Creates the result file, starts the ranks of every engine and prints the heading. No process
     and no host is left afterwards. `tool` is the name of the script in the result file."""
-    with (
-        Output(args.json) as output,
-        built(args, profile_of(args)) as hosts,
-    ):
+    with Output(args.json) as output, built(args, profile_of(args)) as hosts:
         layout = Layout(
             hosts=hosts,
             per_host=args.world // len(hosts),

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.results.records import DeviceUse, Record
-from common.results.tables.cells import (
-    PROVISIONAL,
-    Cell,
-    Column,
-    Shown,
-    number,
-    numbers,
-    texts,
-)
+from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown, number, numbers, texts
 
 AXES = {
     "model": "model",

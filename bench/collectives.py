@@ -107,15 +107,10 @@ class _Buffers:
 def measure(
     place: Place, op: str, nbytes: int, budget_s: float, iterations: tuple[int, int]
 ) -> dict[str, Any]:
-    """Measures one round of an operation on a bucket of `nbytes`, on one rank.
-
-    Args:
-        budget_s: wanted time of all timed iterations.
-        iterations: smallest and largest number of timed iterations.
-
-    Returns:
-        `times_s` per iteration, `cpu_s` of all iterations, and the number of `wrong` elements.
-    """
+    """Measures one round of an operation on a bucket of `nbytes`, on one rank. `budget_s` is the
+    wanted time of all timed iterations. `iterations` has the smallest and the largest number of
+    them. Returns `times_s` per iteration, `cpu_s` of all iterations, and the number of `wrong`
+    elements."""
     buffers = _Buffers(place, op, nbytes // 4)
     wrong = buffers.wrong()
     # An all-reduce works in place, so its numbers grow to infinity. This does not change the time.

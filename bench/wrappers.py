@@ -122,15 +122,10 @@ def run_ranks(
     backend: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Runs `function(*arguments)` in a new process per rank, and returns the results.
-
-    Args:
-        function: function of a module's top level; runs after `dear.init(backend=backend)`.
-        environment: variables that are set before anything is imported.
-
-    Raises:
-        UserError: a rank failed, died, or did not end within `LIMIT_S`.
-    """
+    """Runs `function(*arguments)` in a new process per rank, and returns the results. `function`,
+    of a module's top level, runs after `dear.init(backend=backend)`. `environment` is set before
+    anything is imported. Raises `UserError` if a rank failed, died, or did not end within
+    `LIMIT_S`."""
     results = {}
     with tempfile.TemporaryDirectory() as folder, Ranks() as started:
         for rank in range(ranks):

@@ -21,12 +21,8 @@ Step = Callable[[Mark], Any]
 
 
 def fits(records: Sequence[Record], free: str, step: Callable[[Record], Any]) -> bool:
-    """Returns True if some algorithm has two steps; flagged trials count.
-
-    Args:
-        free: key of a trial in which the points of a line differ.
-        step: returns the step of a record, or None.
-    """
+    """Returns True if some algorithm has two steps; flagged trials count. `free` is the key of a
+    trial in which the points of a line differ. `step` returns the step of a record, or None."""
     groups = sweep.variants(records, free, flagged=True)
     return any(len(set(map(step, group)) - {None}) > 1 for group in groups)
 

@@ -56,12 +56,9 @@ def setup(grid: str = "x") -> None:
 
 
 def stacked(counts: Sequence[int], width: float, bar: float, **options: Any) -> tuple[Figure, Any]:
-    """Returns a figure with panels below each other, and the axes of the panels.
-
-    Args:
-        counts: number of bars of each panel; a bar gets `bar` inches of height.
-        options: arguments of `plt.subplots`.
-    """
+    """Returns a figure with panels below each other, and the axes of the panels. `counts` has the
+    number of bars of each panel; a bar gets `bar` inches of height. `options` are arguments of
+    `plt.subplots`."""
     setup()
     heights = [count + 1.2 for count in counts]
     options |= {"height_ratios": heights, "squeeze": False, "layout": "constrained"}

@@ -76,12 +76,9 @@ def title(row: Row, free: str = "") -> str:
 
 
 def variants(records: Sequence[Record], *free: str, flagged: bool = False) -> list[list[Record]]:
-    """Groups records whose trials differ only in the keys `free`; leaves out single workers.
-
-    Args:
-        free: keys of a trial in which the records of a group may differ, such as `world_size`.
-        flagged: whether flagged (invalid) records are included.
-    """
+    """Groups records whose trials differ only in the keys `free`; leaves out single workers. `free`
+    has keys of a trial such as `world_size`. With `flagged`, flagged (invalid) records are
+    included."""
     names = [name for name in (*_PLACE, "label") if name not in free]
     used = [
         record

@@ -22,12 +22,8 @@ _SETUP += ("time_scale",)
 
 
 def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.ArgumentParser:
-    """Returns a parser with the options of a session and `--json`.
-
-    Args:
-        names: default of the engines.
-        world: default of the number of ranks.
-    """
+    """Returns a parser with the options of a session and `--json`. `names` is the default of the
+    engines. `world` is the default of the number of ranks."""
     parser = program.parser(doc)
     add = parser.add_argument
     add("--engines", nargs="+", default=list(names), metavar="NAME", help="engines, interleaved")
@@ -45,12 +41,9 @@ def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.Argume
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the checked options; `num_hosts` is the number of virtual hosts, or 0.
-
-    Raises:
-        UserError: an option is wrong or impossible on this machine.
-        NeedsSandbox: the options need a sandbox, and the program is in none.
-    """
+    """Returns the checked options; `num_hosts` is the number of virtual hosts, or 0. Raises
+    `UserError` if an option is wrong or impossible on this machine. Raises `NeedsSandbox` if the
+    options need a sandbox, and the program is in none."""
     args = parser.parse_args(argv)
     for name in args.engines:
         if name not in engines.NAMES:

@@ -88,12 +88,9 @@ def of_engines(
     failures: Mapping[str, str],
     cells: Callable[[T], Sequence[str]],
 ) -> str:
-    """Returns a table with a row per label; the row of a failed engine has the reason.
-
-    Args:
-        rounds: results by label, which is an engine, or a tuple that contains one.
-        cells: returns the cells to the right of the label.
-    """
+    """Returns a table with a row per label; the row of a failed engine has the reason. `rounds` has
+    the results by label, which is an engine, or a tuple that contains one. `cells` returns the
+    cells to the right of the label."""
     rows = []
     for key, results in rounds.items():
         label = (key,) if isinstance(key, str) else key

@@ -118,12 +118,9 @@ class Layout:
 
 
 class Teams:
-    """Ranks of all engines, from `with Teams(names, layout) as teams:` to its end.
-
-    Attributes:
-        failures: reason by engine, for each engine that is missing or has failed.
-        started: the other engines, by name.
-    """
+    """Ranks of all engines, from `with Teams(names, layout) as teams:` to its end. `failures` has
+    the reason for each engine that is missing or has failed. `started` has the other engines, by
+    name."""
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
         self.failures: dict[str, str] = {}

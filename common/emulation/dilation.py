@@ -268,12 +268,9 @@ def readable_scales() -> Iterator[float]:
 
 
 def check_scale(model_is_replayed: bool, learns: bool, time_scale: float | None) -> None:
-    """Raises `UserError` if a model that is not replayed cannot run at this time scale.
-
-    Args:
-        learns: True if the trial trains for a fixed time; then `Brake` slows the model down.
-        time_scale: None means that it is chosen later.
-    """
+    """Raises `UserError` if a model that is not replayed cannot run at this time scale. `learns` is
+    True if the trial trains for a fixed time; then `Brake` slows the model down. If `time_scale` is
+    None, it is chosen later."""
     if time_scale is None or time_scale == 1 or model_is_replayed:
         return
     if not learns:

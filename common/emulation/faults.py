@@ -90,13 +90,8 @@ def phase_of(folder: Path, repeat: int, rank: int) -> tuple[int, str]:
 
 class FaultInjector:
     """Fault in one repeat of one trial: `start()` before the ranks start, `stop()` after they end.
-
-    The fault must have passed `check_fault`.
-
-    Args:
-        folder: the trial's folder, where the ranks write their phases.
-        time_scale: real seconds per emulated second.
-    """
+    The fault must have passed `check_fault`. `folder` is the trial's, where the ranks write their
+    phases. `time_scale` is in real seconds per emulated second."""
 
     def __init__(
         self,

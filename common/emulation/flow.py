@@ -44,17 +44,10 @@ class OnHost(Protocol):
 
 
 def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> tuple[float, float]:
-    """Returns the rates from and to `host` over its link, in Gb/s of Ethernet frames.
-
-    See network.py for the counted bytes.
-
-    Args:
-        address: IP address of this end.
-        seconds: duration per direction; the first `skip_s` seconds do not count.
-
-    Raises:
-        RuntimeError: no data, or too little data to measure, arrives.
-    """
+    """Returns the rates from and to `host` over its link, in Gb/s of Ethernet frames. See
+    network.py for the counted bytes. `address` is the IP address of this end. `seconds` are
+    duration per direction; the first `skip_s` seconds do not count. Raises `RuntimeError` if no
+    data, or too little data to measure, arrives."""
     with socket.create_server((address, 0)) as server:
         server.settimeout(_TIMEOUT_S)
         numbers = (server.getsockname()[1], seconds, skip_s, _MAX_BYTES)

@@ -100,11 +100,7 @@ class Difference:
 
     def fields(self, comparisons: int, precision: float) -> dict[str, float | int | None]:
         """Returns the fields of a row: the speed-up, and what more repeats could show.
-
-        Args:
-            comparisons: as for `detectable`.
-            precision: as for `repeats_to`.
-        """
+        `comparisons` is as for `detectable`. `precision` is as for `repeats_to`."""
         return self.ratio.fields("speedup") | {
             "detectable": detectable(self, comparisons),
             "precision": precision,

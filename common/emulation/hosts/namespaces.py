@@ -85,15 +85,9 @@ def proc_pid() -> int:
 
 
 def enter(pid: int, kinds: tuple[str, ...] = tuple(HOST)) -> None:
-    """Moves this process to the host that process `pid` is on.
-
-    Args:
-        pid: PID as /proc shows it.
-        kinds: namespaces of the host to enter, out of net, uts, ipc and mnt.
-
-    Raises:
-        OSError: the process does not exist, or (for mnt) this process has several threads.
-    """
+    """Moves this process to the host that process `pid` is on. `pid` is as /proc shows it. `kinds`
+    are the namespaces of the host to enter, out of net, uts, ipc and mnt. Raises `OSError` if the
+    process does not exist, or (for mnt) this process has several threads."""
     folder = Path.cwd()
     with contextlib.ExitStack() as stack:
         files = []
@@ -107,15 +101,9 @@ def enter(pid: int, kinds: tuple[str, ...] = tuple(HOST)) -> None:
 
 
 class Holders:
-    """Processes that hold the namespaces of `count` hosts, named h0, h1, ...
-
-    Attributes:
-        pids: PID of each holder, for system calls.
-        proc_pids: PID of each holder, as /proc shows it.
-
-    Raises:
-        RuntimeError: the kernel refused to create the namespaces.
-    """
+    """Processes that hold the namespaces of `count` hosts, named h0, h1, ... `pids` are those of
+    the holders, for system calls. `proc_pids` are the same, as /proc shows them. Raises
+    `RuntimeError` if the kernel refused to create the namespaces."""
 
     def __init__(self, count: int) -> None:
         command = [*SCRIPT, __file__, "hold", str(os.getpid()), str(count)]

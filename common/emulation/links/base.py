@@ -11,12 +11,8 @@ from common.emulation.links.profile import NetworkProfile
 
 
 class Links(ABC):
-    """Links of one cluster, from `connect` to `close`.
-
-    Attributes:
-        kind: name in the key `cluster.links`.
-        pids: PID of a process on each host, as /proc shows it.
-    """
+    """Links of one cluster, from `connect` to `close`. `kind` is the name in the key
+    `cluster.links`. `pids` has the PID of a process on each host, as /proc shows it."""
 
     kind: str
     profile: NetworkProfile

@@ -32,15 +32,9 @@ _UNLIMITED = 2**63
 
 
 class SwitchProgram:
-    """Process of link_switch; fabric.h describes its commands.
-
-    Args:
-        ports: devices of all links, each with the number of its host's address.
-
-    Attributes:
-        priority: real-time, raised or ordinary.
-        pid: PID as /proc shows it.
-    """
+    """Process of link_switch; fabric.h describes its commands. `ports` are the devices of all
+    links, each with the number of its host's address. `priority` is real-time, raised or ordinary.
+    `pid` is as /proc shows it."""
 
     def __init__(self, ports: Sequence[tuple[str, int]]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the program)

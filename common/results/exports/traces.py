@@ -43,14 +43,9 @@ Track: TypeAlias = tuple[int, int]
 
 def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
     """Writes `merged.json` into a folder for each trial that has a trace, and returns the folders.
-
-    Args:
-        folder: folder of the sweep, with the evidence beside the records.
-        into: parent of the new folders; it is made if it does not exist.
-
-    Raises:
-        UserError: no trial has a trace, or the folder cannot be written.
-    """
+    `folder` is the sweep's, with the evidence beside the records. `into` is the parent of the new
+    folders; it is made if it does not exist. Raises `UserError` if no trial has a trace, or the
+    folder cannot be written."""
     traced = {r.id: raw for r in records if (raw := evidence(folder, r)) is not None}
     if not traced:
         raise UserError(f"{folder}: no trial has a trace: only trials that time steps have one")

@@ -170,12 +170,9 @@ def smoothed(times: Sequence[float], values: Sequence[float]) -> list[tuple[floa
 
 
 def crossing(times: Sequence[float], values: Sequence[float], target: float) -> float | None:
-    """Returns the time at which the smoothed curve reaches `target`; None if it does not.
-
-    Args:
-        times: times of the evaluations, ascending, or another measure of progress such as steps.
-        values: values at these times.
-    """
+    """Returns the time at which the smoothed curve reaches `target`; None if it does not. `times`
+    are those of the evaluations, ascending, or another measure of progress such as steps. `values`
+    are those at these times."""
     corners = smoothed(times, values)
     if corners and corners[0][1] >= target:
         return corners[0][0]

@@ -209,15 +209,9 @@ class Record:
 
 
 def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | None:
-    """Returns the index of the variant that `compare_to` names; None if there is none.
-
-    Args:
-        compare_to: a label, or an algorithm with a single variant.
-        variants: label and algorithm of each variant.
-
-    Raises:
-        UserError: `compare_to` is no label, but an algorithm with several variants.
-    """
+    """Returns the index of the variant that `compare_to` names; None if there is none. `compare_to`
+    is a label, or an algorithm with a single variant. `variants` has the label and the algorithm of
+    each. Raises `UserError` if `compare_to` is no label, but an algorithm with several variants."""
     for index, (label, _) in enumerate(variants):
         if label == compare_to:
             return index

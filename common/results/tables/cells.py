@@ -127,14 +127,10 @@ def numbers(
     sparse: bool = False,
     weight: int = 5,
 ) -> Column[Shown]:
-    """Returns the column of a row's field with numbers; flagged ones are in parentheses.
-
-    Cells have an interval if there are fields with the same name and the endings `_low`, `_high`.
-
-    Args:
-        ends: format of the ends of intervals; None: `form`.
-        missing: text of a value that is None.
-    """
+    """Returns the column of a row's field with numbers; flagged ones are in parentheses. Cells have
+    an interval if there are fields with the same name and the endings `_low`, `_high`. `ends` is
+    the format of the ends of intervals; None: `form`. `missing` is the text of a value that is
+    None."""
 
     def cell(row: Shown) -> Cell:
         low, high = (getattr(row, f"{field}_{end}", None) for end in ("low", "high"))

@@ -26,15 +26,10 @@ def show(
     title: str,
     width: int | None = None,
 ) -> bool:
-    """Prints a title and a table to stdout; returns False for a table of too many rows.
-
-    On a terminal, columns that do not fit are left out; if the last one (notes) does not fit, it is
-    printed below. If stdout is no terminal, everything is printed.
-
-    Args:
-        grey: by row, True to print it in grey.
-        width: width of the terminal in characters; None: the real width.
-    """
+    """Prints a title and a table to stdout; returns False for a table of too many rows. On a
+    terminal, columns that do not fit are left out; if the last one (notes) does not fit, it is
+    printed below. If stdout is no terminal, everything is printed. `grey` has True for the rows to
+    print in grey. `width` is that of the terminal in characters; None: the real width."""
     from rich.console import Console
     from rich.text import Text
 

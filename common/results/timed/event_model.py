@@ -41,12 +41,9 @@ def modelled(record: Record) -> Modelled | None:
 
 
 def prediction(record: Record) -> Prediction:
-    """Returns the step of a trial by the event model.
-
-    Raises:
-        UnmodelledError: the record lacks data, or the model does not cover the trial.
-        UserError: the algorithm or an option does not exist any more.
-    """
+    """Returns the step of a trial by the event model. Raises `UnmodelledError` if the record lacks
+    data, or the model does not cover the trial. Raises `UserError` if the algorithm or an option
+    does not exist any more."""
     trial, result = record.trial, record.first
     if record.fault is not None:
         raise UnmodelledError("the trial injects faults into its cluster")

@@ -10,10 +10,9 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from common.results import stats
-from common.results.records import Record, base_among, grouped
+from common.results.records import JsonObject, Record, base_among, grouped
 from common.results.records.trust import Modelled
 from common.results.stats import Difference
 from common.results.tables.cells import (
@@ -147,7 +146,7 @@ def _measured(record: Record) -> Row:
     why, model, bound = flag_text(record), record.modelled or Modelled(), record.bound
     notes = [why, *(note.text for note in record.notes)]
     notes.append(model.reason and f"no model: {model.reason}")
-    known: dict[str, Any] = {name: getattr(record.breakdown, name, None) for name in _PHASES}
+    known: JsonObject = {name: getattr(record.breakdown, name, None) for name in _PHASES}
     if record.systematic is not None:
         known |= stats.shift(record.repeats, record.systematic.repeats).fields("systematic")
     if bound is not None:

@@ -35,7 +35,7 @@ def figures(folder: Path) -> list[Figured]:
             alt=described(module.TITLE, data),
             svg=element(figure, name),
             columns=[str(column) for column in data.columns],
-            rows=[["" if pd.isna(cell) else _text(cell) for cell in row] for row in shown.values],
+            rows=[list(map(_text, row)) for row in shown.values],
             count=len(data),
             csv=data.to_csv(index=False),
         )
@@ -44,6 +44,8 @@ def figures(folder: Path) -> list[Figured]:
 
 
 def _text(value: object) -> str:
+    if pd.isna(value):
+        return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -20,7 +20,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
@@ -124,11 +123,11 @@ class Difference:
         if self.error is None:
             return None
         counts = range(self.repeats, MOST_REPEATS + 1)
-        place = bisect.bisect_left(counts, True, key=partial(self._is_narrow, precision))
+        most = math.log1p(precision)
+        place = bisect.bisect_left(
+            counts, True, key=lambda count: self.with_repeats(count).half_width <= most
+        )
         return place if place < len(counts) else None
-
-    def _is_narrow(self, precision: float, count: int) -> bool:
-        return self.with_repeats(count).half_width <= math.log1p(precision)
 
 
 def step_s(repeats: Repeats) -> Estimate:

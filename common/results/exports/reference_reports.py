@@ -50,7 +50,7 @@ def reports(records: Iterable[Record], worlds: Iterable[int] = ()) -> Reports:
         if len(lengths[task]) > 1:
             task = f"{task}_len{trial['sentence_len']}"
         method = trial["label"] + (f", {record.fault}" if record.fault else "")
-        key = (_rdma(record), task, method)
+        key = (variables(trial)["rdma"], task, method)
         by_world = rates.setdefault(key, {})
         if trial["world_size"] in by_world:
             raise ValueError(f"two results for {' '.join(key)} on {trial['world_size']}")
@@ -191,14 +191,13 @@ def side_by_side(by_name: Mapping[str, Reports]) -> Table[Reported]:
         texts("rdma", weight=0, role="place"),
         texts("method", "algorithm", weight=0, role="name"),
         Column(title="place", cell=lambda row: number(row.place, str), weight=0),
-        *(_rate_column(name, index) for index, name in enumerate(by_name)),
+        *(
+            Column(title=name, cell=lambda row, i=i: number(row.rates[i]), weight=1)
+            for i, name in enumerate(by_name)
+        ),
         numbers("last / first", "ratio", "{:.3f}".format, weight=1),
     ]
     return Table(rows, columns)
-
-
-def _rate_column(name: str, index: int) -> Column[Reported]:
-    return Column(title=name, cell=lambda row: number(row.rates[index]), weight=1)
 
 
 def log_name(record: Record) -> str:
@@ -260,10 +259,6 @@ def link_logs(
 
 def _task(record: Record) -> str:
     return f"{record.trial['model']}_{record.trial['batch_size']}"
-
-
-def _rdma(record: Record) -> str:
-    return variables(record.trial)["rdma"]
 
 
 def _rates(record: Record) -> list[float]:

@@ -51,7 +51,7 @@ class RankSpans:
     def overlap(self) -> float | None:
         """Share of the communication time in which the training did not wait; None: no transfers.
         The time of simultaneous transfers counts once."""
-        sent_us = covered_us(self.transfers)
+        sent_us = sum(end - start for start, end in joined(self.transfers))
         if not sent_us or not self.computes:
             return None
         waited_us = sum(
@@ -175,11 +175,6 @@ def joined(spans: Iterable[Span]) -> list[tuple[float, float]]:
         else:
             union.append((start, end))
     return union
-
-
-def covered_us(spans: Iterable[Span]) -> float:
-    """Returns the length of the union of spans."""
-    return sum(end - start for start, end in joined(spans))
 
 
 def without(

@@ -112,7 +112,8 @@ def race(ours: Sequence[Finish], others: Sequence[Finish]) -> Race | None:
     there, base_there = (all(finish.there for finish in side) for side in (ours, others))
     if not (ours and others) or not (there or base_there):
         return None
-    return Race(difference=_difference(ours, others), there=there, base_there=base_there)
+    difference = stats.compare(_seconds(ours), _seconds(others), paired=_paired(ours, others))
+    return Race(difference=difference, there=there, base_there=base_there)
 
 
 def verdicts(races: Sequence[Race | None]) -> list[str]:
@@ -136,10 +137,6 @@ def leaders(rivals: Sequence[Sequence[Finish]]) -> list[int]:
     seconds = list(map(_seconds, rivals))
     first, *others = stats.leaders(seconds, lambda i, j: _paired(rivals[i], rivals[j]))
     return [first, *others] if all(finish.there for finish in rivals[first]) else []
-
-
-def _difference(ours: Sequence[Finish], others: Sequence[Finish]) -> Difference:
-    return stats.compare(_seconds(ours), _seconds(others), paired=_paired(ours, others))
 
 
 def _seconds(runs: Sequence[Finish]) -> list[list[float]]:

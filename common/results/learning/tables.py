@@ -113,9 +113,7 @@ _COLUMNS: tuple[Column[LearnRow], ...] = (
     numbers("loss", "loss", sparse=True),
     numbers("perplexity", "perplexity", sparse=True),
     numbers("training loss", "train_loss", sparse=True),
-    _column(
-        "throughput", lambda row: number(row.samples_per_s, unit=f" {row.unit}", flag=row.flag)
-    ),
+    numbers("throughput", "samples_per_s", unit=True, sparse=True),
     numbers("steps/s (95 % CI)", "steps_per_s", sparse=True),
     numbers("on the slow host", "slowed_steps_per_s", sparse=True),
     numbers("kept (95 % CI)", "kept", _two, sparse=True),

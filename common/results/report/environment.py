@@ -66,7 +66,10 @@ def _text(value: object) -> str:
 def scales(records: Sequence[Record]) -> Grid | None:
     """Returns the table of time scales with their reasons; None: nothing is emulated."""
     emulated = [record for record in records if record.fabric.kind == "emulated"]
-    trials = grouped(emulated, lambda record: (record.fabric.time_scale, _reason(record)))
+    trials = grouped(
+        emulated,
+        lambda record: (record.fabric.time_scale, record.fabric.time_scale_reason or _UNKNOWN),
+    )
     if not trials:
         return None
     body = [
@@ -74,10 +77,6 @@ def scales(records: Sequence[Record]) -> Grid | None:
         for (k, why), same in trials.items()
     ]
     return plain("scales", "Time scales", ["time scale", "trials", "reason", "which"], body)
-
-
-def _reason(record: Record) -> str:
-    return record.fabric.time_scale_reason or _UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,10 @@ def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -
     comparison = Comparison.load(folder)
     records = comparison.results(folder)
     summary = overview(records, comparison.compare_to) if records else None
-    runs, made_by = _runs(folder, records), _made_by(folder)
+    trials = Counter(record.run for record in records)
+    runs = [_Made(run=r, trials=trials[r.run]) for r in store.runs(folder) if trials[r.run]]
+    manifest = folder / catalogue.MANIFEST
+    made_by = json.loads(manifest.read_bytes())["made_by"] if manifest.exists() else []
     return _template().render(
         name=folder.name,
         summary=summary,
@@ -222,16 +225,6 @@ def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
 class _Made:
     run: store.Run
     trials: int
-
-
-def _runs(folder: Path, records: Sequence[Record]) -> list[_Made]:
-    trials = Counter(record.run for record in records)
-    return [_Made(run=r, trials=trials[r.run]) for r in store.runs(folder) if trials[r.run]]
-
-
-def _made_by(folder: Path) -> list[str]:
-    path = folder / catalogue.MANIFEST
-    return json.loads(path.read_bytes())["made_by"] if path.exists() else []
 
 
 @dataclass(frozen=True, kw_only=True)

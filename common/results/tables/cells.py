@@ -123,6 +123,7 @@ def numbers(
     form: Form = significant,
     *,
     ends: Form | None = None,
+    unit: bool = False,
     missing: str = "",
     sparse: bool = False,
     weight: int = 5,
@@ -135,6 +136,7 @@ def numbers(
     def cell(row: Shown) -> Cell:
         low, high = (getattr(row, f"{field}_{end}", None) for end in ("low", "high"))
         text = interval(low, high, ends or form)
-        return number(getattr(row, field), form, ends=text, flag=row.flag, missing=missing)
+        value, after = getattr(row, field), f" {row.unit}" if unit else ""
+        return number(value, form, unit=after, ends=text, flag=row.flag, missing=missing)
 
     return Column(title=title, cell=cell, sparse=sparse, weight=weight)

@@ -266,14 +266,6 @@ def table(compared: Sequence[Pair], across: Iterable[str] = ()) -> Table[Pair]:
     return Table(compared, (*place[:-1], _ACROSS, place[-1], *_COLUMNS))
 
 
-def _rate(title: str, field: str) -> Column[Pair]:
-
-    def cell(row: Pair) -> Cell:
-        return number(getattr(row, field), unit=f" {row.unit}", flag=row.flag)
-
-    return Column(title=title, cell=cell, weight=1)
-
-
 def _more(row: Pair) -> Cell:
     missing = "many" if row.verdict == "UNSURE" else ""
     return number(row.more_repeats, "{} more".format, missing=missing)
@@ -281,8 +273,8 @@ def _more(row: Pair) -> Cell:
 
 _ACROSS = texts("across", sparse=True, weight=0, role="place")
 _COLUMNS: tuple[Column[Pair], ...] = (
-    _rate("first", "before"),
-    _rate("second", "after"),
+    numbers("first", "before", unit=True, weight=1),
+    numbers("second", "after", unit=True, weight=1),
     numbers("second / first (95 % CI)", "ratio", "{:.3f}".format, weight=1),
     texts("verdict", word=True, weight=1),
     Column(title="repeats to decide", cell=_more, sparse=True, weight=3),

@@ -102,8 +102,9 @@ def summarize(
     """
     matched = compare.pairs(before, after, across, other_labels=other_labels)
     pairs, count = compare.rows(matched, across), sum(second is not None for _, second in matched)
-    if share is not None:
-        pairs = [_judged(pair, share) for pair in pairs]
+    for i, pair in enumerate(pairs if share is not None else ()):
+        if pair.verdict == "SLOWER" and pair.ratio is not None and pair.ratio < 1 - share:
+            pairs[i] = dataclasses.replace(pair, worse="slower")
     mean = compare.geometric_mean(pairs)
     fails = share is not None and any(pair.worse for pair in pairs)
     outcome: Outcome = "worse" if fails else "compared"
@@ -121,8 +122,3 @@ def summarize(
         unmatched_reason=None if count else compare.why_unmatched(before, after, across),
         environment=compare.environment(before, after),
     )
-
-
-def _judged(pair: Pair, share: float) -> Pair:
-    slower = pair.verdict == "SLOWER" and pair.ratio is not None and pair.ratio < 1 - share
-    return dataclasses.replace(pair, worse="slower") if slower else pair

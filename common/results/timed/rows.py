@@ -276,10 +276,6 @@ def breakdown(rows: Iterable[Row]) -> Table[Row]:
     return Table([row for row in rows if row.step_s is not None], (*PLACE, *_TIMES))
 
 
-def _throughput(row: Row) -> Cell:
-    return number(row.throughput, unit=f" {row.unit}", flag=row.flag)
-
-
 def _interval(row: Row) -> Cell:
     text = interval(row.ci_low, row.ci_high, significant)
     return Cell(f"({text})" if text and row.flag else text, row.ci_low)
@@ -305,7 +301,7 @@ def _percent(decimals: int) -> Form:
 
 _SPEEDUP = numbers("", "speedup", "{:.2f}".format)
 _MEASURED: tuple[Column[Row], ...] = (
-    Column(title="throughput", cell=_throughput, weight=1),
+    numbers("throughput", "throughput", unit=True, weight=1),
     Column(title="95 % CI, this run", cell=_interval, weight=2),
     Column(title="n", cell=_count, weight=6),
 )

@@ -54,7 +54,6 @@ CLOCKS = {"seconds_per_step": time.perf_counter, "cpu_seconds_per_step": time.th
 _NOT_BY_DEFAULT = "horovod"
 
 Row = dict[str, Any]
-"""Measurement of an algorithm; the result file has a list of them."""
 
 
 def main(argv: list[str]) -> int:

@@ -16,7 +16,6 @@ from plots import gallery
 ROWS = 100
 """Largest number of rows of a figure's data on the page; the CSV file has all rows."""
 _PAD = 0.05
-"""Margin of a figure in inches."""
 _OPTIONS = {"svg.fonttype": "none", "svg.hashsalt": "DeAR Bench"}
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _DIGITS = re.compile(r"(\d\.\d\d)\d+")

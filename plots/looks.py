@@ -12,7 +12,6 @@ from matplotlib.colors import to_hex, to_rgb
 from common.results.records import Record, grouped
 
 GREY = "#8a8a8a"
-"""Colour of flagged results."""
 FLAGGED = {"facecolor": "#e4e4e4", "edgecolor": "#9a9a9a", "linestyle": "--", "linewidth": 0.8}
 """Arguments of a flagged result's bar: no hatch, and a broken outline."""
 
@@ -25,7 +24,6 @@ class Look:
     marker: Any
     hatch: str
     line: Any
-    """Line style of matplotlib."""
 
     @property
     def bar(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from dear.errors import UserError
 from plots.looks import FLAGGED, GREY, LOOKS, Look
 
 Drawn = tuple[Figure, pd.DataFrame]
-"""Figure, and the data in it."""
 # A white halo keeps text readable where it crosses lines.
 _HALO = patheffects.withStroke(linewidth=2.5, foreground="white", alpha=0.8)
 _REASON = {"fontsize": 7, "color": "#666666", "path_effects": [_HALO]}

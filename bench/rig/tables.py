@@ -36,7 +36,6 @@ class Noise:
     round: float
     """Deviation of whole rounds: all trials of a round share it."""
     base: Noise | None = None
-    """Noise of the baseline, if it differs."""
 
 
 EMULATED = Noise("emulated, BERT and ResNet-50", 0.011, 0.003, 0.0025)

@@ -56,14 +56,9 @@ Host = ThisMachine | VirtualHost
 def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> Iterator[list[Host]]:
     """Builds the hosts of a session. At the end removes virtual hosts and the processes on them.
 
-    Args:
-        args: options of the session. `congestion` is a setting of the kernel, for every engine;
-            it needs a sandbox, as virtual hosts do.
-        profile: network profile of the virtual hosts' links, instead of `args.rate`.
-
-    Raises:
-        RuntimeError: the program is not in a sandbox, but needs one.
-    """
+    `args` are options of the session. `congestion` is a setting of the kernel, for every engine; it
+    needs a sandbox, as virtual hosts do. `profile` is that of the virtual hosts' links, instead of
+    `args.rate`. Raises `RuntimeError` if the program is not in a sandbox, but needs one."""
     if args.num_hosts == 0:
         if args.congestion is not None:
             if not sandbox.inside():

@@ -51,7 +51,7 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
     with socket.create_server((address, 0)) as server:
         server.settimeout(_TIMEOUT_S)
         numbers = (server.getsockname()[1], seconds, skip_s, _MAX_BYTES)
-        with _started(host, "connect", address, *map(str, numbers)) as remote:
+        with started(host, *_SCRIPT, "connect", address, *map(str, numbers)) as remote:
             try:
                 with server.accept()[0] as connection:
                     connection.settimeout(_TIMEOUT_S)
@@ -76,14 +76,14 @@ def ring(hosts: Sequence[OnHost], seconds: float, skip_s: float) -> list[float]:
     count. Raises `RuntimeError` if no data, or too little data to measure, arrives."""
     with ExitStack() as stack:
         receiving = [
-            stack.enter_context(_started(host, "listen", host.address, str(skip_s)))
+            stack.enter_context(started(host, *_SCRIPT, "listen", host.address, str(skip_s)))
             for host in hosts
         ]
         ports = [_port(process) for process in receiving]
         senders = [hosts[-1], *hosts[:-1]]
         for sender, receiver, port in zip(senders, hosts, ports, strict=True):
             numbers = map(str, (port, seconds, 0.0, math.inf))
-            stack.enter_context(_started(sender, "connect", receiver.address, *numbers))
+            stack.enter_context(started(sender, *_SCRIPT, "connect", receiver.address, *numbers))
         rates = [_answer(process)["bytes_per_s"] for process in receiving]
     if None in rates:
         raise RuntimeError("too little data arrived to measure all links at once")
@@ -96,10 +96,10 @@ def transfer_cost(
     """Returns the CPU seconds per byte moved, at both ends, in the kernel and in the switch.
     `links_s` returns the CPU seconds used so far by the switch program. Raises `RuntimeError` if
     the hosts cannot reach each other."""
-    with _started(receiver, "listen", receiver.address, "0") as receiving:
+    with started(receiver, *_SCRIPT, "listen", receiver.address, "0") as receiving:
         numbers = (_port(receiving), _TRANSFER_S, 0.0, math.inf)
         before_s = links_s()
-        with _started(sender, "connect", receiver.address, *map(str, numbers)) as sending:
+        with started(sender, *_SCRIPT, "connect", receiver.address, *map(str, numbers)) as sending:
             sent, received = _answer(sending), _answer(receiving)
     # The kernel's work between the ends is charged to whichever process is running. It appears in
     # the softirq time, and partly in that of the ends. All busy time is an upper bound.
@@ -109,9 +109,10 @@ def transfer_cost(
 
 
 @contextmanager
-def _started(host: OnHost, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(host: OnHost, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs a command on a host, with pipes for its output, and ends it by force if need be."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(host.command([*_SCRIPT, *arguments]), text=True, **pipes)
+    process = subprocess.Popen(host.command(words), text=True, **pipes)
     try:
         yield process
     finally:

@@ -51,18 +51,10 @@ def link_rates(cluster: EmulatedCluster, seconds: float = 0.5) -> list[Row]:
     """Measures the rate of each link alone, between its host and the switch.
 
     A link that seems slow is measured again, and the best result counts: on a busy machine the
-    sender is slow, not the link.
-
-    Args:
-        seconds: duration per direction, in seconds of this machine.
-
-    Returns:
-        One row per host: `host`, `up_gbps` and `down_gbps`. The rates are emulated Gb/s on the
-        wire (see hosts/network.py), computed from the TCP payload received.
-
-    Raises:
-        RuntimeError: a link carries no data.
-    """
+    sender is slow, not the link. `seconds` is the duration per direction, in seconds of this
+    machine. Returns one row per host: `host`, `up_gbps` and `down_gbps`. The rates are emulated
+    Gb/s on the wire (see hosts/network.py), computed from the TCP payload received. Raises
+    `RuntimeError` if a link carries no data."""
     skip_s = _skipped_s(cluster, seconds)
     rows = []
     for host, requested_gbps in zip(cluster.hosts, cluster.gbps, strict=True):
@@ -89,16 +81,10 @@ def rates_together(cluster: EmulatedCluster, seconds: float = 1.0) -> list[Row]:
     """Measures all links at once: every host sends to the next one.
 
     If a link seems slow, all are measured again, as in `link_rates`. The connections use the same
-    congestion control as the trials.
-
-    Returns:
-        One row per host: `host`, `gbps` (the rate received, as in `link_rates`) and
-        `requested_gbps`. The latter is None if TCP limits the rate: with frame loss, and between
-        sites. Empty for fewer than two hosts.
-
-    Raises:
-        RuntimeError: a link carries no data.
-    """
+    congestion control as the trials. Returns one row per host: `host`, `gbps` (the rate received,
+    as in `link_rates`) and `requested_gbps`. The latter is None if TCP limits the rate: with frame
+    loss, and between sites. Empty for fewer than two hosts. Raises `RuntimeError` if a link carries
+    no data."""
     hosts = len(cluster.hosts)
     if hosts < 2:
         return []
@@ -119,15 +105,9 @@ def packet_delays(cluster: EmulatedCluster, seconds: float = 0.5) -> list[Row]:
     """Measures one-way delays with small packets, for all pairs of hosts at once.
 
     Every host sends to the next one. Each other kind of connection, such as that between two sites,
-    is measured with one more pair.
-
-    Returns:
-        One row per pair: `source`, `target`, `requested_us`, `delay_us` and `delay_us_p99` (one
-        way, emulated microseconds; median and 99th percentile), `sent`, `lost`.
-
-    Raises:
-        RuntimeError: no packet arrives.
-    """
+    is measured with one more pair. Returns one row per pair: `source`, `target`, `requested_us`,
+    `delay_us` and `delay_us_p99` (one way, emulated microseconds; median and 99th percentile),
+    `sent`, `lost`. Raises `RuntimeError` if no packet arrives."""
     hosts, profile, scale = len(cluster.hosts), cluster.profile, cluster.time_scale
     pairs = {(host, (host + 1) % hosts) for host in range(hosts)} if hosts > 1 else set()
     seen = {profile.connection(*pair, hosts) for pair in pairs}

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 if __name__ != "__main__":
-    from common.emulation.flow import OnHost
+    from common.emulation.flow import OnHost, started
 
 _SCRIPT = [sys.executable, "-I", "-S", __file__]
 # Packet number (-1 for the end mark) and ns since the epoch; or the seconds and ns of a timestamp.
@@ -51,15 +51,11 @@ def all_pairs(
     """Sends a packet with 16 bytes of payload each millisecond, from first to second of each pair.
     `after_s` is the longest time that the last packet may take. Raises `RuntimeError` if fewer than
     two packets of a pair arrive."""
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     results = []
     with ExitStack() as stack:
 
         def start(host: OnHost, *arguments: str) -> subprocess.Popen[str]:
-            command = host.command([*_SCRIPT, *arguments])
-            process = stack.enter_context(subprocess.Popen(command, text=True, **pipes))
-            stack.callback(process.kill)
-            return process
+            return stack.enter_context(started(host, *_SCRIPT, *arguments))
 
         listening = [start(target, "listen", target.address) for _, target in pairs]
         ports = [process.stdout.readline().strip() for process in listening]

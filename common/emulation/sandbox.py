@@ -78,14 +78,8 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 
     The command inherits stdout and stderr, and stdin unless that is a terminal. If the caller is
     the main thread, SIGINT and SIGTERM are passed on to the command. When the command ends, all
-    processes that it has left behind are killed.
-
-    Args:
-        env: the command's environment; None: that of this process.
-
-    Raises:
-        UserError: a sandbox cannot be created here; see `unable`.
-    """
+    processes that it has left behind are killed. `env` is the command's environment; None: that of
+    this process. Raises `UserError` if a sandbox cannot be created here; see `unable`."""
     reason = unable()
     if reason:
         raise UserError(f"virtual hosts: {reason}")

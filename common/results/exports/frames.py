@@ -18,14 +18,8 @@ def frame(folder: str | Path) -> pd.DataFrame:
 
     The columns are those of `table.csv`, with the same units, typed (texts, integers, floats,
     booleans); missing values are `pd.NA`. Further columns are `id`, `hash`, `fabric`, `time_scale`,
-    `started`, and `option_NAME` for each option of the algorithms.
-
-    Args:
-        folder: folder of the sweep's records, such as `logs/emulated-quick`.
-
-    Raises:
-        UserError: the folder has no records.
-    """
+    `started`, and `option_NAME` for each option of the algorithms. `folder` has the sweep's
+    records, such as `logs/emulated-quick`. Raises `UserError` if the folder has no records."""
     records, compare_to = _read(folder)
     make = summary.make_rows if is_learning(records) else rows.make_rows
     lines = []

@@ -34,11 +34,8 @@ def reports(records: Iterable[Record], worlds: Iterable[int] = ()) -> Reports:
     Each method has a list of rates: one for each world size in `worlds` or in the records, in
     ascending order. A rate is `nan` if there is no record, or only a flagged one. On virtual hosts,
     `rdma` is the network's name. The references have no key for sentence lengths and faults: the
-    model's name gets `_lenN`, and the method's name gets the fault.
-
-    Raises:
-        ValueError: two records would have the same position.
-    """
+    model's name gets `_lenN`, and the method's name gets the fault. Raises `ValueError` if two
+    records would have the same position."""
     records = [r for r in records if r.trial["algorithm"] != "none"]
     places = sorted({*worlds, *(record.trial["world_size"] for record in records)})
     lengths: dict[str, set[object]] = {}
@@ -120,11 +117,8 @@ def read_logs(folder: Path) -> Reports:
 
     Each method has a list of rates: one for each number of workers among all logs, in ascending
     order. A rate is `nan` if there is no log, or if the log has no such line (the run crashed). If
-    a method ran with several compressors or thresholds, its name contains them.
-
-    Raises:
-        UserError: a log cannot be read.
-    """
+    a method ran with several compressors or thresholds, its name contains them. Raises `UserError`
+    if a log cannot be read."""
     rates: dict[tuple[str, str, str], dict[tuple[str, str], dict[int, float]]] = {}
     for name in sorted(_names(folder)):
         if not (match := _LOG.fullmatch(name)):

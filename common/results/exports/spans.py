@@ -41,7 +41,6 @@ class RankSpans:
     computes: list[Span]
     """Phases of the steps, without the waits inside; empty if the trace has no phases."""
     waits: list[Span]
-    """Waits of the training for communication."""
     gradients: list[Span]
     """Times at which gradients became ready, as spans of length 0."""
     transfers: list[Span]

@@ -36,7 +36,6 @@ _ROWS = {
     _GRADIENTS: "gradients",
 }
 Event: TypeAlias = JsonObject
-"""Event of Chrome's trace format."""
 Track: TypeAlias = tuple[int, int]
 """Numbers of the process (rank) and the thread (row) of an event."""
 

@@ -84,11 +84,8 @@ class LearnRow(Validity, Rate, Quality, Use, Compared):
     """None if the training counts epochs."""
     epochs: int | None = None
     target: float | None = None
-    """Target accuracy."""
     runs: int | None = None
-    """Number of runs; each has its own seed if it has data."""
     reached: int | None = None
-    """Number of runs that reached the target."""
     to_target_s: float | None = None
     """Geometric mean if all runs reached the target. If only more than half of them did, the median
     of all runs, without an interval."""

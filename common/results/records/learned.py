@@ -77,7 +77,6 @@ class Data:
 
     name: str
     train: int
-    """Number of training samples."""
     test: int
     split: str | None
     """Name of the data set that was split; None: the data set has separate test samples."""

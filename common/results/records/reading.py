@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 JsonObject: TypeAlias = dict[str, Any]
-"""JSON object with values of any type."""
 
 
 T = TypeVar("T")

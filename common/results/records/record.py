@@ -96,7 +96,6 @@ class Record:
     id: str
     hash: str
     trial: JsonObject
-    """The trial's settings as JSON."""
     fabric: FabricFacts = REAL
     status: str
     """State: ok, failed, timeout, oom, unsupported or interrupted."""
@@ -113,7 +112,6 @@ class Record:
     order: Order | None = None
     set_aside: list[SetAside] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    """Results by finished repeat."""
     check: Check | None = None
     """Comparison of the first repeat with plain training; how far replicas agree, in the worst
     repeat."""

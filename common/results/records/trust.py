@@ -39,7 +39,6 @@ NoteKind = Literal[
     "time scale",
     "unfaithful",
 ]
-"""Kind of a note: what it is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,6 @@ class Modelled:
     exposed_s: float | None = None
     """Part of `step_s` that waits for communication."""
     reason: str | None = None
-    """Reason why the step was not computed."""
 
     def off(self, step_s: float) -> float | None:
         """Returns how much longer a measured step is, relative to the model's step."""

@@ -57,7 +57,7 @@ def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -
     records = comparison.results(folder)
     summary = overview(records, comparison.compare_to) if records else None
     trials = Counter(record.run for record in records)
-    runs = [_Made(run=r, trials=trials[r.run]) for r in store.runs(folder) if trials[r.run]]
+    runs = [{"run": r, "trials": trials[r.run]} for r in store.runs(folder) if trials[r.run]]
     manifest = folder / catalogue.MANIFEST
     made_by = json.loads(manifest.read_bytes())["made_by"] if manifest.exists() else []
     return _template().render(
@@ -221,22 +221,13 @@ def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    run: store.Run
-    trials: int
+def _downloads(
+    folder: Path, records: Sequence[Record], comparison: Comparison
+) -> dict[str, Download | int | bool]:
+    """Returns the files, and the `count` of records in them.
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Downloads:
-    records: Download
-    count: int
-    whole: bool
-    """True: `records` is the whole file, with older records of the same trials."""
-    experiment: Download
-
-
-def _downloads(folder: Path, records: Sequence[Record], comparison: Comparison) -> _Downloads:
+    `whole` is True for the whole file, with older records of the same trials.
+    """
     path, kind = folder / "records.jsonl", "application/x-ndjson"
     data = path.read_bytes() if path.exists() else b""
     file = download("records.jsonl", data, kind)
@@ -247,4 +238,4 @@ def _downloads(folder: Path, records: Sequence[Record], comparison: Comparison) 
         count, whole = len(records), False
     text = json.dumps({"compare_to": comparison.compare_to, "trials": comparison.trials})
     experiment = download("experiment.json", text, "application/json")
-    return _Downloads(records=file, count=count, whole=whole, experiment=experiment)
+    return {"records": file, "count": count, "whole": whole, "experiment": experiment}

@@ -77,13 +77,9 @@ def pairs(
     """Returns the trials of the first sweep with their counterparts in the second.
 
     Trials are matched by identity, or else by cell and label. If both sweeps have a single trial in
-    a cell, these two are a pair.
-
-    Args:
-        across: keys of `AXES` in which the trials of a pair may differ; if there are any, trials
-            are not matched by identity.
-        other_labels: True if trials with different labels may be a pair.
-    """
+    a cell, these two are a pair. `across` has keys of `AXES` in which the trials of a pair may
+    differ; if there are any, trials are not matched by identity. With `other_labels`, trials with
+    different labels may be a pair."""
     left, matched = list(after), dict[int, Record]()
     place = [key for key in AXES if key not in across]
     keys: list[Callable[[Record], Hashable]] = [_key([*place, "label"])]

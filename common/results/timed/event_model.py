@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.models.profile import Profile, load, path_of
+from common.models.profile import load, path_of
 from common.results.records import JsonObject, Record, Result
 from common.results.records.trust import Modelled, sending_costs
 from common.virtual.foresee import share_on_wire
@@ -81,20 +81,6 @@ def trial_passes(trial: JsonObject, update_s: float) -> Passes:
     """Returns the passes of a trial's profile, with an update that took `update_s` seconds. `trial`
     has the settings of the trial, as in its record. Raises `UnmodelledError` if the trial's model
     has no layer profile for float32, or its file is missing."""
-    return passes_of(_profile(trial), update_s)
-
-
-def _costs(result: Result) -> dict[str, Cost]:
-    costs: dict[str, Cost] = {**(sending_costs(result.costs, result.engine_costs) or {})}
-    engine = result.engine_costs
-    if engine is not None and engine.fused is not None:
-        costs[FUSED] = engine.fused
-    if engine is not None and engine.pair is not None:
-        costs["all_reduce"] = Pairwise(alone=engine.all_reduce, pair=engine.pair)
-    return costs
-
-
-def _profile(trial: JsonObject) -> Profile:
     model, _, device = trial["model"].rpartition("@")
     if not model:
         raise UnmodelledError("the trial's model has no layer profile")
@@ -108,4 +94,14 @@ def _profile(trial: JsonObject) -> Profile:
         raise UnmodelledError("the file of the trial's layer profile is missing") from None
     if profile.digest != trial.get("profile_digest"):
         raise UnmodelledError("the file of the layer profile has changed since the trial")
-    return profile
+    return passes_of(profile, update_s)
+
+
+def _costs(result: Result) -> dict[str, Cost]:
+    engine = result.engine_costs
+    costs: dict[str, Cost] = {**(sending_costs(result.costs, engine) or {})}
+    if engine is not None and engine.fused is not None:
+        costs[FUSED] = engine.fused
+    if engine is not None and engine.pair is not None:
+        costs["all_reduce"] = Pairwise(alone=engine.all_reduce, pair=engine.pair)
+    return costs

@@ -13,7 +13,6 @@ from common.results.timed import compare
 from common.results.timed.compare import Pair
 
 SCHEMA = 1
-"""Version of the summary's format."""
 Outcome = Literal["compared", "worse", "nothing compared"]
 
 
@@ -31,19 +30,14 @@ class Summary:
     outcome: Outcome
     """`worse`: at least one pair fails. `nothing compared`: no pair has a ratio."""
     compared: int
-    """Number of pairs with a ratio."""
     geometric_mean: float | None
-    """Geometric mean of their ratios."""
     verdicts: dict[str, int]
-    """Number of pairs by verdict."""
     pairs: list[Pair]
     """One for each trial of the first sweep."""
     unmatched: int
     """Number of trials of the second sweep without a counterpart in the first."""
     unmatched_reason: str | None
-    """Reason why no trial has a counterpart."""
     environment: list[str] = field(default_factory=list)
-    """Differences between the machines."""
 
     @property
     def lines(self) -> list[str]:

@@ -50,9 +50,7 @@ class Times:
     step_s: float | None = None
     """Elapsed time per step of all ranks together."""
     step_median_s: float | None = None
-    """Median of single steps."""
     step_p95_s: float | None = None
-    """95th percentile of single steps."""
     forward_s: float | None = None
     """Phases of the rank that waits least, without waiting; the four add up to about `step_s`."""
     backward_s: float | None = None
@@ -80,7 +78,6 @@ class Row(Validity, Times, Use, Compared):
     """Ends of the 95 % interval; None for a single repeat."""
     ci_high: float | None = None
     n: int | None = None
-    """Number of timed steps."""
     repeats: int | None = None
     paired: bool | None = None
     """True: the speed-up compares repeats of the same round."""
@@ -99,7 +96,6 @@ class Row(Validity, Times, Use, Compared):
     """Ends of the 95 % interval of `systematic`; from 0 if sampling error explains the change."""
     systematic_high: float | None = None
     model_s: float | None = None
-    """Step time by the event model."""
     off_model: float | None = None
     """(Measured step time - `model_s`) / `model_s`."""
     unmodelled: str | None = None

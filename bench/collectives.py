@@ -201,14 +201,13 @@ def main(argv: list[str]) -> int:
     with session.started("bench/collectives", args) as running:
         for index in range(args.repeats):
             for (op, nbytes), engine, ranks in running.round(measure, cases):
-                times, cpu = ([rank[key] for rank in ranks] for key in ("times_s", "cpu_s"))
                 sample = Sample(
                     engine=engine,
                     op=op,
                     nbytes=nbytes,
                     round=index,
-                    times_s=times,
-                    cpu_s=cpu,
+                    times_s=[rank["times_s"] for rank in ranks],
+                    cpu_s=[rank["cpu_s"] for rank in ranks],
                     wrong=sum(rank["wrong"] for rank in ranks),
                 )
                 samples.append(sample)
@@ -259,8 +258,16 @@ def report(
         return [*map(significant, numbers), str(len(steps)), str(wrong), *wire]
 
     engines = args.engines
-    rounds = _by_label(samples, bounds, engines)
-    lines = [table.of_engines(HEADER, rounds, failures, cells), ""]
+    rounds: Rounds = {(op, name, str(nbytes)): [] for op, nbytes in bounds for name in engines}
+    for sample in samples:
+        rounds[sample.op, sample.engine, str(sample.nbytes)].append(sample)
+    rows = []
+    for label, kept in rounds.items():
+        if kept:
+            rows.append([*label, *cells(kept)])
+        if label[1] in failures:
+            rows.append([*label, failures[label[1]]])
+    lines = [table.layout(HEADER, rows), ""]
     core = [name for name in engines if name.startswith("comm_core")]
     for reference in core or engines[:1]:
         for other in engines:
@@ -269,13 +276,6 @@ def report(
     if wrong := sum(sample.wrong for sample in samples):
         lines.append(f"WRONG RESULTS: {wrong} elements")
     return lines + [f"{name}: {reason}" for name, reason in failures.items()]
-
-
-def _by_label(samples: Sequence[Sample], cases: Iterable[Case], engines: Sequence[str]) -> Rounds:
-    rounds: Rounds = {(op, name, str(nbytes)): [] for op, nbytes in cases for name in engines}
-    for sample in samples:
-        rounds[sample.op, sample.engine, str(sample.nbytes)].append(sample)
-    return rounds
 
 
 def _compared(

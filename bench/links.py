@@ -110,15 +110,8 @@ class Check:
     def end(self, cases: Sequence[Case], *remarks: str) -> int:
         """Prints a row per case; returns the exit status."""
         _, names, unit, _ = CHECKS[self.what]
-        header = [
-            *names,
-            f"wanted {unit}",
-            "worst median",
-            "lowest",
-            "highest",
-            "limits",
-            "verdict",
-        ]
+        header = [*names, f"wanted {unit}", "worst median", "lowest", "highest"]
+        header += ["limits", "verdict"]
         rows = layout(header, [case.cells() for case in cases])
         print("\n".join([*self.output.heading(), *remarks, rows]))
         return MISSED if any(case.verdict == "MISSED" for case in cases) else 0

@@ -20,9 +20,12 @@ Step = Callable[[Mark], Any]
 """Function from a mark to the sort key of its step."""
 
 
-def fits(records: Sequence[Record], free: str, step: Callable[[Record], Any]) -> bool:
-    """Returns True if some algorithm has two steps; flagged trials count. `free` is the key of a
-    trial in which the points of a line differ. `step` returns the step of a record, or None."""
+def fits(records: Sequence[Record], free: str, step: Callable[[Record], Any] | None = None) -> bool:
+    """Returns True if some algorithm has two steps; flagged trials count.
+
+    `free` is the key of a trial in which the points of a line differ. `step` returns the step of a
+    record, or None; by default, it is the value of the key."""
+    step = step or (lambda record: record.trial[free])
     groups = sweep.variants(records, free, flagged=True)
     return any(len(set(map(step, group)) - {None}) > 1 for group in groups)
 

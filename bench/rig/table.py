@@ -6,13 +6,11 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from dear.errors import UserError
 
-T = TypeVar("T")
 OPS = ("reduce_scatter", "all_gather", "all_reduce", "rs_ag")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -80,24 +78,6 @@ def human_bytes(size: float) -> str:
         if size >= scale:
             return f"{size / scale:.4g} {unit}"
     return f"{size:.0f} B"
-
-
-def of_engines(
-    header: Sequence[str],
-    rounds: Mapping[str, T] | Mapping[tuple[str, ...], T],
-    failures: Mapping[str, str],
-    cells: Callable[[T], Sequence[str]],
-) -> str:
-    """Returns a table with a row per label; the row of a failed engine has the reason. `rounds` has
-    the results by label, which is an engine, or a tuple that contains one. `cells` returns the
-    cells to the right of the label."""
-    rows = []
-    for key, results in rounds.items():
-        label = (key,) if isinstance(key, str) else key
-        if results:
-            rows.append([*label, *cells(results)])
-        rows += [[*label, failures[part]] for part in label if part in failures]
-    return layout(header, rows)
 
 
 def layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

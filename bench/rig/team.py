@@ -27,7 +27,7 @@ from bench.rig.output import note
 from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster, VirtualHost
 from common.emulation.hosts import network
-from common.emulation.links.profile import NetworkProfile, network_profile
+from common.emulation.links.profile import network_profile
 from common.launch.mpirun import find_mpirun, settings
 from common.launch.ranks import RankLost, Ranks, gather
 from dear.errors import UserError
@@ -53,12 +53,12 @@ Host = ThisMachine | VirtualHost
 
 
 @contextlib.contextmanager
-def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> Iterator[list[Host]]:
+def built(args: argparse.Namespace) -> Iterator[list[Host]]:
     """Builds the hosts of a session. At the end removes virtual hosts and the processes on them.
 
     `args` are options of the session. `congestion` is a setting of the kernel, for every engine; it
-    needs a sandbox, as virtual hosts do. `profile` is that of the virtual hosts' links, instead of
-    `args.rate`. Raises `RuntimeError` if the program is not in a sandbox, but needs one."""
+    needs a sandbox, as virtual hosts do. Raises `RuntimeError` if the program is not in a sandbox,
+    but needs one."""
     if args.num_hosts == 0:
         if args.congestion is not None:
             if not sandbox.inside():
@@ -66,7 +66,7 @@ def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> It
             network.batch("ip", network.loopback_commands(args.congestion))
         yield [ThisMachine()]
         return
-    unlimited = args.rate == "none"
+    profile, unlimited = args.profile, args.rate == "none"
     with EmulatedCluster(
         hosts=args.num_hosts,
         profile=profile or network_profile("1gbit" if unlimited else args.rate),
@@ -296,10 +296,8 @@ class Team:
             return
         for rank in range(layout.size):
             host = layout.host_of(rank)
-            yield (
-                host.command([*base, "--rank", str(rank)]),
-                {**env, "COMM_CORE_HOST_ID": host.name},
-            )
+            command = host.command([*base, "--rank", str(rank)])
+            yield command, {**env, "COMM_CORE_HOST_ID": host.name}
 
     def _mpirun(self) -> list[str]:
         layout = self._layout
@@ -316,11 +314,9 @@ class Team:
             chosen |= settings(mpirun, 0, layout.hosts[0].ifname)
         if tcp_only:
             chosen["btl"] = "tcp,self"
-        command = ["-wdir", str(_ROOT)]
-        agent = None
+        command, agent = ["-wdir", str(_ROOT)], None
         if len(layout.hosts) > 1:
-            slots = [f"{host.address}:{layout.per_host}" for host in layout.hosts]
-            command += ["-H", ",".join(slots)]
+            command += ["-H", ",".join(f"{h.address}:{layout.per_host}" for h in layout.hosts)]
             agent = [sys.executable, "-m", "common.emulation.hosts.rsh"]
         return [*mpirun.words(layout.size, chosen, agent), *command]
 

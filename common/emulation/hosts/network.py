@@ -182,25 +182,25 @@ def published() -> dict[str, int]:
 def batch(tool: str, lines: Sequence[str], host: int | None = None) -> None:
     """Runs lines with `ip -batch` or `tc -batch`, in this network or that of process `host`. Raises
     `RuntimeError` if a line was refused; the message contains it."""
-    finish(start(tool, lines, host))
+    batches(tool, [(lines, host)])
 
 
-def start(tool: str, lines: Sequence[str], host: int | None = None) -> subprocess.Popen[str]:
-    """Starts what `batch` runs, so that many hosts can be configured at once."""
-    with tempfile.TemporaryFile("w+") as file:
-        file.write("".join(f"{line}\n" for line in lines))
-        file.seek(0)
-        into = None if host is None else lambda: enter(host, ("net",))
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([tool, "-batch", "-"], stdin=file, preexec_fn=into, **pipes)
-
-
-def finish(process: subprocess.Popen[str]) -> None:
-    """Waits for a process of `start`; raises `RuntimeError` if it failed."""
-    _, stderr = process.communicate()
-    if process.returncode:
-        reason = " ".join(stderr.split()) or f"exit status {process.returncode}"
-        raise RuntimeError(f"{process.args[0]} -batch: {reason}")
+def batches(tool: str, parts: Iterable[tuple[Sequence[str], int | None]]) -> None:
+    """Runs what several calls of `batch` with these lines and hosts run, all at once."""
+    jobs = []
+    for lines, host in parts:
+        with tempfile.TemporaryFile("w+") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+            file.seek(0)
+            into = None if host is None else functools.partial(enter, host, ("net",))
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            command = [tool, "-batch", "-"]
+            jobs.append(subprocess.Popen(command, stdin=file, preexec_fn=into, **pipes))
+    # All have ended before the first error is raised.
+    for job, stderr in [(job, job.communicate()[1]) for job in jobs]:
+        if job.returncode:
+            reason = " ".join(stderr.split()) or f"exit status {job.returncode}"
+            raise RuntimeError(f"{tool} -batch: {reason}")
 
 
 def _neighbours(device: str, own_host: int | None, hosts: int) -> list[str]:

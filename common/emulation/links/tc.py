@@ -23,7 +23,6 @@ class KernelLinks(Links):
     """Links of the kernel. See network.py for rates, and the manual of netem for delays."""
 
     kind = "tc"
-    devices = (network.BRIDGE,)
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,11 +54,9 @@ Rounds = dict[tuple[str, ...], list["Sample"]]
 
 
 class _Buffers:
-    """Buffers of an operation, filled with integers whose sums float32 holds exactly.
-
-    Element i of rank r is base(i) + 2**r, and neighbouring elements have different bases. So the
-    sum is right only if it contains each rank exactly once.
-    """
+    """Buffers of an operation, filled with integers whose sums float32 holds exactly. Element i of
+    rank r is base(i) + 2**r, and neighbouring elements have different bases. So the sum is right
+    only if it contains each rank exactly once."""
 
     def __init__(self, place: Place, op: str, count: int) -> None:
         self._place, self._op = place, op
@@ -109,15 +107,10 @@ class _Buffers:
 def measure(
     place: Place, op: str, nbytes: int, budget_s: float, iterations: tuple[int, int]
 ) -> dict[str, Any]:
-    """Measures one round of an operation on a bucket of `nbytes`, on one rank.
-
-    Args:
-        budget_s: wanted time of all timed iterations.
-        iterations: smallest and largest number of timed iterations.
-
-    Returns:
-        `times_s` per iteration, `cpu_s` of all iterations, and the number of `wrong` elements.
-    """
+    """Measures one round of an operation on a bucket of `nbytes`, on one rank. `budget_s` is the
+    wanted time of all timed iterations. `iterations` has the smallest and the largest number of
+    them. Returns `times_s` per iteration, `cpu_s` of all iterations, and the number of `wrong`
+    elements."""
     buffers = _Buffers(place, op, nbytes // 4)
     wrong = buffers.wrong()
     # An all-reduce works in place, so its numbers grow to infinity. This does not change the time.
@@ -208,14 +201,13 @@ def main(argv: list[str]) -> int:
     with session.started("bench/collectives", args) as running:
         for index in range(args.repeats):
             for (op, nbytes), engine, ranks in running.round(measure, cases):
-                times, cpu = ([rank[key] for rank in ranks] for key in ("times_s", "cpu_s"))
                 sample = Sample(
                     engine=engine,
                     op=op,
                     nbytes=nbytes,
                     round=index,
-                    times_s=times,
-                    cpu_s=cpu,
+                    times_s=[rank["times_s"] for rank in ranks],
+                    cpu_s=[rank["cpu_s"] for rank in ranks],
                     wrong=sum(rank["wrong"] for rank in ranks),
                 )
                 samples.append(sample)
@@ -246,10 +238,7 @@ def bounds_s(cases: Iterable[Case], args: argparse.Namespace) -> Bounds:
 
 
 def report(
-    samples: Sequence[Sample],
-    args: argparse.Namespace,
-    bounds: Bounds,
-    failures: Mapping[str, str],
+    samples: Sequence[Sample], args: argparse.Namespace, bounds: Bounds, failures: Mapping[str, str]
 ) -> list[str]:
     """Returns the lines of the table and of the comparisons, in the order of `bounds`."""
 
@@ -269,8 +258,16 @@ def report(
         return [*map(significant, numbers), str(len(steps)), str(wrong), *wire]
 
     engines = args.engines
-    rounds = _by_label(samples, bounds, engines)
-    lines = [table.of_engines(HEADER, rounds, failures, cells), ""]
+    rounds: Rounds = {(op, name, str(nbytes)): [] for op, nbytes in bounds for name in engines}
+    for sample in samples:
+        rounds[sample.op, sample.engine, str(sample.nbytes)].append(sample)
+    rows = []
+    for label, kept in rounds.items():
+        if kept:
+            rows.append([*label, *cells(kept)])
+        if label[1] in failures:
+            rows.append([*label, failures[label[1]]])
+    lines = [table.layout(HEADER, rows), ""]
     core = [name for name in engines if name.startswith("comm_core")]
     for reference in core or engines[:1]:
         for other in engines:
@@ -279,13 +276,6 @@ def report(
     if wrong := sum(sample.wrong for sample in samples):
         lines.append(f"WRONG RESULTS: {wrong} elements")
     return lines + [f"{name}: {reason}" for name, reason in failures.items()]
-
-
-def _by_label(samples: Sequence[Sample], cases: Iterable[Case], engines: Sequence[str]) -> Rounds:
-    rounds: Rounds = {(op, name, str(nbytes)): [] for op, nbytes in cases for name in engines}
-    for sample in samples:
-        rounds[sample.op, sample.engine, str(sample.nbytes)].append(sample)
-    return rounds
 
 
 def _compared(

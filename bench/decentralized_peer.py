@@ -109,11 +109,11 @@ def _wrapped(
         from dear.decentralized import DecentralizedDataParallel
 
         topology = _without_second_group(topology) if same_order else topology
-    return DecentralizedDataParallel(model, _sgd, topology=topology, _local_world_size=local)
 
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([param for _, param in params], lr=0.05, momentum=0.9)
 
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for _, param in params], lr=0.05, momentum=0.9)
+    return DecentralizedDataParallel(model, sgd, topology=topology, _local_world_size=local)
 
 
 def _without_second_group(name: str) -> str:

@@ -110,15 +110,8 @@ class Check:
     def end(self, cases: Sequence[Case], *remarks: str) -> int:
         """Prints a row per case; returns the exit status."""
         _, names, unit, _ = CHECKS[self.what]
-        header = [
-            *names,
-            f"wanted {unit}",
-            "worst median",
-            "lowest",
-            "highest",
-            "limits",
-            "verdict",
-        ]
+        header = [*names, f"wanted {unit}", "worst median", "lowest", "highest"]
+        header += ["limits", "verdict"]
         rows = layout(header, [case.cells() for case in cases])
         print("\n".join([*self.output.heading(), *remarks, rows]))
         return MISSED if any(case.verdict == "MISSED" for case in cases) else 0
@@ -199,10 +192,8 @@ for _ in range(int(sys.argv[4])):
 
 
 def messages(check: Check) -> int:
-    """Times messages from the call of send to the last byte, at 1 Gb/s.
-
-    The links run 40 times slower than real time, so that the time of the calls does not matter.
-    """
+    """Times messages from the call of send to the last byte, at 1 Gb/s. The links run 40 times
+    slower than real time, so that the time of the calls does not matter."""
     gbps, time_scale, latency_us = 1.0, 40.0, 30.0
     frames = -(-_MESSAGE_BYTES // PAYLOAD_BYTES)
     wire_bytes = _MESSAGE_BYTES + frames * (FRAME_BYTES - PAYLOAD_BYTES) + FRAME_BYTES
@@ -232,10 +223,8 @@ def _message_times(sender: VirtualHost, receiver: VirtualHost, count: int) -> li
 
 
 def losses(check: Check) -> int:
-    """Counts the frames of TCP that the switch drops, and measures delays with jitter.
-
-    TCP (Reno, CUBIC) slows down after a loss, so a precise share needs many rounds.
-    """
+    """Counts the frames of TCP that the switch drops, and measures delays with jitter. TCP (Reno,
+    CUBIC) slows down after a loss, so a precise share needs many rounds."""
     cases = [Case.within(10, wanted=percent) for percent in (0.1, 1.0)]
     jittered = NetworkProfile(name="bench", gbps=1, latency_us=1000, jitter_us=500)
     spread: list[list[float]] = []

@@ -17,7 +17,6 @@ made, or does not match the present definitions and is not withdrawn; 2 for a us
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -49,7 +48,12 @@ EVIDENCE_BYTES = 300_000
 
 
 def main(argv: list[str]) -> int:
-    options = _arguments(argv)
+    parser = program.parser(__doc__, json=False)
+    parser.add_argument("names", nargs="*", metavar="RECORD", help="records; default: all")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--plan", action="store_true", help="list what would be made, make nothing")
+    mode.add_argument("--check", action="store_true", help="list all problems, make nothing")
+    options = parser.parse_args(argv)
     recipes = catalogue.recipes()
     for name in options.names:
         if name not in recipes:
@@ -80,31 +84,17 @@ def main(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = program.parser(__doc__, json=False)
-    parser.add_argument("names", nargs="*", metavar="RECORD", help="records; default: all")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--plan", action="store_true", help="list what would be made, make nothing")
-    mode.add_argument("--check", action="store_true", help="list all problems, make nothing")
-    return parser.parse_args(argv)
-
-
 def _print_plan(chosen: dict[str, Recipe]) -> None:
     whole = 0.0
     for name, recipe in chosen.items():
         what = f"configs/experiments/{recipe.sweep}.yaml" if recipe.sweep else "commands"
         missing = _missing(recipe)
         note = f"; needs {', '.join(missing)}, which is not set" if missing else ""
-        took = _took_minutes(name)
-        minutes = took or recipe.minutes
+        took = (catalogue.manifest(name) or {}).get("duration_s")
+        minutes = took / 60 if took else recipe.minutes
         whole += minutes
         print(f"{name:18} {'took' if took else 'about':5} {minutes:3.0f} min  {what}{note}")
     print(f"{len(chosen)} records, about {whole / 60:.1f} hours on two cores", flush=True)
-
-
-def _took_minutes(name: str) -> float | None:
-    seconds = (catalogue.manifest(name) or {}).get("duration_s")
-    return seconds and seconds / 60
 
 
 def _missing(recipe: Recipe) -> list[str]:
@@ -158,10 +148,8 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER
 
 def _kept_evidence(work: Path, out: Path) -> dict[str, str]:
     """Copies the raw measurements of each trial's first repeat into the record, if they are small.
-
     Otherwise all raw measurements go to a folder outside the record, and the fact `evidence` names
-    it.
-    """
+    it."""
     logs = sorted((work / "logs").glob("*/*/evidence*.json.gz"))
     first = [path for path in logs if path.name == "evidence.json.gz"]
     if sum(path.stat().st_size for path in first) <= EVIDENCE_BYTES:
@@ -284,11 +272,9 @@ def _sweep_problems(folder: Path, recipe: Recipe, commit: str) -> list[str]:
 
 
 def todays_trials(recipe: Recipe, records: list[Record]) -> list[Trial]:
-    """Returns the trials of the present experiment, for the machine and data of the records.
-
-    The threads per rank depend on the machine, and the digest of the data on files that may be
-    missing here. So both are taken from the records.
-    """
+    """Returns the trials of the present experiment, for the machine and data of the records. The
+    threads per rank depend on the machine, and the digest of the data on files that may be missing
+    here. So both are taken from the records."""
     overrides = list(recipe.set)
     threads = {record.trial["threads_per_rank"] for record in records}
     data = {record.trial.get("data_digest") for record in records} - {None}
@@ -299,10 +285,8 @@ def todays_trials(recipe: Recipe, records: list[Record]) -> list[Trial]:
 
 
 def commit_problem(commit: str | None) -> str | None:
-    """Returns why a commit does not identify the code; None if git has it, or cannot know.
-
-    Git cannot know in an unpacked archive, which has no history, or in a shallow clone.
-    """
+    """Returns why a commit does not identify the code; None if git has it, or cannot know. Git
+    cannot know in an unpacked archive, which has no history, or in a shallow clone."""
     if commit is None or commit.endswith("+dirty"):
         return f"was made from {commit}, which does not identify the code"
     if _git("rev-parse", "--is-shallow-repository").strip() != "false":

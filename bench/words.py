@@ -77,9 +77,7 @@ def plans() -> tuple[Plan, ...]:
 
 def simulated(tables: int) -> int:
     """Simulates `tables` tables per kind of noise and number of repeats, and prints the rates.
-
-    Returns the exit status, `MISSED` if a requirement is missed.
-    """
+    Returns the exit status, `MISSED` if a requirement is missed."""
     rows, missed = [], []
     for noise in NOISES:
         for plan in plans():
@@ -134,9 +132,7 @@ def covered(runs: int) -> list[str]:
 
 def twins(count: int, experiment: Path, logs: Path) -> int:
     """Runs the experiment `count` times with every algorithm twice, and judges the verdicts.
-
-    Complete sweeps of this commit in `logs` are not run again.
-    """
+    Complete sweeps of this commit in `logs` are not run again."""
     given = load(experiment)
     pairs = [
         dataclasses.asdict(dataclasses.replace(choice, label=choice.title + ending))
@@ -209,11 +205,9 @@ def read(folders: Sequence[Path]) -> int:
 
 
 def judged(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
-    """Returns cell, label, ratio and verdict of each pair of twins.
-
-    Verdicts are corrected for the number of pairs in a cell (the trials that are compared with each
-    other). The verdict of a flagged pair is the reason of the flag.
-    """
+    """Returns cell, label, ratio and verdict of each pair of twins. Verdicts are corrected for the
+    number of pairs in a cell (the trials that are compared with each other). The verdict of a
+    flagged pair is the reason of the flag."""
     cells: dict[str, list[tuple[Record, Record]]] = {}
     for record in records:
         for other in records:

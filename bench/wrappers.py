@@ -54,7 +54,6 @@ CLOCKS = {"seconds_per_step": time.perf_counter, "cpu_seconds_per_step": time.th
 _NOT_BY_DEFAULT = "horovod"
 
 Row = dict[str, Any]
-"""Measurement of an algorithm; the result file has a list of them."""
 
 
 def main(argv: list[str]) -> int:
@@ -122,15 +121,10 @@ def run_ranks(
     backend: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Runs `function(*arguments)` in a new process per rank, and returns the results.
-
-    Args:
-        function: function of a module's top level; runs after `dear.init(backend=backend)`.
-        environment: variables that are set before anything is imported.
-
-    Raises:
-        UserError: a rank failed, died, or did not end within `LIMIT_S`.
-    """
+    """Runs `function(*arguments)` in a new process per rank, and returns the results. `function`,
+    of a module's top level, runs after `dear.init(backend=backend)`. `environment` is set before
+    anything is imported. Raises `UserError` if a rank failed, died, or did not end within
+    `LIMIT_S`."""
     results = {}
     with tempfile.TemporaryDirectory() as folder, Ranks() as started:
         for rank in range(ranks):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from common.results.records import Record
 from plots import lines, style, sweep
 
 TITLE = "Batch sizes"
 NEEDS = "an algorithm at two batch sizes"
 
 
-def fits(records: Sequence[Record]) -> bool:
-    return lines.fits(records, "batch_size", lambda record: record.trial["batch_size"])
+fits = partial(lines.fits, free="batch_size")
 
 
 def figure(folder: Path) -> style.Drawn:

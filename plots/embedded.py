@@ -16,7 +16,6 @@ from plots import gallery
 ROWS = 100
 """Largest number of rows of a figure's data on the page; the CSV file has all rows."""
 _PAD = 0.05
-"""Margin of a figure in inches."""
 _OPTIONS = {"svg.fonttype": "none", "svg.hashsalt": "DeAR Bench"}
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _DIGITS = re.compile(r"(\d\.\d\d)\d+")
@@ -35,7 +34,7 @@ def figures(folder: Path) -> list[Figured]:
             alt=described(module.TITLE, data),
             svg=element(figure, name),
             columns=[str(column) for column in data.columns],
-            rows=[["" if pd.isna(cell) else _text(cell) for cell in row] for row in shown.values],
+            rows=[list(map(_text, row)) for row in shown.values],
             count=len(data),
             csv=data.to_csv(index=False),
         )
@@ -44,15 +43,14 @@ def figures(folder: Path) -> list[Figured]:
 
 
 def _text(value: object) -> str:
+    if pd.isna(value):
+        return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def element(figure: Figure, name: str) -> str:
-    """Returns the figure as an SVG element for a page with other figures, and closes it.
-
-    Args:
-        name: prefix of the element's identifiers.
-    """
+    """Returns the figure as an SVG element for a page with other figures, and closes it. `name` is
+    the prefix of the element's identifiers."""
     out = io.StringIO()
     with plt.rc_context(_OPTIONS):
         # With a layout engine, `bbox_inches="tight"` would lay out and draw everything twice.

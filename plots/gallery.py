@@ -19,11 +19,8 @@ contain, in a few words), `fits` (whether it does), `figure` and `draw`."""
 
 
 def fitting(folder: Path) -> list[ModuleType]:
-    """Returns the figures that a sweep has the data for.
-
-    Raises:
-        UserError: the folder is no sweep.
-    """
+    """Returns the figures that a sweep has the data for. Raises `UserError` if the folder is no
+    sweep."""
     records = Comparison.load(folder).results(folder)
     return [module for module in FIGURES if module.fits(records)]
 

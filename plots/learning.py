@@ -58,10 +58,8 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws accuracy and loss; for trials without data, draws steps per second.
-
-    The returned data have a row per evaluation.
-    """
+    """Draws accuracy and loss; for trials without data, draws steps per second. The returned data
+    have a row per evaluation."""
     comparison = Comparison.load(folder)
     records = [record for record in comparison.results(folder) if record.ok and record.learning]
     if not records:

@@ -20,13 +20,12 @@ Step = Callable[[Mark], Any]
 """Function from a mark to the sort key of its step."""
 
 
-def fits(records: Sequence[Record], free: str, step: Callable[[Record], Any]) -> bool:
+def fits(records: Sequence[Record], free: str, step: Callable[[Record], Any] | None = None) -> bool:
     """Returns True if some algorithm has two steps; flagged trials count.
 
-    Args:
-        free: key of a trial in which the points of a line differ.
-        step: returns the step of a record, or None.
-    """
+    `free` is the key of a trial in which the points of a line differ. `step` returns the step of a
+    record, or None; by default, it is the value of the key."""
+    step = step or (lambda record: record.trial[free])
     groups = sweep.variants(records, free, flagged=True)
     return any(len(set(map(step, group)) - {None}) > 1 for group in groups)
 
@@ -86,9 +85,7 @@ def _draw(
     axis: Axes, panel: Sequence[Mark], steps: Sequence[Any], step: Step, field: str, ends: str
 ) -> None:
     """Draws a line for each algorithm through its valid results; flagged results are hollow points.
-
-    The points of a step are side by side, so that algorithms do not hide each other.
-    """
+    The points of a step are side by side, so that algorithms do not hide each other."""
     labels = list(dict.fromkeys(mark.row.algorithm for mark in panel))
     for number, label in enumerate(labels):
         aside = 0.12 * ((2 * number + 1) / len(labels) - 1)

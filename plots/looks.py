@@ -9,10 +9,9 @@ from typing import Any
 
 from matplotlib.colors import to_hex, to_rgb
 
-from common.results.records import Record
+from common.results.records import Record, grouped
 
 GREY = "#8a8a8a"
-"""Colour of flagged results."""
 FLAGGED = {"facecolor": "#e4e4e4", "edgecolor": "#9a9a9a", "linestyle": "--", "linewidth": 0.8}
 """Arguments of a flagged result's bar: no hatch, and a broken outline."""
 
@@ -25,7 +24,6 @@ class Look:
     marker: Any
     hatch: str
     line: Any
-    """Line style of matplotlib."""
 
     @property
     def bar(self) -> dict[str, Any]:
@@ -105,16 +103,13 @@ def order(algorithm: str) -> tuple[int, str]:
 
 
 def looks(records: Iterable[Record]) -> dict[str, Look]:
-    """Returns a look for each label, in the order of figures; no two labels look the same.
-
-    Labels of one algorithm are its variants. The variant that is named like the algorithm (or else
-    the first) has the algorithm's look. The others have shades of its colour, and unused markers,
-    hatches and line styles.
-    """
+    """Returns a look for each label, in the order of figures; no two labels look the same. Labels
+    of one algorithm are its variants. The variant that is named like the algorithm (or else the
+    first) has the algorithm's look. The others have shades of its colour, and unused markers,
+    hatches and line styles."""
     names = {record.label: record.trial["algorithm"] for record in records}
-    groups: dict[str, list[str]] = {}
-    for label in sorted(names, key=lambda label: (order(names[label]), label != names[label])):
-        groups.setdefault(names[label], []).append(label)
+    ordered = sorted(names, key=lambda label: (order(names[label]), label != names[label]))
+    groups = grouped(ordered, names.__getitem__)
     taken = {labels[0]: LOOKS[name] for name, labels in groups.items() if name in LOOKS}
     more = itertools.cycle(_MORE_COLOURS)
     for name, labels in groups.items():

@@ -19,10 +19,8 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws two bars for each model and network: throughput divided by Horovod's.
-
-    Absolute throughputs would compare devices, because the published ones are from GPUs.
-    """
+    """Draws two bars for each model and network: throughput divided by Horovod's. Absolute
+    throughputs would compare devices, because the published ones are from GPUs."""
     marks = [mark for mark in sweep.load(folder)[0] if _method(mark.record)]
     bars = []
     for panel in published.panels(marks, _method, _compared):

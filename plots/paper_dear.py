@@ -36,10 +36,8 @@ def fits(records: Sequence[Record]) -> bool:
 
 
 def figure(folder: Path) -> style.Drawn:
-    """Draws speed-ups by model, with a column of panels for each network.
-
-    Outlined bars are published results of the same models and networks.
-    """
+    """Draws speed-ups by model, with a column of panels for each network. Outlined bars are
+    published results of the same models and networks."""
     marks, _ = sweep.load(folder)
     bars = _ours(marks, _WITHOUT)
     bars += _theirs(list(dict.fromkeys((bar["model"], bar["network"]) for bar in bars)))

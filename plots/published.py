@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from common.paths import CONFIGS
-from common.results.records import Record
+from common.results.records import Record, grouped
 from plots import style, sweep
 from plots.looks import Look
 from plots.sweep import Mark
@@ -57,10 +57,8 @@ def network(record: Record) -> str:
 
 
 def fits(records: Sequence[Record], compared: Callable[[Sequence[Record]], bool]) -> bool:
-    """Returns True if valid trials without a fault contain what a paper compares.
-
-    `compared` decides this for the records of a cell (trials that are compared with each other).
-    """
+    """Returns True if valid trials without a fault contain what a paper compares. `compared`
+    decides this for the records of a cell (trials that are compared with each other)."""
     calm = [record for record in records if not record.fault]
     return any(map(compared, sweep.variants(calm, "label")))
 
@@ -70,10 +68,8 @@ def panels(
     method: Callable[[Record], str | None],
     compared: Callable[[Sequence[Record]], bool],
 ) -> list[dict[str, Mark]]:
-    """Returns the valid marks (trials) by method, for each cell for which `compared` is true.
-
-    Uses only the largest batch size of a cell, and the first variant of a method.
-    """
+    """Returns the valid marks (trials) by method, for each cell for which `compared` is true. Uses
+    only the largest batch size of a cell, and the first variant of a method."""
     valid = [mark for mark in marks if not mark.row.flag and not mark.row.fault]
     chosen: dict[tuple[str, str, int], list[Mark]] = {}
     for panel in sweep.panels(valid):
@@ -148,9 +144,8 @@ def _at(bars: Sequence[Bar], line: str, column: str) -> list[Bar]:
 def _panel(
     axis: Axes, bars: Sequence[Bar], order: Sequence[str], looks: Mapping[str, Look]
 ) -> None:
-    groups: dict[str, list[Bar]] = {}
-    for bar in sorted(bars, key=lambda bar: (order.index(bar["method"]), bar["whose"])):
-        groups.setdefault(bar.get("group", bar["method"]), []).append(bar)
+    ordered = sorted(bars, key=lambda bar: (order.index(bar["method"]), bar["whose"]))
+    groups = grouped(ordered, lambda bar: bar.get("group", bar["method"]))
     most = max(map(len, groups.values()))
     names = sorted(groups, key=[bar.get("group", bar["method"]) for bar in bars].index)
     for center, name in enumerate(names):

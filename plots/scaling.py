@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from common.results.records import Record
 from plots import lines, style, sweep
 
 TITLE = "Scaling and efficiency over workers"
 NEEDS = "an algorithm at two numbers of workers"
 
 
-def fits(records: Sequence[Record]) -> bool:
-    return lines.fits(records, "world_size", lambda record: record.trial["world_size"])
+fits = partial(lines.fits, free="world_size")
 
 
 def figure(folder: Path) -> style.Drawn:

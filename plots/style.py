@@ -31,7 +31,6 @@ from dear.errors import UserError
 from plots.looks import FLAGGED, GREY, LOOKS, Look
 
 Drawn = tuple[Figure, pd.DataFrame]
-"""Figure, and the data in it."""
 # A white halo keeps text readable where it crosses lines.
 _HALO = patheffects.withStroke(linewidth=2.5, foreground="white", alpha=0.8)
 _REASON = {"fontsize": 7, "color": "#666666", "path_effects": [_HALO]}
@@ -56,12 +55,9 @@ def setup(grid: str = "x") -> None:
 
 
 def stacked(counts: Sequence[int], width: float, bar: float, **options: Any) -> tuple[Figure, Any]:
-    """Returns a figure with panels below each other, and the axes of the panels.
-
-    Args:
-        counts: number of bars of each panel; a bar gets `bar` inches of height.
-        options: arguments of `plt.subplots`.
-    """
+    """Returns a figure with panels below each other, and the axes of the panels. `counts` has the
+    number of bars of each panel; a bar gets `bar` inches of height. `options` are arguments of
+    `plt.subplots`."""
     setup()
     heights = [count + 1.2 for count in counts]
     options |= {"height_ratios": heights, "squeeze": False, "layout": "constrained"}
@@ -114,9 +110,7 @@ def row_bar(
     remark: str = "",
 ) -> None:
     """Draws a horizontal bar with its interval and number; a flagged bar is grey, with the reason.
-
-    Set the limits of the x axis before the call: they decide where the number fits.
-    """
+    Set the limits of the x axis before the call: they decide where the number fits."""
     axis.barh(index, value, height=0.72, **(FLAGGED if flag else look.bar))
     text = significant(value) + remark
     if flag:
@@ -166,20 +160,15 @@ def flags(records: Iterable[Record], look: str = "grey") -> str:
 
 
 def data(marks: Iterable[Mapping[str, Any]], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Returns the data of a figure, with a row per mapping; missing values are `pd.NA`.
-
-    Args:
-        columns: names of the columns, for data that may have no row.
-    """
+    """Returns the data of a figure, with a row per mapping; missing values are `pd.NA`. `columns`
+    names the columns, for data that may have no row."""
     rows = [dict(mark) for mark in marks]
     return pd.DataFrame(rows, columns=None if rows else list(columns)).convert_dtypes()
 
 
 def writer(name: str, draw: Callable[[Path], Drawn]) -> Callable[[Path, Path], list[Path]]:
-    """Returns the function `write(folder, out)`, which draws a sweep's figure and saves it.
-
-    It saves `name`.png, `name`.pdf and, with the data, `name`.csv; it returns these paths.
-    """
+    """Returns the function `write(folder, out)`, which draws a sweep's figure and saves it. It
+    saves `name`.png, `name`.pdf and, with the data, `name`.csv; it returns these paths."""
 
     def write(folder: Path, out: Path) -> list[Path]:
         figure, table = draw(folder)
@@ -195,14 +184,10 @@ def writer(name: str, draw: Callable[[Path], Drawn]) -> Callable[[Path, Path], l
 
 
 def program(
-    fits: Callable[[Sequence[Record]], bool],
-    needs: str,
-    draw: Callable[[Path, Path], list[Path]],
+    fits: Callable[[Sequence[Record]], bool], needs: str, draw: Callable[[Path, Path], list[Path]]
 ) -> None:
-    """Draws a sweep into its folder `figures` and prints the names of the files.
-
-    A user error, or a sweep without the needed records, prints one line; the exit status is 2.
-    """
+    """Draws a sweep into its folder `figures` and prints the names of the files. A user error, or a
+    sweep without the needed records, prints one line; the exit status is 2."""
     parser = argparse.ArgumentParser(description=f"Draw figures of a sweep. Needed: {needs}.")
     parser.add_argument("sweep", type=Path, help="folder of results, such as logs/quick")
     sweep = parser.parse_args().sweep

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.store import Comparison
 from common.results.timed import rows
 from common.results.timed.rows import Row
@@ -46,10 +46,7 @@ def timed(records: Sequence[Record]) -> list[Record]:
 
 def load(folder: Path) -> tuple[list[Mark], str]:
     """Returns the trials with timed steps, in the order of figures, and the baseline's label.
-
-    Raises:
-        UserError: no trial has timed steps.
-    """
+    Raises `UserError` if no trial has timed steps."""
     comparison = Comparison.load(folder)
     records = timed(comparison.results(folder))
     if not records:
@@ -65,10 +62,8 @@ def load(folder: Path) -> tuple[list[Mark], str]:
 
 def panels(marks: Iterable[Mark], *free: str) -> list[list[Mark]]:
     """Groups marks whose rows differ only in the fields `free`; keeps the order of the marks."""
-    groups: dict[tuple[Any, ...], list[Mark]] = {}
-    for mark in marks:
-        key = tuple(getattr(mark.row, name) for name in _PLACE if name not in free)
-        groups.setdefault(key, []).append(mark)
+    names = [name for name in _PLACE if name not in free]
+    groups = grouped(marks, lambda mark: tuple(getattr(mark.row, name) for name in names))
     return list(groups.values())
 
 
@@ -81,19 +76,16 @@ def title(row: Row, free: str = "") -> str:
 
 
 def variants(records: Sequence[Record], *free: str, flagged: bool = False) -> list[list[Record]]:
-    """Groups records whose trials differ only in the keys `free`; leaves out single workers.
-
-    Args:
-        free: keys of a trial in which the records of a group may differ, such as `world_size`.
-        flagged: whether flagged (invalid) records are included.
-    """
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in timed(records):
-        if record.trial["algorithm"] != SINGLE and (flagged or flag_text(record) is None):
-            key = tuple(
-                str(record.trial.get(name)) for name in (*_PLACE, "label") if name not in free
-            )
-            groups.setdefault(key, []).append(record)
+    """Groups records whose trials differ only in the keys `free`; leaves out single workers. `free`
+    has keys of a trial such as `world_size`. With `flagged`, flagged (invalid) records are
+    included."""
+    names = [name for name in (*_PLACE, "label") if name not in free]
+    used = [
+        record
+        for record in timed(records)
+        if record.trial["algorithm"] != SINGLE and (flagged or flag_text(record) is None)
+    ]
+    groups = grouped(used, lambda record: tuple(str(record.trial.get(name)) for name in names))
     return list(groups.values())
 
 

@@ -7,7 +7,6 @@ this one. *Any hour*: the mean step time of very many repeats at the machine's m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,14 +112,12 @@ def cover(
     held = np.zeros(2)
     for run, times in enumerate(np.exp(logs).tolist()):
         count = least
-        while count < most and not _narrow(times[:count], precision):
+        while count < most:
+            if precision is not None and stats.precise_enough([times[:count]], precision):
+                break
             count += 1
         interval = stats.step_s(times[:count])
         meanwhile = usual * float(np.exp(pace[run, :count].mean()))
         held += [interval.low <= truth <= interval.high for truth in (meanwhile, mean)]
     this_run, any_hour = (held / runs).tolist()
     return Coverage(this_run=this_run, any_hour=any_hour, runs=runs)
-
-
-def _narrow(times: Sequence[Sequence[float]], precision: float | None) -> bool:
-    return precision is not None and stats.precise_enough([times], precision)

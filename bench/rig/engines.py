@@ -44,11 +44,8 @@ class Engine(ABC):
 
 
 class TorchEngine(Engine):
-    """Backend of torch.distributed.
-
-    Args:
-        direct: whether tensors lie in shared memory that the peers map (`comm_core.empty`).
-    """
+    """Backend of torch.distributed. If `direct`, tensors lie in shared memory that the peers map
+    (`comm_core.empty`)."""
 
     def __init__(self, backend: str, rank: int, size: int, store: Path, direct: bool) -> None:
         self.versions = {"torch": torch.__version__}
@@ -141,11 +138,8 @@ class HorovodEngine(Engine):
 
 
 def create(name: str, rank: int, size: int, store: Path) -> Engine:
-    """Joins the job of an engine.
-
-    Raises:
-        Unavailable: something that the engine needs is not installed.
-    """
+    """Joins the job of an engine. Raises `Unavailable` if something that the engine needs is not
+    installed."""
     if name == "mpi":
         return MpiEngine()
     if name == "horovod":

@@ -13,13 +13,9 @@ from dear.errors import UserError
 
 
 class Output:
-    """Result file. `with Output(path) as output:` creates it at once, to fail early.
-
-    A file without results is removed at the end. With the path None nothing is written.
-
-    Attributes:
-        card: facts about this machine.
-    """
+    """Result file. `with Output(path) as output:` creates it at once, to fail early. A file without
+    results is removed at the end. With the path None nothing is written. `card` has facts about
+    this machine."""
 
     def __init__(self, path: Path | None) -> None:
         self.card = machine_card()

@@ -17,11 +17,8 @@ class NeedsSandbox(Exception):  # noqa: N818  (a request, not an error)
 
 
 def parser(doc: str | None, *, json: bool = True) -> argparse.ArgumentParser:
-    """Returns a parser whose help begins with the first line of `doc`.
-
-    Args:
-        json: whether there is an option `--json`, for `Output`.
-    """
+    """Returns a parser whose help begins with the first line of `doc`. With `json`, there is an
+    option `--json`, for `Output`."""
     parser = argparse.ArgumentParser(
         description=(doc or "").split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -37,11 +34,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def run(main: Callable[[list[str]], int]) -> None:
-    """Runs a script's main and ends the process with the returned status.
-
-    A user error is printed as one line; the status is 2. SIGTERM raises an exception, so that
-    ranks are ended and virtual hosts removed.
-    """
+    """Runs a script's main and ends the process with the returned status. A user error is printed
+    as one line; the status is 2. SIGTERM raises an exception, so that ranks are ended and virtual
+    hosts removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         try:

@@ -25,11 +25,8 @@ _VALUE = struct.Struct("d")
 
 
 class Place:
-    """First argument of a benchmark's function: this rank's engine, and barriers.
-
-    Attributes:
-        name: name of the engine.
-    """
+    """First argument of a benchmark's function: this rank's engine, and barriers. `name` is that of
+    the engine."""
 
     def __init__(self, rank: int, size: int, name: str, engine: Engine, folder: Path) -> None:
         self.rank, self.size, self.name, self.engine = rank, size, name, engine
@@ -38,11 +35,9 @@ class Place:
         self._socket.bind(self._paths[rank])
 
     def barrier(self, value: float = 0.0) -> float:
-        """Waits for all ranks and returns the `value` of rank 0.
-
-        The barrier uses Unix datagrams, not the engine, so that every engine starts from the same
-        state. All ranks run on this machine, and sleep while they wait.
-        """
+        """Waits for all ranks and returns the `value` of rank 0. The barrier uses Unix datagrams,
+        not the engine, so that every engine starts from the same state. All ranks run on this
+        machine, and sleep while they wait."""
         if self.rank == 0:
             for _ in range(self.size - 1):
                 self._socket.recv(_VALUE.size)

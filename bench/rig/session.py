@@ -13,7 +13,7 @@ from bench.rig.output import Output
 from bench.rig.team import Layout, Teams, built
 from common.emulation import sandbox
 from common.emulation.hosts import network
-from common.emulation.links.profile import NetworkProfile, network_profile
+from common.emulation.links.profile import network_profile
 from dear.errors import UserError, unknown
 from dear.options import at_least
 
@@ -22,12 +22,8 @@ _SETUP += ("time_scale",)
 
 
 def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.ArgumentParser:
-    """Returns a parser with the options of a session and `--json`.
-
-    Args:
-        names: default of the engines.
-        world: default of the number of ranks.
-    """
+    """Returns a parser with the options of a session and `--json`. `names` is the default of the
+    engines. `world` is the default of the number of ranks."""
     parser = program.parser(doc)
     add = parser.add_argument
     add("--engines", nargs="+", default=list(names), metavar="NAME", help="engines, interleaved")
@@ -45,12 +41,9 @@ def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.Argume
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the checked options; `num_hosts` is the number of virtual hosts, or 0.
-
-    Raises:
-        UserError: an option is wrong or impossible on this machine.
-        NeedsSandbox: the options need a sandbox, and the program is in none.
-    """
+    """Returns the checked options; `num_hosts` is the number of virtual hosts, or 0. Raises
+    `UserError` if an option is wrong or impossible on this machine. Raises `NeedsSandbox` if the
+    options need a sandbox, and the program is in none."""
     args = parser.parse_args(argv)
     for name in args.engines:
         if name not in engines.NAMES:
@@ -63,7 +56,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     args.num_hosts = 0 if args.hosts == "local" else args.world
     if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", args.rate):
         raise UserError(f"--rate {args.rate!r} is not none or a speed such as 1gbit, 500mbit")
-    profile = profile_of(args)
+    profile = args.profile = None if args.network is None else network_profile(args.network)
     if profile is None and args.time_scale != 1:
         raise UserError(f"--time-scale {args.time_scale:g} needs --network")
     if profile is not None and not args.num_hosts:
@@ -80,11 +73,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
             )
         raise program.NeedsSandbox
     return args
-
-
-def profile_of(args: argparse.Namespace) -> NetworkProfile | None:
-    """Returns the profile that `--network` names; None without the option."""
-    return None if args.network is None else network_profile(args.network)
 
 
 class Session:
@@ -123,10 +111,10 @@ class Session:
         """Returns lines that describe the machine, the hosts, the engines and the ranks."""
         args, where = self.args, "this machine"
         if args.num_hosts:
-            where = f"{args.num_hosts} virtual hosts, links {args.rate}"
+            links = f"links {args.rate}"
             if args.network is not None:
-                where = f"{args.num_hosts} virtual hosts, network {args.network}"
-                where += f" slowed down {args.time_scale:g} times"
+                links = f"network {args.network} slowed down {args.time_scale:g} times"
+            where = f"{args.num_hosts} virtual hosts, {links}"
         lines = self._output.heading()
         lines.append(
             f"# {args.world} ranks on {where}, transport {args.transport}, tcp {self._congestion}"
@@ -141,17 +129,9 @@ class Session:
 
 @contextlib.contextmanager
 def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
-    """Creates the result file, starts the ranks of every engine and prints the heading.
-
-    No process and no host is left afterwards.
-
-    Args:
-        tool: name of the script in the result file.
-    """
-    with (
-        Output(args.json) as output,
-        built(args, profile_of(args)) as hosts,
-    ):
+    """Creates the result file, starts the ranks of every engine and prints the heading. No process
+    and no host is left afterwards. `tool` is the name of the script in the result file."""
+    with Output(args.json) as output, built(args) as hosts:
         layout = Layout(
             hosts=hosts,
             per_host=args.world // len(hosts),

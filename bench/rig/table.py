@@ -6,13 +6,11 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from dear.errors import UserError
 
-T = TypeVar("T")
 OPS = ("reduce_scatter", "all_gather", "all_reduce", "rs_ag")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -32,11 +30,9 @@ def bucket_bytes(text: str, world: int, item: int = 4) -> int:
 
 
 def bus_factor(op: str, world: int) -> float:
-    """Returns the bytes that leave each rank, divided by those of the bucket (busbw / algbw).
-
-    This is (n-1)/n for a reduce-scatter and for an all-gather, and 2(n-1)/n for an all-reduce and
-    for a reduce-scatter followed by an all-gather.
-    """
+    """Returns the bytes that leave each rank, divided by those of the bucket (busbw / algbw). This
+    is (n-1)/n for a reduce-scatter and for an all-gather, and 2(n-1)/n for an all-reduce and for a
+    reduce-scatter followed by an all-gather."""
     part = (world - 1) / world
     return part if op in ("reduce_scatter", "all_gather") else 2 * part
 
@@ -84,32 +80,9 @@ def human_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def of_engines(
-    header: Sequence[str],
-    rounds: Mapping[str, T] | Mapping[tuple[str, ...], T],
-    failures: Mapping[str, str],
-    cells: Callable[[T], Sequence[str]],
-) -> str:
-    """Returns a table with a row per label; the row of a failed engine has the reason.
-
-    Args:
-        rounds: results by label, which is an engine, or a tuple that contains one.
-        cells: returns the cells to the right of the label.
-    """
-    rows = []
-    for key, results in rounds.items():
-        label = (key,) if isinstance(key, str) else key
-        if results:
-            rows.append([*label, *cells(results)])
-        rows += [[*label, failures[part]] for part in label if part in failures]
-    return layout(header, rows)
-
-
 def layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table: the first two columns are aligned to the left, the others to the right.
-
-    The last cell of a row that is shorter than the header is a remark of any length.
-    """
+    """Returns a table: the first two columns are aligned to the left, the others to the right. The
+    last cell of a row that is shorter than the header is a remark of any length."""
 
     def aligned(row: Sequence[str]) -> Sequence[str]:
         return row if len(row) == len(header) else row[:-1]

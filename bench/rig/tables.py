@@ -36,7 +36,6 @@ class Noise:
     round: float
     """Deviation of whole rounds: all trials of a round share it."""
     base: Noise | None = None
-    """Noise of the baseline, if it differs."""
 
 
 EMULATED = Noise("emulated, BERT and ResNet-50", 0.011, 0.003, 0.0025)
@@ -128,10 +127,8 @@ class Tally:
 
     def missed(self, needed: float | None = None) -> list[str]:
         """Returns the missed requirements; shares of tables have a margin of two standard errors.
-
-        Args:
-            needed: effect that must get the verdict FASTER with the probability `stats.POWER`.
-        """
+        `needed` is the effect that must get the verdict FASTER with the probability
+        `stats.POWER`."""
         low, high = COVERAGE
         most = FALSE_WORDS + 2 * (FALSE_WORDS * (1 - FALSE_WORDS) / self.tables) ** 0.5
         bars = []
@@ -156,11 +153,8 @@ class Tally:
 def _cell(
     rng: np.random.Generator, noise: Noise, plan: Plan, effects: Sequence[float]
 ) -> list[stats.Repeats]:
-    """Simulates the step times of a baseline and of one more trial per effect.
-
-    Args:
-        effects: effect of each of these trials; 0.05 is 5 % faster than the baseline.
-    """
+    """Simulates the step times of a baseline and of one more trial per effect. `effects` has the
+    effect of each of these trials; 0.05 is 5 % faster than the baseline."""
     least, most = plan.repeats
     rounds = rng.normal(0, noise.round, (most, 1))
     trials = []

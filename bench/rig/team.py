@@ -27,7 +27,7 @@ from bench.rig.output import note
 from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster, VirtualHost
 from common.emulation.hosts import network
-from common.emulation.links.profile import NetworkProfile, network_profile
+from common.emulation.links.profile import network_profile
 from common.launch.mpirun import find_mpirun, settings
 from common.launch.ranks import RankLost, Ranks, gather
 from dear.errors import UserError
@@ -53,17 +53,12 @@ Host = ThisMachine | VirtualHost
 
 
 @contextlib.contextmanager
-def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> Iterator[list[Host]]:
+def built(args: argparse.Namespace) -> Iterator[list[Host]]:
     """Builds the hosts of a session. At the end removes virtual hosts and the processes on them.
 
-    Args:
-        args: options of the session. `congestion` is a setting of the kernel, for every engine;
-            it needs a sandbox, as virtual hosts do.
-        profile: network profile of the virtual hosts' links, instead of `args.rate`.
-
-    Raises:
-        RuntimeError: the program is not in a sandbox, but needs one.
-    """
+    `args` are options of the session. `congestion` is a setting of the kernel, for every engine; it
+    needs a sandbox, as virtual hosts do. Raises `RuntimeError` if the program is not in a sandbox,
+    but needs one."""
     if args.num_hosts == 0:
         if args.congestion is not None:
             if not sandbox.inside():
@@ -71,7 +66,7 @@ def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> It
             network.batch("ip", network.loopback_commands(args.congestion))
         yield [ThisMachine()]
         return
-    unlimited = args.rate == "none"
+    profile, unlimited = args.profile, args.rate == "none"
     with EmulatedCluster(
         hosts=args.num_hosts,
         profile=profile or network_profile("1gbit" if unlimited else args.rate),
@@ -118,12 +113,9 @@ class Layout:
 
 
 class Teams:
-    """Ranks of all engines, from `with Teams(names, layout) as teams:` to its end.
-
-    Attributes:
-        failures: reason by engine, for each engine that is missing or has failed.
-        started: the other engines, by name.
-    """
+    """Ranks of all engines, from `with Teams(names, layout) as teams:` to its end. `failures` has
+    the reason for each engine that is missing or has failed. `started` has the other engines, by
+    name."""
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
         self.failures: dict[str, str] = {}
@@ -160,11 +152,9 @@ class Teams:
         *,
         backwards: bool = False,
     ) -> Iterator[tuple[Any, str, list[Any]]]:
-        """Calls a function for each case, on the ranks of one engine after the other.
-
-        Yields the key of the case, the engine, and the results in rank order. The function is at
-        the top level of a module; it gets the rank's `Place` and the arguments of the case.
-        """
+        """Calls a function for each case, on the ranks of one engine after the other. Yields the
+        key of the case, the engine, and the results in rank order. The function is at the top level
+        of a module; it gets the rank's `Place` and the arguments of the case."""
         for key, arguments in cases.items():
             for name in reversed(self._names) if backwards else self._names:
                 if name in self.failures:
@@ -178,10 +168,8 @@ class Teams:
 
 
 class Team:
-    """Ranks of one engine, stopped by SIGSTOP except during `call`.
-
-    Without SIGSTOP, Horovod's threads would wake up every millisecond.
-    """
+    """Ranks of one engine, stopped by SIGSTOP except during `call`. Without SIGSTOP, Horovod's
+    threads would wake up every millisecond."""
 
     def __init__(self, name: str, layout: Layout, folder: Path) -> None:
         self.name, self._folder = name, folder
@@ -308,10 +296,8 @@ class Team:
             return
         for rank in range(layout.size):
             host = layout.host_of(rank)
-            yield (
-                host.command([*base, "--rank", str(rank)]),
-                {**env, "COMM_CORE_HOST_ID": host.name},
-            )
+            command = host.command([*base, "--rank", str(rank)])
+            yield command, {**env, "COMM_CORE_HOST_ID": host.name}
 
     def _mpirun(self) -> list[str]:
         layout = self._layout
@@ -328,11 +314,9 @@ class Team:
             chosen |= settings(mpirun, 0, layout.hosts[0].ifname)
         if tcp_only:
             chosen["btl"] = "tcp,self"
-        command = ["-wdir", str(_ROOT)]
-        agent = None
+        command, agent = ["-wdir", str(_ROOT)], None
         if len(layout.hosts) > 1:
-            slots = [f"{host.address}:{layout.per_host}" for host in layout.hosts]
-            command += ["-H", ",".join(slots)]
+            command += ["-H", ",".join(f"{h.address}:{layout.per_host}" for h in layout.hosts)]
             agent = [sys.executable, "-m", "common.emulation.hosts.rsh"]
         return [*mpirun.words(layout.size, chosen, agent), *command]
 

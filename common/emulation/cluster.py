@@ -145,18 +145,17 @@ class EmulatedCluster:
         self.links = choose(self._asked, self._networks)
         holders = self._holders = Holders(self._count)
         network.batch("ip", self.links.commands(holders.pids))
-        jobs = []
+        parts = []
         for index, pid in enumerate(holders.proc_pids):
             address = network.address_of(index)
-            lines = network.host_commands(index, self._count)
-            lines += network.congestion_commands(network.IFNAME, address, self.congestion)
-            jobs.append(network.start("ip", lines, pid))
             host = VirtualHost(name=f"h{index}", address=address, ifname=network.IFNAME, pid=pid)
             self.hosts += (host,)
+            lines = network.host_commands(index, self._count)
+            lines += network.congestion_commands(network.IFNAME, address, self.congestion)
+            parts.append((lines, pid))
         switch = (network.BRIDGE, network.BRIDGE_ADDRESS)
-        jobs.append(network.start("ip", network.congestion_commands(*switch, self.congestion)))
-        for job in jobs:
-            network.finish(job)
+        parts.append((network.congestion_commands(*switch, self.congestion), None))
+        network.batches("ip", parts)
         self.links.connect(holders.proc_pids)
         self.set_profile(self.profile, self.time_scale)
         network.publish({host.name: (host.address, host.pid) for host in self.hosts})
@@ -174,14 +173,13 @@ class EmulatedCluster:
         network.withdraw()
 
     def _set_routes(self) -> None:
-        def route(device: str, address: str) -> str:
-            return network.route_command(device, address, self.congestion, self.time_scale)
-
-        jobs = [network.start("ip", [route(network.BRIDGE, network.BRIDGE_ADDRESS)])]
-        for host in self.hosts:
-            jobs.append(network.start("ip", [route(host.ifname, host.address)], host.pid))
-        for job in jobs:
-            network.finish(job)
+        ends = [(host.ifname, host.address, host.pid) for host in self.hosts]
+        ends.append((network.BRIDGE, network.BRIDGE_ADDRESS, None))
+        rules = (self.congestion, self.time_scale)
+        network.batches(
+            "ip",
+            [([network.route_command(device, ip, *rules)], pid) for device, ip, pid in ends],
+        )
 
     def _set_buffers(self) -> None:
         """Gives TCP buffers of twice the bytes in flight, so that it can fill the longest line."""

@@ -106,13 +106,11 @@ class Fault:
         if self.kind not in _NEEDS:
             raise unknown("kind of fault", self.kind, _NEEDS)
         needs = _NEEDS[self.kind]
+        allowed = {"kind", "at_s", *needs, *({"for_s"} if self.kind != "kill_rank" else ())}
         for field in fields(self):
-            if field.name in ("kind", "at_s"):
-                continue
             is_set = getattr(self, field.name) is not None
             if field.name in needs and not is_set:
                 raise UserError(f"fault {self.kind}: needs `{field.name}:`")
-            allowed = needs | ({"for_s"} if self.kind != "kill_rank" else set())
             if is_set and field.name not in allowed:
                 raise UserError(f"fault {self.kind}: has no `{field.name}:`")
         for key in ("host", "rank", "at_s", "delay_us"):
@@ -128,7 +126,8 @@ class Fault:
     def title(self) -> str:
         """Short description for tables, such as `link_down h1 at 2 s for 1 s`."""
         target = f"rank {self.rank}" if self.host is None else f"h{self.host}"
-        detail = self.rate or (f"x{self.factor:g}" if self.factor is not None else None)
-        detail = detail or (f"{self.delay_us:g} us" if self.delay_us is not None else None)
-        words = [self.kind, target, *([detail] if detail else []), f"at {self.at_s:g} s"]
-        return " ".join(words + ([f"for {self.for_s:g} s"] if self.for_s is not None else []))
+        texts = {"rate": "{}", "factor": "x{:g}", "delay_us": "{:g} us"}
+        values = ((form, getattr(self, key)) for key, form in texts.items())
+        details = [form.format(value) for form, value in values if value is not None]
+        lasting = [] if self.for_s is None else [f"for {self.for_s:g} s"]
+        return " ".join([self.kind, target, *details[:1], f"at {self.at_s:g} s", *lasting])

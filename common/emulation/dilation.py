@@ -103,13 +103,9 @@ class Seen:
 
 
 def calibrate(hosts: Sequence[OnHost]) -> Calibration:
-    """Measures one transfer between the first two hosts, and the memory, in about two seconds.
-
-    With a single host there is no transfer, and a byte costs nothing.
-
-    Raises:
-        RuntimeError: the hosts cannot reach each other.
-    """
+    """Measures one transfer between the first two hosts, and the memory, in about two seconds. With
+    a single host there is no transfer, and a byte costs nothing. Raises `RuntimeError` if the hosts
+    cannot reach each other."""
     per_byte = transfer_cost(hosts[0], hosts[1]) if len(hosts) > 1 else 0.0
     cores = usable_cores()
     with ThreadPoolExecutor(cores) as pool:
@@ -145,15 +141,10 @@ def _own_and_busy_s() -> tuple[float, float]:
 
 
 def at_hand(cores: int, foreign: float, ranks: int) -> float:
-    """Returns how many cores `ranks` can use while other processes use `foreign` cores.
-
-    The result is at least a fair share: each rank and each foreign core count as one thread.
-    """
-    return (
-        cores
-        if foreign <= FOREIGN_CORES
-        else max(cores - foreign, cores * ranks / (ranks + foreign))
-    )
+    """Returns how many cores `ranks` can use while other processes use `foreign` cores. The result
+    is at least a fair share: each rank and each foreign core count as one thread."""
+    fair = cores * ranks / (ranks + foreign)
+    return cores if foreign <= FOREIGN_CORES else max(cores - foreign, fair)
 
 
 def choose_time_scale(
@@ -263,10 +254,8 @@ def needed_scale(
 
 
 def _wire_s(load: Load, gbps: float) -> float:
-    """Time in which every host sends and receives 2 (H-1)/H of the parameters, as in a ring.
-
-    In a ring, a line between two sites carries no more bytes than a host's own link does.
-    """
+    """Time in which every host sends and receives 2 (H-1)/H of the parameters, as in a ring. In a
+    ring, a line between two sites carries no more bytes than a host's own link does."""
     link_bytes = 2 * (load.hosts - 1) / load.hosts * load.parameter_bytes
     return link_bytes * 8 / (gbps * 1e9)
 
@@ -279,12 +268,9 @@ def readable_scales() -> Iterator[float]:
 
 
 def check_scale(model_is_replayed: bool, learns: bool, time_scale: float | None) -> None:
-    """Raises `UserError` if a model that is not replayed cannot run at this time scale.
-
-    Args:
-        learns: True if the trial trains for a fixed time; then `Brake` slows the model down.
-        time_scale: None means that it is chosen later.
-    """
+    """Raises `UserError` if a model that is not replayed cannot run at this time scale. `learns` is
+    True if the trial trains for a fixed time; then `Brake` slows the model down. If `time_scale` is
+    None, it is chosen later."""
     if time_scale is None or time_scale == 1 or model_is_replayed:
         return
     if not learns:

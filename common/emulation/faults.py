@@ -29,11 +29,8 @@ _SLOWDOWN = struct.Struct("<d")
 def check_fault(
     fault: Fault, *, hosts: int, ranks_per_host: int, world_size: int, replayed: bool
 ) -> None:
-    """Raises `UserError` for a fault that cannot happen to a trial of this shape.
-
-    Args:
-        replayed: True if the model's compute is replayed; only such a model can be made faster.
-    """
+    """Raises `UserError` for a fault that cannot happen to a trial of this shape. `replayed` is
+    True if the model's compute is replayed; only such a model can be made faster."""
     used = min(hosts, -(-world_size // ranks_per_host))
     if fault.rank is not None and not 0 <= fault.rank < world_size:
         raise UserError(f"faults: there is no rank {fault.rank}; allowed: 0 to {world_size - 1}")
@@ -52,13 +49,13 @@ def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> s
     """
     if outcome_error is None or outcome_error["kind"] not in ("failed", "timeout"):
         return None
-    for event in events:
-        if event["ok"]:
-            lasting = "" if event["for_s"] is None else f" for {event['for_s']:g} s"
-            if event["for_s"] is None and event["rank"] is None:
-                lasting = " for good"
-            return f"host {event['host']}: {event['what']} at {event['at_s']:.1f} s{lasting}"
-    return None
+    event = next((event for event in events if event["ok"]), None)
+    if event is None:
+        return None
+    lasting = "" if event["for_s"] is None else f" for {event['for_s']:g} s"
+    if event["for_s"] is None and event["rank"] is None:
+        lasting = " for good"
+    return f"host {event['host']}: {event['what']} at {event['at_s']:.1f} s{lasting}"
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,8 @@ class _Change:
 
 
 def wait_until_measuring(phase: Callable[[int], tuple[int, str]], ended: threading.Event) -> bool:
-    """Waits for rank 0 to begin measuring; False if the trial `ended` first.
-
-    Args:
-        phase: returns PID and phase of a rank, as `phase_of` does.
-    """
+    """Waits for rank 0 to begin measuring; False if the trial `ended` first. `phase` returns PID
+    and phase of a rank, as `phase_of` does."""
     while phase(0)[1] != _MEASURING:
         if ended.wait(_POLL_S):
             return False
@@ -84,11 +78,8 @@ def wait_until_measuring(phase: Callable[[int], tuple[int, str]], ended: threadi
 
 
 def phase_of(folder: Path, repeat: int, rank: int) -> tuple[int, str]:
-    """Returns PID and phase of a rank; (0, "") before the rank has reported any.
-
-    Args:
-        folder: the trial's folder, where the ranks write their phases.
-    """
+    """Returns PID and phase of a rank; (0, "") before the rank has reported any. `folder` is the
+    trial's, where the ranks write their phases."""
     try:
         text = (folder / f"phase-{repeat}-rank{rank}").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -99,13 +90,8 @@ def phase_of(folder: Path, repeat: int, rank: int) -> tuple[int, str]:
 
 class FaultInjector:
     """Fault in one repeat of one trial: `start()` before the ranks start, `stop()` after they end.
-
-    The fault must have passed `check_fault`.
-
-    Args:
-        folder: the trial's folder, where the ranks write their phases.
-        time_scale: real seconds per emulated second.
-    """
+    The fault must have passed `check_fault`. `folder` is the trial's, where the ranks write their
+    phases. `time_scale` is in real seconds per emulated second."""
 
     def __init__(
         self,
@@ -134,16 +120,10 @@ class FaultInjector:
         self._thread.start()
 
     def stop(self) -> list[Event]:
-        """Undoes the fault if it is still in effect.
-
-        Returns:
-            The events in order. `at_s` is in emulated seconds since the measurement began, or None
-            if it never began. `ok` is False if the event failed or came too late; `message` gives
-            the reason.
-
-        Raises:
-            RuntimeError: the fault could not be undone, so the cluster is no longer usable.
-        """
+        """Undoes the fault if it is still in effect. Returns the events in order. `at_s` is in
+        emulated seconds since the measurement began, or None if it never began. `ok` is False if
+        the event failed or came too late; `message` gives the reason. Raises `RuntimeError` if the
+        fault could not be undone, so the cluster is no longer usable."""
         self._trial_ended.set()
         self._thread.join()
         if self._in_effect and self._change.undo is not None:
@@ -200,22 +180,21 @@ class FaultInjector:
 
     def _make_change(self) -> _Change:
         fault, cluster, host = self._fault, self._cluster, self._host
-        if fault.kind == "link_down":
-            cut = partial(cluster.set_link, host, False)
-            return _Change("link cut", cut, "link restored", cluster.restore)
-        if fault.kind == "link_rate":
-            change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
-            what = f"link changed to {fault.rate}"
-            return _Change(what, change, "link back at its rate", cluster.restore)
-        if fault.kind == "link_delay":
-            change = partial(cluster.links.set_delay, host, fault.delay_us)
-            what = f"latency changed to {fault.delay_us:g} us"
-            return _Change(what, change, "latency back", cluster.restore)
+        if fault.kind == "kill_rank":
+            return _Change(f"rank {fault.rank} killed", self._kill)
         if fault.kind == "slow_host":
             slow, restore = (partial(self._set_slowdown, by) for by in (fault.factor, 1.0))
             what = f"compute {fault.factor:g} times slower"
             return _Change(what, slow, "compute back at its speed", restore)
-        return _Change(f"rank {fault.rank} killed", self._kill)
+        change = partial(cluster.set_link, host, False)
+        what, undone = "link cut", "link restored"
+        if fault.kind == "link_rate":
+            change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
+            what, undone = f"link changed to {fault.rate}", "link back at its rate"
+        if fault.kind == "link_delay":
+            change = partial(cluster.links.set_delay, host, fault.delay_us)
+            what, undone = f"latency changed to {fault.delay_us:g} us", "latency back"
+        return _Change(what, change, undone, cluster.restore)
 
     def _set_slowdown(self, factor: float) -> None:
         # Written in place, because the ranks have mapped the file.

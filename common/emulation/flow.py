@@ -44,21 +44,14 @@ class OnHost(Protocol):
 
 
 def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> tuple[float, float]:
-    """Returns the rates from and to `host` over its link, in Gb/s of Ethernet frames.
-
-    See network.py for the counted bytes.
-
-    Args:
-        address: IP address of this end.
-        seconds: duration per direction; the first `skip_s` seconds do not count.
-
-    Raises:
-        RuntimeError: no data, or too little data to measure, arrives.
-    """
+    """Returns the rates from and to `host` over its link, in Gb/s of Ethernet frames. See
+    network.py for the counted bytes. `address` is the IP address of this end. `seconds` are
+    duration per direction; the first `skip_s` seconds do not count. Raises `RuntimeError` if no
+    data, or too little data to measure, arrives."""
     with socket.create_server((address, 0)) as server:
         server.settimeout(_TIMEOUT_S)
         numbers = (server.getsockname()[1], seconds, skip_s, _MAX_BYTES)
-        with _started(host, "connect", address, *map(str, numbers)) as remote:
+        with started(host, *_SCRIPT, "connect", address, *map(str, numbers)) as remote:
             try:
                 with server.accept()[0] as connection:
                     connection.settimeout(_TIMEOUT_S)
@@ -78,26 +71,19 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
 
 
 def ring(hosts: Sequence[OnHost], seconds: float, skip_s: float) -> list[float]:
-    """Returns the rate that each host receives from the previous one while all send at once.
-
-    Rates are in Gb/s of Ethernet frames.
-
-    Args:
-        seconds: duration; the first `skip_s` seconds do not count.
-
-    Raises:
-        RuntimeError: no data, or too little data to measure, arrives.
-    """
+    """Returns the rate that each host receives from the previous one while all send at once. Rates
+    are in Gb/s of Ethernet frames. `seconds` is the duration; the first `skip_s` seconds do not
+    count. Raises `RuntimeError` if no data, or too little data to measure, arrives."""
     with ExitStack() as stack:
         receiving = [
-            stack.enter_context(_started(host, "listen", host.address, str(skip_s)))
+            stack.enter_context(started(host, *_SCRIPT, "listen", host.address, str(skip_s)))
             for host in hosts
         ]
         ports = [_port(process) for process in receiving]
         senders = [hosts[-1], *hosts[:-1]]
         for sender, receiver, port in zip(senders, hosts, ports, strict=True):
             numbers = map(str, (port, seconds, 0.0, math.inf))
-            stack.enter_context(_started(sender, "connect", receiver.address, *numbers))
+            stack.enter_context(started(sender, *_SCRIPT, "connect", receiver.address, *numbers))
         rates = [_answer(process)["bytes_per_s"] for process in receiving]
     if None in rates:
         raise RuntimeError("too little data arrived to measure all links at once")
@@ -108,17 +94,12 @@ def transfer_cost(
     sender: OnHost, receiver: OnHost, links_s: Callable[[], float] = lambda: 0.0
 ) -> float:
     """Returns the CPU seconds per byte moved, at both ends, in the kernel and in the switch.
-
-    Args:
-        links_s: returns the CPU seconds used so far by the switch program.
-
-    Raises:
-        RuntimeError: the hosts cannot reach each other.
-    """
-    with _started(receiver, "listen", receiver.address, "0") as receiving:
+    `links_s` returns the CPU seconds used so far by the switch program. Raises `RuntimeError` if
+    the hosts cannot reach each other."""
+    with started(receiver, *_SCRIPT, "listen", receiver.address, "0") as receiving:
         numbers = (_port(receiving), _TRANSFER_S, 0.0, math.inf)
         before_s = links_s()
-        with _started(sender, "connect", receiver.address, *map(str, numbers)) as sending:
+        with started(sender, *_SCRIPT, "connect", receiver.address, *map(str, numbers)) as sending:
             sent, received = _answer(sending), _answer(receiving)
     # The kernel's work between the ends is charged to whichever process is running. It appears in
     # the softirq time, and partly in that of the ends. All busy time is an upper bound.
@@ -128,9 +109,10 @@ def transfer_cost(
 
 
 @contextmanager
-def _started(host: OnHost, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(host: OnHost, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs a command on a host, with pipes for its output, and ends it by force if need be."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(host.command([*_SCRIPT, *arguments]), text=True, **pipes)
+    process = subprocess.Popen(host.command(words), text=True, **pipes)
     try:
         yield process
     finally:
@@ -164,11 +146,9 @@ def _send(connection: socket.socket, seconds: float, max_bytes: float) -> None:
 
 
 def _receive(connection: socket.socket, skip_s: float) -> dict[str, Any]:
-    """Returns `bytes`, and `bytes_per_s` of payload without the first `skip_s` seconds.
-
-    The rate is None if too little data arrived. It is the median over parts of the time, so that a
-    short busy period of the machine does not change it.
-    """
+    """Returns `bytes`, and `bytes_per_s` of payload without the first `skip_s` seconds. The rate is
+    None if too little data arrived. It is the median over parts of the time, so that a short busy
+    period of the machine does not change it."""
     space = memoryview(bytearray(_CHUNK_BYTES))
     times: list[float] = []
     totals: list[int] = []
@@ -194,29 +174,27 @@ def _receive(connection: socket.socket, skip_s: float) -> dict[str, Any]:
 
 def cpu_s() -> tuple[float, float, float]:
     """CPU seconds of this process, busy seconds of its cores, and seconds of interrupts."""
-    ticks = _ticks().values()
-    per_s = os.sysconf("SC_CLK_TCK")
-    busy = sum(busy for busy, _, _ in ticks)
-    return time.process_time(), busy / per_s, sum(irq for _, irq, _ in ticks) / per_s
+    busy, irq, _ = map(sum, zip(*_core_s().values(), strict=True))
+    return time.process_time(), busy, irq
 
 
 def cores_s() -> dict[int, tuple[float, float]]:
     """Busy seconds, and seconds stolen by other virtual machines, of each core that this process
     may use."""
-    per_s = os.sysconf("SC_CLK_TCK")
-    return {core: (busy / per_s, steal / per_s) for core, (busy, _, steal) in _ticks().items()}
+    return {core: (busy, steal) for core, (busy, _, steal) in _core_s().items()}
 
 
-def _ticks() -> dict[int, tuple[int, int, int]]:
-    """Busy (with interrupts), interrupt and stolen clock ticks of each core of this process."""
-    ours = os.sched_getaffinity(0)
-    ticks = {}
+def _core_s() -> dict[int, tuple[float, float, float]]:
+    """Busy (with interrupts), interrupt and stolen seconds of each core of this process."""
+    ours, per_s = os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK")
+    seconds = {}
     for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
         name, *values = line.split()
         if name.startswith("cpu") and name != "cpu" and int(name[3:]) in ours:
-            user, nice, system, _, _, irq, softirq, steal = map(int, values[:8])
-            ticks[int(name[3:])] = user + nice + system + irq + softirq, irq + softirq, steal
-    return ticks
+            ticks = [int(value) / per_s for value in values[:8]]
+            user, nice, system, _, _, irq, softirq, steal = ticks
+            seconds[int(name[3:])] = user + nice + system + irq + softirq, irq + softirq, steal
+    return seconds
 
 
 def main(role: str, address: str, *numbers: str) -> None:

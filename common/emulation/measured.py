@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from common.emulation import flow, probe
@@ -27,81 +28,69 @@ _MOST_OVERFLOWS = 0.001
 
 
 def measured_network(cluster: EmulatedCluster) -> dict[str, Any]:
-    """Measures each link alone, all links at once, and the delays; see `network_record`.
-
-    Raises:
-        RuntimeError: a link carries no data.
-    """
+    """Measures each link alone, all links at once, and the delays; see `network_record`. Raises
+    `RuntimeError` if a link carries no data."""
     one_by_one = link_rates(cluster)
     before = cluster.links.counters()
     together = rates_together(cluster)
     after = cluster.links.counters()
     delays = packet_delays(cluster) if cluster.links.left_out() is None else []
-    result = network_record(
-        cluster.profile, one_by_one, together, delays, DELAY_SLACK_US / cluster.time_scale
-    )
-    result |= {"links": cluster.links.kind, "congestion": cluster.congestion}
-    result["switch"] = counted_between(before, after)
-    result["notes"] += [
-        f"while all links were busy {line}" for line in counter_notes(result["switch"])
-    ]
-    result["notes"] = [*cluster.notes, *result["notes"]]
-    return result
+    slack_us = DELAY_SLACK_US / cluster.time_scale
+    result = network_record(cluster.profile, one_by_one, together, delays, slack_us)
+    switch = counted_between(before, after)
+    busy = [f"while all links were busy {line}" for line in counter_notes(switch)]
+    return result | {
+        "links": cluster.links.kind,
+        "congestion": cluster.congestion,
+        "switch": switch,
+        "notes": [*cluster.notes, *result["notes"], *busy],
+    }
 
 
 def link_rates(cluster: EmulatedCluster, seconds: float = 0.5) -> list[Row]:
     """Measures the rate of each link alone, between its host and the switch.
 
-    A link that seems slow is measured up to two more times, and the best result counts: on a busy
-    machine the sender is slow, not the link.
-
-    Args:
-        seconds: duration per direction, in seconds of this machine.
-
-    Returns:
-        One row per host: `host`, `up_gbps` and `down_gbps`. The rates are emulated Gb/s on the
-        wire (see hosts/network.py), computed from the TCP payload received.
-
-    Raises:
-        RuntimeError: a link carries no data.
-    """
+    A link that seems slow is measured again, and the best result counts: on a busy machine the
+    sender is slow, not the link. `seconds` is the duration per direction, in seconds of this
+    machine. Returns one row per host: `host`, `up_gbps` and `down_gbps`. The rates are emulated
+    Gb/s on the wire (see hosts/network.py), computed from the TCP payload received. Raises
+    `RuntimeError` if a link carries no data."""
     skip_s = _skipped_s(cluster, seconds)
     rows = []
     for host, requested_gbps in zip(cluster.hosts, cluster.gbps, strict=True):
-        best = [0.0, 0.0]
-        for _ in range(_MEASUREMENTS):
-            rates = flow.measure_link(host, BRIDGE_ADDRESS, seconds + skip_s, skip_s)
-            best = [max(a, b * cluster.time_scale) for a, b in zip(best, rates, strict=True)]
-            if min(best) > _NEAR * requested_gbps:
-                break
-        rows.append({"host": host.name, "up_gbps": best[0], "down_gbps": best[1]})
+        measure = partial(flow.measure_link, host, BRIDGE_ADDRESS, seconds + skip_s, skip_s)
+        up, down = _best(measure, requested_gbps, cluster.time_scale)
+        rows.append({"host": host.name, "up_gbps": up, "down_gbps": down})
     return rows
+
+
+def _best(
+    measure: Callable[[], Sequence[float]], requested_gbps: float, time_scale: float
+) -> list[float]:
+    """Returns the best rates of several measurements, which end once all rates are near."""
+    best = [0.0]
+    for _ in range(_MEASUREMENTS):
+        rates = [rate * time_scale for rate in measure()]
+        best = list(map(max, itertools.zip_longest(best, rates, fillvalue=0.0)))
+        if min(best) > _NEAR * requested_gbps:
+            break
+    return best
 
 
 def rates_together(cluster: EmulatedCluster, seconds: float = 1.0) -> list[Row]:
     """Measures all links at once: every host sends to the next one.
 
-    If a link seems slow, all are measured up to two more times, as in `link_rates`. The connections
-    use the same congestion control as the trials.
-
-    Returns:
-        One row per host: `host`, `gbps` (the rate received, as in `link_rates`) and
-        `requested_gbps`. The latter is None if TCP limits the rate: with frame loss, and between
-        sites. Empty for fewer than two hosts.
-
-    Raises:
-        RuntimeError: a link carries no data.
-    """
+    If a link seems slow, all are measured again, as in `link_rates`. The connections use the same
+    congestion control as the trials. Returns one row per host: `host`, `gbps` (the rate received,
+    as in `link_rates`) and `requested_gbps`. The latter is None if TCP limits the rate: with frame
+    loss, and between sites. Empty for fewer than two hosts. Raises `RuntimeError` if a link carries
+    no data."""
     hosts = len(cluster.hosts)
     if hosts < 2:
         return []
     skip_s = _skipped_s(cluster, seconds)
-    best = [0.0] * hosts
-    for _ in range(_MEASUREMENTS):
-        rates = flow.ring(cluster.hosts, seconds + skip_s, skip_s)
-        best = [max(a, b * cluster.time_scale) for a, b in zip(best, rates, strict=True)]
-        if min(best) > _NEAR * min(cluster.gbps):
-            break
+    measure = partial(flow.ring, cluster.hosts, seconds + skip_s, skip_s)
+    best = _best(measure, min(cluster.gbps), cluster.time_scale)
     rows = []
     for index, host in enumerate(cluster.hosts):
         before = (index - 1) % hosts
@@ -116,15 +105,9 @@ def packet_delays(cluster: EmulatedCluster, seconds: float = 0.5) -> list[Row]:
     """Measures one-way delays with small packets, for all pairs of hosts at once.
 
     Every host sends to the next one. Each other kind of connection, such as that between two sites,
-    is measured with one more pair.
-
-    Returns:
-        One row per pair: `source`, `target`, `requested_us`, `delay_us` and `delay_us_p99` (one
-        way, emulated microseconds; median and 99th percentile), `sent`, `lost`.
-
-    Raises:
-        RuntimeError: no packet arrives.
-    """
+    is measured with one more pair. Returns one row per pair: `source`, `target`, `requested_us`,
+    `delay_us` and `delay_us_p99` (one way, emulated microseconds; median and 99th percentile),
+    `sent`, `lost`. Raises `RuntimeError` if no packet arrives."""
     hosts, profile, scale = len(cluster.hosts), cluster.profile, cluster.time_scale
     pairs = {(host, (host + 1) % hosts) for host in range(hosts)} if hosts > 1 else set()
     seen = {profile.connection(*pair, hosts) for pair in pairs}
@@ -195,9 +178,7 @@ def network_record(
     """Returns what was requested and measured of a cluster's links, with notes on deviations.
 
     Args:
-        measured: result of `link_rates`.
-        together: result of `rates_together`.
-        delays: result of `packet_delays`.
+        measured, together, delays: results of `link_rates`, `rates_together`, `packet_delays`.
         slack_us: deviation that is allowed for every delay, in emulated microseconds.
 
     Returns:
@@ -209,15 +190,9 @@ def network_record(
         for host in measured
         for direction in ("up", "down")
     ]
-    busy_direction = "down with all links busy"
-    rates += [
-        (host["host"], busy_direction, host["gbps"])
-        for host in together
-        if host["requested_gbps"] is not None
-    ]
-    deviations = [
-        (100 * (gbps / profile.gbps - 1), host, direction, gbps) for host, direction, gbps in rates
-    ]
+    limited = [host for host in together if host["requested_gbps"] is not None]
+    rates += [(host["host"], "down with all links busy", host["gbps"]) for host in limited]
+    deviations = [(100 * (rate[-1] / profile.gbps - 1), *rate) for rate in rates]
     worst = max(deviations, key=lambda deviation: abs(deviation[0]), default=None)
     flagged = worst is not None and abs(worst[0]) > FLAG_PERCENT
     notes = []

@@ -23,11 +23,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 if __name__ != "__main__":
-    from common.emulation.flow import OnHost
+    from common.emulation.flow import OnHost, started
 
 _SCRIPT = [sys.executable, "-I", "-S", __file__]
-_NUMBER = struct.Struct("<qq")  # packet number (-1 for the end mark), and ns since the epoch
-_TIMESTAMP = struct.Struct("<qq")
+# Packet number (-1 for the end mark) and ns since the epoch; or the seconds and ns of a timestamp.
+_NUMBERS = struct.Struct("<qq")
 _SO_TIMESTAMPNS = 35  # from <asm-generic/socket.h>; Python does not define it
 _INTERVAL_S = 0.001
 _LIMIT_S = 60.0
@@ -49,22 +49,13 @@ def all_pairs(
     pairs: Sequence[tuple[OnHost, OnHost]], seconds: float, after_s: float
 ) -> list[Delays]:
     """Sends a packet with 16 bytes of payload each millisecond, from first to second of each pair.
-
-    Args:
-        after_s: longest time that the last packet may take.
-
-    Raises:
-        RuntimeError: fewer than two packets of a pair arrive.
-    """
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    `after_s` is the longest time that the last packet may take. Raises `RuntimeError` if fewer than
+    two packets of a pair arrive."""
     results = []
     with ExitStack() as stack:
 
         def start(host: OnHost, *arguments: str) -> subprocess.Popen[str]:
-            command = host.command([*_SCRIPT, *arguments])
-            process = stack.enter_context(subprocess.Popen(command, text=True, **pipes))
-            stack.callback(process.kill)
-            return process
+            return stack.enter_context(started(host, *_SCRIPT, *arguments))
 
         listening = [start(target, "listen", target.address) for _, target in pairs]
         ports = [process.stdout.readline().strip() for process in listening]
@@ -82,15 +73,16 @@ def all_pairs(
             if len(delays_ns) < 2:
                 raise RuntimeError(f"no packet comes from {source.name} to {target.name}")
             cuts = statistics.quantiles(delays_ns, n=100, method="inclusive")
-            results.append(
-                Delays(
-                    median_us=cuts[49] / 1e3,
-                    p99_us=cuts[98] / 1e3,
-                    quantiles_us=[cuts[share - 1] / 1e3 for share in (5, 25, 50, 75, 95)],
-                    sent=sent,
-                    lost=sent - len(delays_ns),
-                )
+            shares = {share: cuts[share - 1] / 1e3 for share in (5, 25, 50, 75, 95, 99)}
+            p99_us = shares.pop(99)
+            delays = Delays(
+                median_us=shares[50],
+                p99_us=p99_us,
+                quantiles_us=list(shares.values()),
+                sent=sent,
+                lost=sent - len(delays_ns),
             )
+            results.append(delays)
     return results
 
 
@@ -104,12 +96,12 @@ def _listen(address: str) -> list[int]:
         delays = []
         while True:
             data, control, _, _ = end.recvmsg(64, 64)
-            number, sent = _NUMBER.unpack_from(data)
+            number, sent = _NUMBERS.unpack_from(data)
             if number < 0:
                 return delays
             for level, kind, value in control:
                 if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
-                    seconds, ns = _TIMESTAMP.unpack(value)
+                    seconds, ns = _NUMBERS.unpack(value)
                     delays.append(seconds * 1_000_000_000 + ns - sent)
 
 
@@ -123,11 +115,11 @@ def _send(address: str, port: str, seconds: str, after_s: str) -> None:
         began = time.monotonic()
         for number in range(count):
             time.sleep(max(0.0, began + number * _INTERVAL_S - time.monotonic()))
-            end.send(_NUMBER.pack(number, time.time_ns()))
+            end.send(_NUMBERS.pack(number, time.time_ns()))
         time.sleep(float(after_s))
         with contextlib.suppress(ConnectionRefusedError):  # the other end has received one
             for _ in range(20):
-                end.send(_NUMBER.pack(-1, 0))
+                end.send(_NUMBERS.pack(-1, 0))
 
 
 if __name__ == "__main__":

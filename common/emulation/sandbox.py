@@ -56,9 +56,7 @@ def inside() -> bool:
 @functools.cache
 def unable() -> str | None:
     """Returns why this process cannot create a sandbox with virtual hosts, and a remedy, or None.
-
-    Creates one to find out, which takes about a tenth of a second.
-    """
+    Creates one to find out, which takes about a tenth of a second."""
     path = _environment(os.environ)["PATH"]
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool, path=path) is None]
     if missing:
@@ -80,14 +78,8 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 
     The command inherits stdout and stderr, and stdin unless that is a terminal. If the caller is
     the main thread, SIGINT and SIGTERM are passed on to the command. When the command ends, all
-    processes that it has left behind are killed.
-
-    Args:
-        env: the command's environment; None: that of this process.
-
-    Raises:
-        UserError: a sandbox cannot be created here; see `unable`.
-    """
+    processes that it has left behind are killed. `env` is the command's environment; None: that of
+    this process. Raises `UserError` if a sandbox cannot be created here; see `unable`."""
     reason = unable()
     if reason:
         raise UserError(f"virtual hosts: {reason}")

@@ -13,16 +13,10 @@ from common.emulation.faults import phase_of, wait_until_measuring
 
 
 class TracePlayer:
-    """Player of one trace in one repeat of one trial; the ranks run inside its `with` block.
-
-    Args:
-        cluster: cluster whose profile has a trace.
-        folder: the trial's folder, where the ranks write their phases.
-
-    Attributes:
-        changes: number of times that the rates were changed.
-        error: why the trace stopped before the trial ended, or None.
-    """
+    """Player of one trace in one repeat of one trial; the ranks run inside its `with` block. The
+    profile of `cluster` has a trace. `folder` is the trial's, where the ranks write their phases.
+    `changes` is the number of times that the rates were changed. `error` is why the trace stopped
+    before the trial ended, or None."""
 
     def __init__(self, cluster: EmulatedCluster, folder: Path, repeat: int) -> None:
         self._cluster, self._phase = cluster, partial(phase_of, folder, repeat)

@@ -28,8 +28,9 @@ from pathlib import Path
 
 from common.paths import ROOT
 from common.results.committed import catalogue
+from common.results.committed.pages import with_block
 from common.results.learning.summary import LearnRow
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.report.overview import overview
 from common.results.store import Comparison
 from common.results.tables.cells import significant
@@ -46,9 +47,7 @@ _BLOCK = re.compile(
 _NUMBER = re.compile(
     r"(?:~~)?(?P<value>[-+0-9.,e]+%?)(?:~~)?(?P<from><!-- (?P<name>[\w-]+): (?P<what>[^>]+?) -->)"
 )
-_LIST = re.compile(
-    r"(?P<head><!-- withdrawn records -->\n)(?P<body>.*?)(?P<end><!-- end -->)", re.DOTALL
-)
+_LIST = "withdrawn records"
 _LINK = re.compile(r"\]\([^)]*?records/(?P<name>[\w-]+)")
 _QUERY = re.compile(r"(?P<field>\w+) of (?P<words>.+?)(?: as (?P<form>\S+))?$")
 
@@ -78,11 +77,8 @@ def documents() -> list[Path]:
 
 
 def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
-    """Returns `text`, a document of the folder `place`, with all marked places filled.
-
-    Raises:
-        PlaceError: a place needs something that its record does not have.
-    """
+    """Returns `text`, a document of the folder `place`, with all marked places filled. Raises
+    `PlaceError` if a place needs something that its record does not have."""
     withdrawn = catalogue.withdrawn(folder)
 
     def block(match: re.Match[str]) -> str:
@@ -105,8 +101,9 @@ def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
     links = {match["name"] for match in _LINK.finditer(without_blocks(text))}
     if refused := withdrawn.keys() & links:
         raise PlaceError(f"a link leads to {min(refused)}, which is withdrawn: drop the sentence")
-    listed = _LIST.sub(lambda match: match["head"] + _withdrawn(withdrawn) + match["end"], text)
-    return _NUMBER.sub(number, _BLOCK.sub(block, listed))
+    if f"<!-- {_LIST} -->\n" in text:
+        text = with_block(text, _LIST, _withdrawn(withdrawn))
+    return _NUMBER.sub(number, _BLOCK.sub(block, text))
 
 
 def _existing(folder: Path, name: str) -> Path:
@@ -121,8 +118,8 @@ def without_blocks(text: str) -> str:
 
 
 def _withdrawn(reasons: Mapping[str, str]) -> str:
-    lines = [f"| `{name}` | {reason} |\n" for name, reason in reasons.items()]
-    return "".join(["| record | why |\n", "|---|---|\n", *lines]) if lines else "None.\n"
+    lines = [f"| `{name}` | {reason} |" for name, reason in reasons.items()]
+    return "\n".join(["| record | why |", "|---|---|", *lines]) if lines else "None."
 
 
 def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
@@ -151,10 +148,8 @@ def places(text: str) -> list[Place]:
 
 
 def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
-    """Returns, for each section with a record, its heading, quoted records, and shown standings.
-
-    A link to a record's folder or file counts as a quotation.
-    """
+    """Returns, for each section with a record, its heading, quoted records, and shown standings. A
+    link to a record's folder or file counts as a quotation."""
     sections = []
     for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
         marked = places(section)
@@ -167,10 +162,8 @@ def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
 
 
 def value_of(folder: Path, query: str) -> str | None:
-    """Returns the text of a number of a sweep; None for a flagged row.
-
-    `query` is the source of the number, as in the module's docstring.
-    """
+    """Returns the text of a number of a sweep; None for a flagged row. `query` is the source of the
+    number, as in the module's docstring."""
     row, match = chosen_row(folder, query)
     if row.flag:
         return None
@@ -181,16 +174,15 @@ def value_of(folder: Path, query: str) -> str | None:
 
 
 def chosen_row(folder: Path, query: str) -> tuple[Row | LearnRow, re.Match[str]]:
-    """Returns the row that a query chooses, and the parts of the query.
-
-    Raises:
-        PlaceError: there is not exactly one such row, or it has no such field.
-    """
+    """Returns the row that a query chooses, and the parts of the query. Raises `PlaceError` if
+    there is not exactly one such row, or it has no such field."""
     match = _QUERY.fullmatch(query)
     if match is None:
         raise PlaceError(f"{query!r} is not `FIELD of WORDS` or `FIELD of WORDS as FORM`")
     words = match["words"].split(", ")
-    chosen = [row for row in _rows(folder) if all(_is_of(row, word) for word in words)]
+    chosen = [
+        row for row in overview(*_sweep(folder)).rows if all(_is_of(row, word) for word in words)
+    ]
     if len(chosen) != 1:
         raise PlaceError(f"{len(chosen)} rows of {folder.name} are {match['words']!r}, not one")
     _check_fields(chosen[0], [match["field"]], folder)
@@ -214,34 +206,25 @@ def _sweep(folder: Path) -> tuple[list[Record], str]:
     return comparison.results(folder), comparison.compare_to
 
 
-def _rows(folder: Path) -> Sequence[Row | LearnRow]:
-    return overview(*_sweep(folder)).rows
-
-
 def _table(folder: Path, what: str | None, _: Path) -> str:
-    if what is not None:
-        rows, fields = _rows(folder), what.split(", ")
-        _check_fields(rows[0], fields, folder)
-        return _crossed(rows, fields)
     summary = overview(*_sweep(folder))
+    if what is not None:
+        fields = what.split(", ")
+        _check_fields(summary.rows[0], fields, folder)
+        return _crossed(summary.rows, fields)
     lines = "".join(f"- {line}\n" for line in summary.lines)
     return summary.table.markdown() + (f"\n{lines}" if lines else "")
 
 
 def _crossed(rows: Sequence[Row | LearnRow], fields: Sequence[str]) -> str:
     """Returns a table with a line per model and network, and the fields of each algorithm."""
-    cells = dict.fromkeys((row.model, row.network) for row in rows)
     names = dict.fromkeys(row.algorithm for row in rows)
-    by_place = {(row.model, row.network, row.algorithm): row for row in rows}
     titles = [f"{name} {field.replace('_', ' ')}" for name in names for field in fields]
     lines = [["model", "network", *titles]]
-    for model, network in cells:
-        values = [
-            _short(by_place.get((model, network, name)), field)
-            for name in names
-            for field in fields
-        ]
-        lines.append([model, network or "", *values])
+    for (model, network), here in grouped(rows, lambda row: (row.model, row.network)).items():
+        by_name = {row.algorithm: row for row in here}
+        texts = [_short(by_name.get(name), field) for name in names for field in fields]
+        lines.append([model, network or "", *texts])
     return markdown(lines, [False, False, *[True] * len(titles)], padded=False)
 
 
@@ -282,24 +265,19 @@ _BLOCKS: dict[str, Callable[[Path, str | None, Path], str]] = {
 
 
 def fill() -> list[Path]:
-    """Fills every document and returns those that changed.
-
-    Raises:
-        PlaceError: a place cannot be filled (see `filled`); then no document is written.
-    """
+    """Fills every document and returns those that changed. Raises `PlaceError` if a place cannot be
+    filled (see `filled`); then no document is written."""
     texts = {path: path.read_text(encoding="utf-8") for path in documents()}
-    new = {path: _filled_file(path, text) for path, text in texts.items()}
+    new = {}
+    for path, text in texts.items():
+        try:
+            new[path] = filled(text, path.parent)
+        except PlaceError as error:
+            raise PlaceError(f"{path.relative_to(ROOT)}: {error}") from None
     changed = [path for path in texts if new[path] != texts[path]]
     for path in changed:
         path.write_text(new[path], encoding="utf-8")
     return changed
-
-
-def _filled_file(path: Path, text: str) -> str:
-    try:
-        return filled(text, path.parent)
-    except PlaceError as error:
-        raise PlaceError(f"{path.relative_to(ROOT)}: {error}") from None
 
 
 if __name__ == "__main__":

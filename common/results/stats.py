@@ -20,7 +20,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
@@ -56,6 +55,10 @@ class Estimate:
     high: float | None
     n: int
     """Number of steps."""
+
+    def fields(self, name: str) -> dict[str, float | None]:
+        """Returns the fields `NAME`, `NAME_low` and `NAME_high` of a row."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +97,18 @@ class Difference:
             return 0.0 if self.log_ratio else 1.0
         return 2 * float(stdtr(self.freedom, -abs(self.log_ratio) / self.error))
 
+    def fields(self, comparisons: int, precision: float) -> dict[str, float | int | None]:
+        """Returns the fields of a row: the speed-up, and what more repeats could show.
+        `comparisons` is as for `detectable`. `precision` is as for `repeats_to`."""
+        return self.ratio.fields("speedup") | {
+            "detectable": detectable(self, comparisons),
+            "precision": precision,
+            "more_repeats": self.repeats_to(precision),
+        }
+
     def with_repeats(self, count: int) -> Difference:
         """Returns the expected difference for `count` repeats with the same ratio and spread.
-
-        `error` must not be None.
-        """
+        `error` must not be None."""
         return dataclasses.replace(
             self,
             error=self.error * (self.repeats / count) ** 0.5,
@@ -107,22 +117,17 @@ class Difference:
         )
 
     def repeats_to(self, precision: float) -> int | None:
-        """Returns how many more repeats would probably narrow the interval to `precision`.
-
-        Returns 0 if it is narrow enough, and None for more than `MOST_REPEATS` or an unknown
-        spread.
-
-        Args:
-            precision: half width of the interval, relative to the ratio.
-        """
+        """Returns how many more repeats would probably narrow the interval to `precision`. Returns
+        0 if it is narrow enough, and None for more than `MOST_REPEATS` or an unknown spread.
+        `precision` is the half width of the interval, relative to the ratio."""
         if self.error is None:
             return None
         counts = range(self.repeats, MOST_REPEATS + 1)
-        place = bisect.bisect_left(counts, True, key=partial(self._is_narrow, precision))
+        most = math.log1p(precision)
+        place = bisect.bisect_left(
+            counts, True, key=lambda count: self.with_repeats(count).half_width <= most
+        )
         return place if place < len(counts) else None
-
-    def _is_narrow(self, precision: float, count: int) -> bool:
-        return self.with_repeats(count).half_width <= math.log1p(precision)
 
 
 def step_s(repeats: Repeats) -> Estimate:
@@ -146,12 +151,9 @@ def percentile_step_s(repeats: Repeats, share: float) -> float:
 
 
 def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
-    """Compares a trial with its baseline.
-
-    Args:
-        paired: True if repeats with the same number ran in the same round; the difference is then
-            computed per round. False: Welch's comparison of means with unequal variances.
-    """
+    """Compares a trial with its baseline. If `paired` is True, repeats with the same number ran in
+    the same round, and the difference is computed per round; else by Welch's comparison of means
+    with unequal variances."""
     ours, theirs = (list(map(math.log, _times(trial))) for trial in (repeats, base))
     if paired:
         rounds = [b - a for a, b in zip(ours, theirs, strict=True)]
@@ -170,11 +172,9 @@ def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
 
 
 def shift(repeats: Repeats, others: Repeats) -> Estimate:
-    """Returns the relative distance of the mean step times of `others` and `repeats`.
-
-    The interval is Student's with pooled variance, so it exists for a single repeat of `others`,
-    too. The lower end is 0 if sampling error explains the distance.
-    """
+    """Returns the relative distance of the mean step times of `others` and `repeats`. The interval
+    is Student's with pooled variance, so it exists for a single repeat of `others`, too. The lower
+    end is 0 if sampling error explains the distance."""
     groups = [list(map(math.log, _times(given))) for given in (repeats, others)]
     value = abs(statistics.fmean(_times(others)) / statistics.fmean(_times(repeats)) - 1)
     n = sum(map(len, (*repeats, *others)))
@@ -190,12 +190,9 @@ def shift(repeats: Repeats, others: Repeats) -> Estimate:
 
 
 def verdicts(differences: Sequence[Difference]) -> list[str]:
-    """Returns a verdict for each difference: FASTER, SLOWER, SAME or UNSURE.
-
-    Args:
-        differences: all comparisons of a cell. FASTER and SLOWER are corrected for the number of
-            comparisons (Holm 1979): of 20 tables of equal trials, at most one has a false verdict.
-    """
+    """Returns a verdict for each difference: FASTER, SLOWER, SAME or UNSURE. `differences` are all
+    comparisons of a cell. FASTER and SLOWER are corrected for the number of comparisons (Holm
+    1979): of 20 tables of equal trials, at most one has a false verdict."""
     enough = [difference for difference in differences if difference.repeats >= MIN_REPEATS]
     adjusted = iter(holm([difference.p_value for difference in enough]))
     return [
@@ -214,14 +211,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def leaders(trials: Sequence[Repeats], paired: Callable[[int, int], bool]) -> list[int]:
-    """Returns the indices of the fastest trial and of those not distinguishable from it.
-
-    Which trial is the fastest depends on sampling error. So the differences from this trial are
-    corrected for the number of all pairs of the cell (Holm).
-
-    Args:
-        paired: returns whether the repeats of two trials, given by index, ran in the same rounds.
-    """
+    """Returns the indices of the fastest trial and of those not distinguishable from it. Which
+    trial is the fastest depends on sampling error. So the differences from this trial are corrected
+    for the number of all pairs of the cell (Holm). `paired` returns whether the repeats of two
+    trials, given by index, ran in the same rounds."""
     times = [step_s(trial).value for trial in trials]
     best = min(range(len(trials)), key=times.__getitem__)
     pairs = list(itertools.combinations(range(len(trials)), 2))
@@ -233,13 +226,8 @@ def leaders(trials: Sequence[Repeats], paired: Callable[[int, int], bool]) -> li
 
 def detectable(difference: Difference, comparisons: int) -> float | None:
     """Returns the smallest relative difference that gets a verdict with a probability of 80 %.
-
-    Computed from the spread of the repeats; None for too few repeats.
-
-    Args:
-        comparisons: number of comparisons in the cell. Holm's correction is taken at its strictest,
-            as if all other trials were equal.
-    """
+    Computed from the spread of the repeats; None for too few repeats. `comparisons` is their number
+    in the cell. Holm's correction is taken at its strictest, as if all other trials were equal."""
     if difference.repeats < MIN_REPEATS or difference.error is None:
         return None
     error, freedom = difference.error, difference.freedom

@@ -41,14 +41,9 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """Reads all records of a file, oldest first.
-
-    Damaged lines are left out; the module's logger warns of them once. An incomplete last line,
-    which a crash has cut off, is left out silently.
-
-    Raises:
-        UserError: a record has a version of the format that this code cannot read.
-    """
+    """Reads all records of a file, oldest first. Damaged lines are left out; the module's logger
+    warns of them once. An incomplete last line, which a crash has cut off, is left out silently.
+    Raises `UserError` if a record has a version of the format that this code cannot read."""
     if not path.exists():
         return []
     state = path.stat()
@@ -134,14 +129,9 @@ def mend(path: Path) -> None:
 
 
 def merge(parts: Sequence[Path], into: Path) -> Comparison:
-    """Merges the records of several parts of one experiment into a new folder.
-
-    If several parts have a record of a trial, the last one with status ok is used, or else the
-    last one.
-
-    Raises:
-        UserError: a part is no sweep or belongs to another experiment, or `into` exists.
-    """
+    """Merges the records of several parts of one experiment into a new folder. If several parts
+    have a record of a trial, the last one with status ok is used, or else the last one. Raises
+    `UserError` if a part is no sweep or belongs to another experiment, or if `into` exists."""
     if into.exists():
         raise UserError(f"{into} exists; merge into a new folder")
     comparisons = [Comparison.load(part) for part in parts]
@@ -188,11 +178,8 @@ def runs(folder: Path) -> list[Run]:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Hashes of an experiment's trials, in order, and the label of the baseline.
-
-    Records of trials that earlier versions of the experiment had stay in the file, but tables leave
-    them out.
-    """
+    """Hashes of an experiment's trials, in order, and the label of the baseline. Records of trials
+    that earlier versions of the experiment had stay in the file, but tables leave them out."""
 
     compare_to: str
     trials: tuple[str, ...]

@@ -70,7 +70,7 @@ def passing_flag(record: Record) -> Flag | None:
             text = f"provisional, repeats so far: {len(record.results)} ({text})"
         return Flag(kind="failed", text=text)
     if incorrect(record):
-        return Flag(kind="incorrect", text=_what_is_wrong(record))
+        return _flag("incorrect", _what_is_wrong(record))
     for kind in _NOTES:
         for note in record.notes:
             if note.kind == kind:
@@ -85,36 +85,35 @@ def _off_the_model(record: Record) -> Flag | None:
     if abs(model.off(record.step_s)) <= APART:
         return None
     computed, measured = (f"{1e3 * seconds:.1f} ms" for seconds in (model.step_s, record.step_s))
-    text = f"off the model: the event model computes {computed}, measured {measured}"
-    return Flag(kind="off the model", text=text)
+    return _flag("off the model", f"the event model computes {computed}, measured {measured}")
 
 
 def _beyond_the_bound(record: Record) -> Flag | None:
     bound = record.bound and record.bound.step_s
     if bound is None or not record.timed or bound / record.step_s <= BEYOND:
         return None
-    text = (
-        f"beyond the bound: the step takes {1e3 * record.step_s:.3g} ms, and none can take less "
-        f"than {1e3 * bound:.3g} ms ({bound / record.step_s:.0%})"
-    )
-    return Flag(kind="beyond the bound", text=text)
+    text = f"the step takes {1e3 * record.step_s:.3g} ms, and none can take less than "
+    text += f"{1e3 * bound:.3g} ms ({bound / record.step_s:.0%})"
+    return _flag("beyond the bound", text)
 
 
 def _short_of_cores(record: Record) -> Flag | None:
     waits = [strain.main_wait for strain in record.strain if strain.main_wait is not None]
     if record.fabric.kind != "real" or max(waits, default=0.0) <= OVERSUBSCRIBED:
         return None
-    share = f"{max(waits):.0%} of the time"
-    text = f"short of cores: a rank's training thread waited {share} for one"
-    return Flag(kind="short of cores", text=text)
+    text = f"a rank's training thread waited {max(waits):.0%} of the time for one"
+    return _flag("short of cores", text)
 
 
 def _unchecked(record: Record) -> Flag | None:
-    if record.check is None or record.check.verdict == "unchecked":
-        reason = record.check and record.check.finding
-        text = f"unchecked: {reason or 'it was not compared with plain training'}"
-        return Flag(kind="unchecked", text=text)
-    return None
+    if record.check is not None and record.check.verdict != "unchecked":
+        return None
+    reason = record.check and record.check.finding
+    return _flag("unchecked", reason or "it was not compared with plain training")
+
+
+def _flag(kind: FlagKind, text: str) -> Flag:
+    return Flag(kind=kind, text=f"{kind}: {text}")
 
 
 def incorrect(record: Record) -> bool:
@@ -124,9 +123,7 @@ def incorrect(record: Record) -> bool:
 
 def _what_is_wrong(record: Record) -> str:
     check = record.check
-    if check.finding:
-        return f"incorrect: {check.finding}"
-    if check.matches_reference is False:
-        error = check.reference_error
-        return f"incorrect: {'infinitely' if error is None else f'{error:.2g}'} off plain training"
-    return "incorrect: replicas differ"
+    if check.finding or check.matches_reference is not False:
+        return check.finding or "replicas differ"
+    error = check.reference_error
+    return f"{'infinitely' if error is None else f'{error:.2g}'} off plain training"

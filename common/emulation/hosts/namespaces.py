@@ -44,10 +44,8 @@ def setns(descriptor: int, kind: int) -> None:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Makes the kernel signal this process when the thread that started it ends, for any reason.
-
-    A change of the process's credentials undoes this: call it after entering a user namespace.
-    """
+    """Makes the kernel signal this process when the thread that started it ends, for any reason. A
+    change of the process's credentials undoes this: call it after entering a user namespace."""
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
@@ -87,15 +85,9 @@ def proc_pid() -> int:
 
 
 def enter(pid: int, kinds: tuple[str, ...] = tuple(HOST)) -> None:
-    """Moves this process to the host that process `pid` is on.
-
-    Args:
-        pid: PID as /proc shows it.
-        kinds: namespaces of the host to enter, out of net, uts, ipc and mnt.
-
-    Raises:
-        OSError: the process does not exist, or (for mnt) this process has several threads.
-    """
+    """Moves this process to the host that process `pid` is on. `pid` is as /proc shows it. `kinds`
+    are the namespaces of the host to enter, out of net, uts, ipc and mnt. Raises `OSError` if the
+    process does not exist, or (for mnt) this process has several threads."""
     folder = Path.cwd()
     with contextlib.ExitStack() as stack:
         files = []
@@ -109,15 +101,9 @@ def enter(pid: int, kinds: tuple[str, ...] = tuple(HOST)) -> None:
 
 
 class Holders:
-    """Processes that hold the namespaces of `count` hosts, named h0, h1, ...
-
-    Attributes:
-        pids: PID of each holder, for system calls.
-        proc_pids: PID of each holder, as /proc shows it.
-
-    Raises:
-        RuntimeError: the kernel refused to create the namespaces.
-    """
+    """Processes that hold the namespaces of `count` hosts, named h0, h1, ... `pids` are those of
+    the holders, for system calls. `proc_pids` are the same, as /proc shows them. Raises
+    `RuntimeError` if the kernel refused to create the namespaces."""
 
     def __init__(self, count: int) -> None:
         command = [*SCRIPT, __file__, "hold", str(os.getpid()), str(count)]
@@ -148,10 +134,7 @@ class Holders:
 
 def inhabitants(holders: list[int]) -> list[int]:
     """Returns the PIDs (for system calls) of the processes on these hosts, without the holders.
-
-    Args:
-        holders: PIDs of the holders, as /proc shows them.
-    """
+    `holders` are PIDs of the holders, as /proc shows them."""
     own_status = Path("/proc/self/status").read_text(encoding="utf-8")
     level = len(_numbers(own_status)) - 1  # under an outer /proc a process has several PIDs
     host_networks, pids = set(), []
@@ -236,10 +219,8 @@ def _hold(name: str, parent: int, outlet: int) -> int:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
-    arguments = [word.encode() or None for word in (source, target, kind, data)]
-    result = _LIBC.mount(
-        arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3]
-    )
+    *names, options = (word.encode() or None for word in (source, target, kind, data))
+    result = _LIBC.mount(*names, ctypes.c_ulong(flags), options)
     _check(result, f"mount {kind or source} on {target}")
 
 

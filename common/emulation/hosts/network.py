@@ -49,11 +49,8 @@ def port_of(host: int) -> str:
 
 
 def cable_commands(holders: Sequence[int]) -> list[str]:
-    """Returns the lines for ip that create a link to each host.
-
-    Args:
-        holders: PID of a process on each host, for system calls.
-    """
+    """Returns the lines for ip that create a link to each host. `holders` has the PID of a process
+    on each host, for system calls."""
     lines = []
     for host, pid in enumerate(holders):
         port = port_of(host)
@@ -105,11 +102,9 @@ def default_congestion() -> str:
 
 
 def loopback_commands(congestion: str) -> list[str]:
-    """Returns the lines for ip that set the congestion control of loopback connections.
-
-    Routes set it, because a namespace may not select a "restricted" algorithm (cubic) as its
-    default unless the whole machine allows it to everybody, a setting that must not be changed.
-    """
+    """Returns the lines for ip that set the congestion control of loopback connections. Routes set
+    it, because a namespace may not select a "restricted" algorithm (cubic) as its default unless
+    the whole machine allows it to everybody, a setting that must not be changed."""
     options = f"dev lo table local proto kernel scope host src 127.0.0.1 congctl {congestion}"
     return [f"route replace local {to} {options}" for to in ("127.0.0.0/8", "127.0.0.1")]
 
@@ -131,14 +126,9 @@ def route_command(device: str, address: str, congestion: str, time_scale: float)
 
 
 def raise_buffers(nbytes: int, hosts: Sequence[int]) -> str | None:
-    """Raises the limit of TCP buffers on these hosts to at least `nbytes` per connection.
-
-    Args:
-        hosts: PID of a process on each host, as /proc shows it.
-
-    Returns:
-        The reason if the kernel refused, else None.
-    """
+    """Raises the limit of TCP buffers on these hosts to at least `nbytes` per connection. `hosts`
+    has the PID of a process on each host, as /proc shows it. Returns the reason if the kernel
+    refused, else None."""
     lines = []
     for name in ("tcp_rmem", "tcp_wmem"):
         least, first, most = map(int, (_TCP / name).read_text(encoding="utf-8").split())
@@ -163,10 +153,8 @@ def resolvable() -> bool:
 
 def publish(hosts: Mapping[str, tuple[str, int]]) -> None:
     """Makes host names resolve, and sets the environment variable that leads to the host table.
-
-    Args:
-        hosts: address, and PID of a process on the host as /proc shows it, by host name.
-    """
+    `hosts` has the address, and the PID of a process on the host as /proc shows it, by host
+    name."""
     lines = [f"{BRIDGE_ADDRESS} {SWITCH}"]
     lines += [f"{address} {name}" for name, (address, _) in hosts.items()]
     _write_hosts(lines)
@@ -184,41 +172,35 @@ def withdraw() -> None:
 
 
 def published() -> dict[str, int]:
-    """Returns the PID of a process on each host, by name and by address.
-
-    Raises:
-        KeyError: there is no table, because no parent process has built a cluster.
-    """
+    """Returns the PID of a process on each host, by name and by address. Raises `KeyError` if there
+    is no table, because no parent process has built a cluster."""
     rows = json.loads(Path(os.environ[TABLE]).read_bytes())
     by_address = {row["address"]: row["pid"] for row in rows.values()}
     return {name: row["pid"] for name, row in rows.items()} | by_address
 
 
 def batch(tool: str, lines: Sequence[str], host: int | None = None) -> None:
-    """Runs lines with `ip -batch` or `tc -batch`, in this network or that of process `host`.
-
-    Raises:
-        RuntimeError: a line was refused; the message contains it.
-    """
-    finish(start(tool, lines, host))
+    """Runs lines with `ip -batch` or `tc -batch`, in this network or that of process `host`. Raises
+    `RuntimeError` if a line was refused; the message contains it."""
+    batches(tool, [(lines, host)])
 
 
-def start(tool: str, lines: Sequence[str], host: int | None = None) -> subprocess.Popen[str]:
-    """Starts what `batch` runs, so that many hosts can be configured at once."""
-    with tempfile.TemporaryFile("w+") as file:
-        file.write("".join(f"{line}\n" for line in lines))
-        file.seek(0)
-        into = None if host is None else lambda: enter(host, ("net",))
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([tool, "-batch", "-"], stdin=file, preexec_fn=into, **pipes)
-
-
-def finish(process: subprocess.Popen[str]) -> None:
-    """Waits for a process of `start`; raises `RuntimeError` if it failed."""
-    _, stderr = process.communicate()
-    if process.returncode:
-        reason = " ".join(stderr.split()) or f"exit status {process.returncode}"
-        raise RuntimeError(f"{process.args[0]} -batch: {reason}")
+def batches(tool: str, parts: Iterable[tuple[Sequence[str], int | None]]) -> None:
+    """Runs what several calls of `batch` with these lines and hosts run, all at once."""
+    jobs = []
+    for lines, host in parts:
+        with tempfile.TemporaryFile("w+") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+            file.seek(0)
+            into = None if host is None else functools.partial(enter, host, ("net",))
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            command = [tool, "-batch", "-"]
+            jobs.append(subprocess.Popen(command, stdin=file, preexec_fn=into, **pipes))
+    # All have ended before the first error is raised.
+    for job, stderr in [(job, job.communicate()[1]) for job in jobs]:
+        if job.returncode:
+            reason = " ".join(stderr.split()) or f"exit status {job.returncode}"
+            raise RuntimeError(f"{tool} -batch: {reason}")
 
 
 def _neighbours(device: str, own_host: int | None, hosts: int) -> list[str]:

@@ -11,15 +11,14 @@ from common.emulation.links.profile import NetworkProfile
 
 
 class Links(ABC):
-    """Links of one cluster, from `connect` to `close`.
-
-    Attributes:
-        kind: name in the key `cluster.links`.
-        pids: PID of a process on each host, as /proc shows it.
-    """
+    """Links of one cluster, from `connect` to `close`. `kind` is the name in the key
+    `cluster.links`. `pids` has the PID of a process on each host, as /proc shows it."""
 
     kind: str
     profile: NetworkProfile
+    devices = (network.BRIDGE,)
+    """Devices that `commands` creates besides the ends of the hosts' links, except for devices that
+    the kernel removes together with these."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
@@ -27,16 +26,8 @@ class Links(ABC):
 
     @abstractmethod
     def commands(self, holders: Sequence[int]) -> list[str]:
-        """Returns the lines for ip that create the links, run in the sandbox's network.
-
-        Args:
-            holders: PID of a process on each host, for system calls.
-        """
-
-    @property
-    @abstractmethod
-    def devices(self) -> tuple[str, ...]:
-        """Devices that `commands` creates besides the ends of the hosts' links."""
+        """Returns the lines for ip that create the links, run in the sandbox's network. `holders`
+        has the PID of a process on each host, for system calls."""
 
     def connect(self, pids: Sequence[int]) -> None:
         """Stores a PID per host, as /proc shows it. The lines of `commands` must have run."""
@@ -57,20 +48,17 @@ class Links(ABC):
 
     @abstractmethod
     def set_delay(self, host: int, latency_us: float) -> None:
-        """Sets the latency between one host and all others, in emulated microseconds.
+        """Sets the latency between one host and all others, in emulated microseconds. Raises
+        `RuntimeError` if `refusal` gives a reason."""
 
-        Raises:
-            RuntimeError: `refusal` gives a reason.
-        """
-
-    @abstractmethod
     def left_out(self) -> str | None:
         """Returns a sentence on the parts of the profile that are not applied, or None."""
+        return None
 
     @staticmethod
-    @abstractmethod
     def refusal(profile: NetworkProfile, latency_us: float) -> str | None:
         """Returns why `set_delay` cannot set this latency under `profile`, or None if it can."""
+        return None
 
     def burst_bytes(self) -> int:
         """Bytes of frames that a link passes at full machine speed after an idle period."""
@@ -99,10 +87,8 @@ class Links(ABC):
         return 0.0 if counted is None else counted["cpu_s"]
 
     def broken(self) -> str | None:
-        """Returns why the links no longer carry packets, or None if they work.
-
-        `set_profile` repairs broken links.
-        """
+        """Returns why the links no longer carry packets, or None if they work. `set_profile`
+        repairs broken links."""
         return None
 
     def close(self) -> None:
@@ -110,8 +96,7 @@ class Links(ABC):
         self.pids = []
 
     def _on_all(self, tool: str, sandbox_lines: Sequence[str], host_lines: Sequence[str]) -> None:
-        jobs = [network.start(tool, sandbox_lines)] if sandbox_lines else []
+        parts = [(sandbox_lines, None)] if sandbox_lines else []
         if host_lines:
-            jobs += [network.start(tool, host_lines, pid) for pid in self.pids]
-        for job in jobs:
-            network.finish(job)
+            parts += [(host_lines, pid) for pid in self.pids]
+        network.batches(tool, parts)

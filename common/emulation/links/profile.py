@@ -62,7 +62,7 @@ class Distance:
         subject = f"between {' and '.join(self.sites)}"
         if self.gbps is not None:
             _check_rate(subject, self.gbps)
-        _check_path(subject, self.latency_us, self.jitter_us, self.loss_percent)
+        _check_path(subject, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class NetworkProfile:
     def __post_init__(self) -> None:
         subject = f"network {self.name!r}"
         _check_rate(subject, self.gbps)
-        _check_path(subject, self.latency_us, self.jitter_us, self.loss_percent)
+        _check_path(subject, self)
         at_least(f"{subject}: overhead_us", self.overhead_us, 0)
         positive(f"{subject}: core_gb_per_s", self.core_gb_per_s)
         if self.queue_kb is not None and self.queue_kb < _MIN_QUEUE_KB:
@@ -206,23 +206,21 @@ class NetworkProfile:
 
     def connection(self, source: int, target: int, hosts: int) -> Connection:
         """Returns the connection from one host to another in a cluster of `hosts` hosts."""
+        path: NetworkProfile | Distance = self
+        gbps = trunk = None
         if self.sites:
-            source_site, target_site = (
-                self.sites[self._site_of(host, hosts)].name for host in (source, target)
-            )
+            ends = [self.sites[self._site_of(host, hosts)].name for host in (source, target)]
             for number, distance in enumerate(self.between):
-                if {source_site, target_site} == set(distance.sites):
-                    direction = int(distance.sites[0] != source_site)
-                    trunk = None if distance.gbps is None else 2 * number + direction
-                    return Connection(
-                        latency_us=distance.latency_us,
-                        jitter_us=distance.jitter_us,
-                        loss_percent=distance.loss_percent,
-                        gbps=distance.gbps,
-                        trunk=trunk,
-                    )
+                if set(ends) == set(distance.sites):
+                    path, gbps = distance, distance.gbps
+                    if gbps is not None:
+                        trunk = 2 * number + (distance.sites[0] != ends[0])
         return Connection(
-            latency_us=self.latency_us, jitter_us=self.jitter_us, loss_percent=self.loss_percent
+            latency_us=path.latency_us,
+            jitter_us=path.jitter_us,
+            loss_percent=path.loss_percent,
+            gbps=gbps,
+            trunk=trunk,
         )
 
     def trunks(self) -> list[tuple[float | None, int]]:
@@ -263,16 +261,12 @@ def _check_rate(subject: str, gbps: float) -> None:
         raise UserError(f"{subject}: bandwidth must be from 1mbit to 100000gbit, got {gbps} Gb/s")
 
 
-def _check_path(subject: str, latency_us: float, jitter_us: float, loss_percent: float) -> None:
-    for key, value in (
-        ("latency_us", latency_us),
-        ("jitter_us", jitter_us),
-        ("loss_percent", loss_percent),
-    ):
-        at_least(f"{subject}: {key}", value, 0)
-    if jitter_us > latency_us:
+def _check_path(subject: str, path: NetworkProfile | Distance) -> None:
+    for key in ("latency_us", "jitter_us", "loss_percent"):
+        at_least(f"{subject}: {key}", getattr(path, key), 0)
+    if path.jitter_us > path.latency_us:
         raise UserError(f"{subject}: jitter_us must not exceed latency_us")
-    if loss_percent >= 100:
+    if path.loss_percent >= 100:
         raise UserError(f"{subject}: loss_percent must be below 100")
 
 
@@ -282,11 +276,8 @@ def payload_bytes_per_s(gbps: float) -> float:
 
 
 def network_profile(name: str) -> NetworkProfile:
-    """Returns the profile of that name, or a profile for a bandwidth such as `2.5gbit`.
-
-    Raises:
-        UserError: the profile does not exist, or its file is invalid.
-    """
+    """Returns the profile of that name, or a profile for a bandwidth such as `2.5gbit`. Raises
+    `UserError` if the profile does not exist, or its file is invalid."""
     bandwidth = _BANDWIDTH.fullmatch(name)
     if bandwidth:
         gbps = float(bandwidth[1]) * _GBPS[bandwidth[2].lower()]

@@ -32,15 +32,9 @@ _UNLIMITED = 2**63
 
 
 class SwitchProgram:
-    """Process of link_switch; fabric.h describes its commands.
-
-    Args:
-        ports: devices of all links, each with the number of its host's address.
-
-    Attributes:
-        priority: real-time, raised or ordinary.
-        pid: PID as /proc shows it.
-    """
+    """Process of link_switch; fabric.h describes its commands. `ports` are the devices of all
+    links, each with the number of its host's address. `priority` is real-time, raised or ordinary.
+    `pid` is as /proc shows it."""
 
     def __init__(self, ports: Sequence[tuple[str, int]]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the program)
@@ -104,14 +98,10 @@ class SwitchProgram:
 
 
 class SwitchedLinks(Links):
-    """Links of the program link_switch; its fabric.h describes the path of a packet.
-
-    Raises:
-        UserError: the program is not built.
-    """
+    """Links of the program link_switch; its fabric.h describes the path of a packet. Raises
+    `UserError` if the program is not built."""
 
     kind = "switch"
-    devices = (network.BRIDGE,)  # removing it removes _OWN_PORT as well
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,12 +130,14 @@ class SwitchedLinks(Links):
             ports.append((_OWN_PORT, network.BRIDGE_ADDRESS))
             self._program = SwitchProgram([(d, network.number_of(ip)) for d, ip in ports])
         self._on_all("tc", [], [self._host_queue(self.profile)])
-        self._apply([_patience(self.profile.nearest_us, self.time_scale), *self._all_lines()])
+        self._program.apply(
+            [_patience(self.profile.nearest_us, self.time_scale), *self._all_lines()]
+        )
 
     def set_rate(self, host: int, gbps: float) -> None:
         profile = dataclasses.replace(self.profile, gbps=gbps)
         network.batch("tc", [self._host_queue(profile)], self.pids[host])
-        self._apply(self._line(host, profile))
+        self._program.apply(self._line(host, profile))
 
     def set_delay(self, host: int, latency_us: float) -> None:
         others = [other for other in range(len(self.pids)) if other != host]
@@ -156,14 +148,7 @@ class SwitchedLinks(Links):
                 self.profile.connection(*pair, len(self.pids)), latency_us=latency_us, jitter_us=0
             )
             lines.append(self._path(*pair, connection))
-        self._apply(lines)
-
-    def left_out(self) -> str | None:
-        return None
-
-    @staticmethod
-    def refusal(profile: NetworkProfile, latency_us: float) -> str | None:
-        return None
+        self._program.apply(lines)
 
     @property
     def pid(self) -> int | None:
@@ -185,9 +170,6 @@ class SwitchedLinks(Links):
         if self._program is not None:
             self._program.close()
             self._program = None
-
-    def _apply(self, lines: Sequence[str]) -> None:
-        self._program.apply(lines)
 
     def _all_lines(self) -> list[str]:
         profile, count = self.profile, len(self.pids)

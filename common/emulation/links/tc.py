@@ -23,7 +23,6 @@ class KernelLinks(Links):
     """Links of the kernel. See network.py for rates, and the manual of netem for delays."""
 
     kind = "tc"
-    devices = (network.BRIDGE,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,11 +119,8 @@ def queue_commands(
     device: str, profile: NetworkProfile, time_scale: float, netem: bool
 ) -> list[str]:
     """Returns the commands that create the queues of `device`, or change existing ones.
-
-    Args:
-        time_scale: factor by which the link is slower, and its delay longer, than the profile's.
-        netem: True to delay and drop packets as well.
-    """
+    `time_scale` is the factor by which the link is slower, and its delay longer, than the
+    profile's. With `netem`, they delay and drop packets as well."""
     delay = [_delay(device, profile, time_scale)] if netem else []
     return [*delay, bucket_command(device, profile, time_scale, netem)]
 

@@ -7,10 +7,7 @@ import re
 
 def with_block(text: str, mark: str, block: str) -> str:
     """Returns the page `text` with `block` between `<!-- MARK -->` and the next `<!-- end -->`.
-
-    Raises:
-        ValueError: the comment `<!-- MARK -->` does not occur exactly once.
-    """
+    Raises `ValueError` if the comment `<!-- MARK -->` does not occur exactly once."""
     pattern = rf"(<!-- {re.escape(mark)} -->\n).*?(<!-- end -->)"
     changed, places = re.subn(
         pattern, lambda match: f"{match[1]}{block}\n{match[2]}", text, flags=re.DOTALL

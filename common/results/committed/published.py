@@ -20,7 +20,7 @@ from common.models.profile import Profile, load, path_of
 from common.paths import CONFIGS, ROOT
 from common.results.committed import catalogue
 from common.results.committed.pages import with_block
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.store import load as load_records
 from common.results.tables.table import markdown
 from common.results.validity import flag
@@ -82,12 +82,10 @@ class Rate:
 
 
 def cost(network: str, workers: int) -> AlphaBeta:
-    """Returns the published costs of an all-reduce among workers; four workers share a host.
-
-    The source are the tables in the programs of MG-WFBP and DeAR (`dear.cost.collectives.TABLES`),
+    """Returns the published costs of an all-reduce among workers; four workers share a host. The
+    source are the tables in the programs of MG-WFBP and DeAR (`dear.cost.collectives.TABLES`),
     except for the time per byte on 10GbE: theirs is shorter than a ring can achieve. It is computed
-    here: a ring of P ranks sends 2 (P - 1) / P bytes per byte, over links of 10 Gb/s.
-    """
+    here: a ring of P ranks sends 2 (P - 1) / P bytes per byte, over links of 10 Gb/s."""
     table = TABLES["10gbe" if network == "10GbE" else "56gbib"]
     alpha, beta = table[workers]
     if network == "10GbE" and workers > 4:
@@ -108,38 +106,18 @@ def _profile(model: str, batch_size: int) -> Profile:
 
 
 def rates(records: Sequence[Record]) -> list[Rate]:
-    """Returns every published rate of ddl-benchmarks together with ours.
-
-    Args:
-        records: records of emulated trials; only valid records with the same settings are used.
-    """
+    """Returns every published rate of ddl-benchmarks together with ours. `records` are records of
+    emulated trials; only valid records with the same settings are used."""
     with (_PUBLISHED / "ddl_benchmarks.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return [_rate(row, records) for row in rows]
 
 
 def _rate(row: Mapping[str, str], records: Sequence[Record]) -> Rate:
-    model, batch_size, gpus = MODELS[row["model"]], int(row["batch_size"]), int(row["gpus"])
+    batch_size, gpus, hosts = (int(row[key]) for key in ("batch_size", "gpus", "hosts"))
     algorithm, options = METHODS[row["method"]]
-    seconds = step_s(_profile(model, batch_size), algorithm, options, row["network"], gpus)
-    return Rate(
-        model=row["model"],
-        batch_size=batch_size,
-        network=row["network"],
-        gpus=gpus,
-        hosts=int(row["hosts"]),
-        method=row["method"],
-        published=float(row["samples_per_s"]),
-        computed=gpus * batch_size / seconds,
-        measured=_measured(row, algorithm, options, records),
-    )
-
-
-def _measured(
-    row: Mapping[str, str], algorithm: str, options: Options, records: Sequence[Record]
-) -> float | None:
-    gpus, hosts = int(row["gpus"]), int(row["hosts"])
-    profile = _profile(MODELS[row["model"]], int(row["batch_size"]))
+    profile = _profile(MODELS[row["model"]], batch_size)
+    seconds = step_s(profile, algorithm, options, row["network"], gpus)
     place = {
         "model": f"{profile.model}@{DEVICE}",
         "batch_size": profile.batch_size,
@@ -150,6 +128,21 @@ def _measured(
         "options": settings(algorithm_options(algorithm, dict(options))),
         "profile_digest": profile.digest,
     }
+    return Rate(
+        model=row["model"],
+        batch_size=batch_size,
+        network=row["network"],
+        gpus=gpus,
+        hosts=hosts,
+        method=row["method"],
+        published=float(row["samples_per_s"]),
+        computed=gpus * batch_size / seconds,
+        measured=_measured(place, records),
+    )
+
+
+def _measured(place: Mapping[str, object], records: Sequence[Record]) -> float | None:
+    """Returns the newest valid rate of an emulated trial with these settings."""
     rates = [
         record.throughput.value
         for record in records
@@ -188,24 +181,16 @@ def _markdown(lines: Sequence[Sequence[str]], texts: int) -> str:
 
 
 def _places(compared: Sequence[Rate]) -> list[list[Rate]]:
-    places: dict[tuple[str, str, int], list[Rate]] = {}
-    for rate in compared:
-        places.setdefault((rate.model, rate.network, rate.gpus), []).append(rate)
-    return list(places.values())
+    return list(grouped(compared, lambda rate: (rate.model, rate.network, rate.gpus)).values())
 
 
 def summary(compared: Sequence[Rate]) -> str:
     """Returns the table of the median and largest errors of ratios and rates by method."""
     ratio_title = f"ratio to {BASELINE}: median, largest error"
     lines = [["method", ratio_title, "rate: median, largest error"]]
-    places = _places(compared)
+    places = [{rate.method: rate for rate in place} for place in _places(compared)]
     for method in METHODS:
-        pairs = [
-            (rate, next(other for other in place if other.method == BASELINE))
-            for place in places
-            for rate in place
-            if rate.method == method
-        ]
+        pairs = [(place[method], place[BASELINE]) for place in places if method in place]
         rates = [rate.ours / rate.published - 1 for rate, _ in pairs]
         ratios = [
             (rate.ours / base.ours) / (rate.published / base.published) - 1 for rate, base in pairs

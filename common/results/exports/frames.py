@@ -18,14 +18,8 @@ def frame(folder: str | Path) -> pd.DataFrame:
 
     The columns are those of `table.csv`, with the same units, typed (texts, integers, floats,
     booleans); missing values are `pd.NA`. Further columns are `id`, `hash`, `fabric`, `time_scale`,
-    `started`, and `option_NAME` for each option of the algorithms.
-
-    Args:
-        folder: folder of the sweep's records, such as `logs/emulated-quick`.
-
-    Raises:
-        UserError: the folder has no records.
-    """
+    `started`, and `option_NAME` for each option of the algorithms. `folder` has the sweep's
+    records, such as `logs/emulated-quick`. Raises `UserError` if the folder has no records."""
     records, compare_to = _read(folder)
     make = summary.make_rows if is_learning(records) else rows.make_rows
     lines = []
@@ -43,14 +37,9 @@ def frame(folder: str | Path) -> pd.DataFrame:
 
 
 def steps(folder: str | Path) -> pd.DataFrame:
-    """Returns a sweep with one row per timed step. Trials that train for a time have no rows.
-
-    The columns are `id`, `model`, `world_size`, `algorithm`, `repeat`, `block` (of steps timed
-    together), `step` (from 0) and `step_s`.
-
-    Raises:
-        UserError: the folder has no records.
-    """
+    """Returns a sweep with one row per timed step. Trials that train for a time have no rows. The
+    columns are `id`, `model`, `world_size`, `algorithm`, `repeat`, `block` (of steps timed
+    together), `step` (from 0) and `step_s`. Raises `UserError` if the folder has no records."""
     records, _ = _read(folder)
     trials = [(r.id, r.trial["model"], r.trial["world_size"], r.label) for r in records]
     lines = [

@@ -13,11 +13,9 @@ _FORBIDDEN = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 def text(summary: Summary) -> str:
-    """Returns the XML, with a test case for each trial of the first sweep.
-
-    The test case fails if the second sweep's trial is worse, and is skipped if the two trials
-    cannot be compared. If no trials were compared at all, an additional test case has an error.
-    """
+    """Returns the XML, with a test case for each trial of the first sweep. The test case fails if
+    the second sweep's trial is worse, and is skipped if the two trials cannot be compared. If no
+    trials were compared at all, an additional test case has an error."""
     suite = ElementTree.Element("testsuite", name=f"compare {summary.first} {summary.second}")
     if summary.environment:
         properties = ElementTree.SubElement(suite, "properties")

@@ -7,13 +7,13 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from common.results.records import Record
-from common.results.tables.cells import Cell, Column, number
+from common.results.tables.cells import Column, number, numbers, texts
 from common.results.tables.table import Table
 from common.results.validity import flag
 from dear.algorithms.aliases import suite_name
@@ -34,11 +34,8 @@ def reports(records: Iterable[Record], worlds: Iterable[int] = ()) -> Reports:
     Each method has a list of rates: one for each world size in `worlds` or in the records, in
     ascending order. A rate is `nan` if there is no record, or only a flagged one. On virtual hosts,
     `rdma` is the network's name. The references have no key for sentence lengths and faults: the
-    model's name gets `_lenN`, and the method's name gets the fault.
-
-    Raises:
-        ValueError: two records would have the same position.
-    """
+    model's name gets `_lenN`, and the method's name gets the fault. Raises `ValueError` if two
+    records would have the same position."""
     records = [r for r in records if r.trial["algorithm"] != "none"]
     places = sorted({*worlds, *(record.trial["world_size"] for record in records)})
     lengths: dict[str, set[object]] = {}
@@ -50,51 +47,57 @@ def reports(records: Iterable[Record], worlds: Iterable[int] = ()) -> Reports:
         if len(lengths[task]) > 1:
             task = f"{task}_len{trial['sentence_len']}"
         method = trial["label"] + (f", {record.fault}" if record.fault else "")
-        key = (_rdma(record), task, method)
+        key = (variables(trial)["rdma"], task, method)
         by_world = rates.setdefault(key, {})
         if trial["world_size"] in by_world:
             raise ValueError(f"two results for {' '.join(key)} on {trial['world_size']}")
         by_world[trial["world_size"]] = statistics.fmean(_rates(record))
+    return _content(rates, places) or {"0": {}}
+
+
+def _content(
+    rates: Mapping[tuple[str, str, str], Mapping[int, float]], places: Iterable[int]
+) -> Reports:
+    """Returns reports from the rates by number of workers of each (rdma, MODEL_BS, method)."""
     content: Reports = {}
     for (rdma, task, method), by_world in rates.items():
         texts = [f"{by_world.get(world, math.nan):.3f}" for world in places]
         content.setdefault(rdma, {}).setdefault(task, {})[method] = texts
-    return content or {"0": {}}
+    return content
+
+
+def _entries(content: Reports) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yields rdma, MODEL_BS, method and rates."""
+    for rdma, tasks in content.items():
+        for task, methods in tasks.items():
+            for method, values in methods.items():
+                yield rdma, task, method, values
 
 
 def report_lines(records: Sequence[Record], worlds: Iterable[int] = ()) -> list[str]:
-    """Returns the lines that the reference suites print at the end.
-
-    First a line per valid record, with the mean and the population standard deviation of its rates;
-    then a line `rdma:R,METHOD,v1,v2` per method, with a value per world size.
-    """
+    """Returns the lines that the reference suites print at the end. First a line per valid record,
+    with the mean and the population standard deviation of its rates; then a line
+    `rdma:R,METHOD,v1,v2` per method, with a value per world size."""
     lines = []
     for record in records:
         if flag(record) is None and record.trial["algorithm"] != "none":
             rates = _rates(record)
             lines.append(f"Speed:  ({statistics.fmean(rates):.3f}, {statistics.pstdev(rates):.3f})")
     lines.append("==== All Reports ======")
-    for rdma, tasks in reports(records, worlds).items():
-        for methods in tasks.values():
-            for method, values in methods.items():
-                lines.append(",".join([f"rdma:{rdma}", method, *values]))
+    for rdma, _, method, values in _entries(reports(records, worlds)):
+        lines.append(",".join([f"rdma:{rdma}", method, *values]))
     return lines
 
 
 def load_reports(path: Path) -> Reports:
-    """Reads a `reports.json` (ours or a reference suite's), or a suite's folder of logs.
-
-    Raises:
-        UserError: the file cannot be read, or is no `reports.json`.
-    """
+    """Reads a `reports.json` (ours or a reference suite's), or a suite's folder of logs. Raises
+    `UserError` if the file cannot be read, or is no `reports.json`."""
     if path.is_dir():
         return read_logs(path)
     try:
         content: Reports = json.loads(path.read_bytes())
-        for tasks in content.values():
-            for methods in tasks.values():
-                for values in methods.values():
-                    list(map(float, values))
+        for *_, values in _entries(content):
+            list(map(float, values))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, AttributeError, TypeError):
@@ -114,11 +117,8 @@ def read_logs(folder: Path) -> Reports:
 
     Each method has a list of rates: one for each number of workers among all logs, in ascending
     order. A rate is `nan` if there is no log, or if the log has no such line (the run crashed). If
-    a method ran with several compressors or thresholds, its name contains them.
-
-    Raises:
-        UserError: a log cannot be read.
-    """
+    a method ran with several compressors or thresholds, its name contains them. Raises `UserError`
+    if a log cannot be read."""
     rates: dict[tuple[str, str, str], dict[tuple[str, str], dict[int, float]]] = {}
     for name in sorted(_names(folder)):
         if not (match := _LOG.fullmatch(name)):
@@ -133,14 +133,12 @@ def read_logs(folder: Path) -> Reports:
         by_world = by_variant.setdefault((variant[0], variant[1]), {})
         by_world[int(world)] = statistics.fmean(totals) if totals else math.nan
     every = [by_world for variants in rates.values() for by_world in variants.values()]
-    places = sorted({world for by_world in every for world in by_world})
-    content: Reports = {}
+    named = {}
     for (rdma, task, method), variants in rates.items():
         for (compressor, threshold), by_world in variants.items():
             more = f"-compressor-{compressor}-thres-{threshold}" if len(variants) > 1 else ""
-            texts = [f"{by_world.get(world, math.nan):.3f}" for world in places]
-            content.setdefault(rdma, {}).setdefault(task, {})[method + more] = texts
-    return content
+            named[rdma, task, method + more] = by_world
+    return _content(named, sorted({world for by_world in every for world in by_world}))
 
 
 def _names(folder: Path) -> list[str]:
@@ -173,38 +171,27 @@ def side_by_side(by_name: Mapping[str, Reports]) -> Table[Reported]:
     """Returns a table with a row for each rate of any report, and a column per report."""
     rates: dict[tuple[str, str, str, int], dict[str, float]] = {}
     for name, report in by_name.items():
-        for rdma, tasks in report.items():
-            for task, methods in tasks.items():
-                for method, values in methods.items():
-                    for place, rate in enumerate(map(float, values), start=1):
-                        known = rates.setdefault((rdma, task, method, place), {})
-                        if not math.isnan(rate):
-                            known[name] = rate
+        for *key, values in _entries(report):
+            for place, rate in enumerate(map(float, values), start=1):
+                known = rates.setdefault((*key, place), {})
+                if not math.isnan(rate):
+                    known[name] = rate
     rows = [
         Reported(rdma=r, model=t, algorithm=m, place=p, rates=tuple(map(known.get, by_name)))
         for (r, t, m, p), known in rates.items()
     ]
     columns: list[Column[Reported]] = [
-        Column(
-            title="model_bs", cell=lambda row: Cell(row.model), right=False, weight=0, role="place"
-        ),
-        Column(title="rdma", cell=lambda row: Cell(row.rdma), right=False, weight=0, role="place"),
-        Column(
-            title="method",
-            cell=lambda row: Cell(row.algorithm),
-            right=False,
-            weight=0,
-            role="name",
-        ),
+        texts("model_bs", "model", weight=0, role="place"),
+        texts("rdma", weight=0, role="place"),
+        texts("method", "algorithm", weight=0, role="name"),
         Column(title="place", cell=lambda row: number(row.place, str), weight=0),
-        *(_rate_column(name, index) for index, name in enumerate(by_name)),
-        Column(title="last / first", cell=lambda row: number(row.ratio, "{:.3f}".format), weight=1),
+        *(
+            Column(title=name, cell=lambda row, i=i: number(row.rates[i]), weight=1)
+            for i, name in enumerate(by_name)
+        ),
+        numbers("last / first", "ratio", "{:.3f}".format, weight=1),
     ]
     return Table(rows, columns)
-
-
-def _rate_column(name: str, index: int) -> Column[Reported]:
-    return Column(title=name, cell=lambda row: number(row.rates[index]), weight=1)
 
 
 def log_name(record: Record) -> str:
@@ -218,11 +205,8 @@ def log_name(record: Record) -> str:
 
 
 def variables(trial: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the variables of `dear/horovod_mpi_cj.sh` for a trial, in the suite's order.
-
-    Args:
-        trial: the JSON values of a trial.
-    """
+    """Returns the variables of `dear/horovod_mpi_cj.sh` for a trial, in the suite's order. `trial`
+    has the JSON values of a trial."""
     options = trial["options"]
     merges = trial["algorithm"] == "mgwfbp" and options.get("merge") in ("greedy", "asc")
     threshold = options.get("threshold_mb") or 0
@@ -243,14 +227,10 @@ def variables(trial: Mapping[str, Any]) -> dict[str, str]:
 def link_logs(
     folder: Path, records: Iterable[Record], command: Callable[[Record], str]
 ) -> list[Path]:
-    """Links rank 0's logs of a sweep by the suite's names and writes the suite's commands.
-
-    Both are written to `reference_logs` in the sweep's folder. A trial whose variables are those
-    of another one has its identity in the name.
-
-    Args:
-        command: returns the command that makes a record's trial again.
-    """
+    """Links rank 0's logs of a sweep by the suite's names and writes the suite's commands. Both are
+    written to `reference_logs` in the sweep's folder. A trial whose variables are those of another
+    one has its identity in the name. `command` returns the command that makes a record's trial
+    again."""
     into = folder / "reference_logs"
     links, lines = {}, []
     for record in records:
@@ -273,10 +253,6 @@ def link_logs(
 
 def _task(record: Record) -> str:
     return f"{record.trial['model']}_{record.trial['batch_size']}"
-
-
-def _rdma(record: Record) -> str:
-    return variables(record.trial)["rdma"]
 
 
 def _rates(record: Record) -> list[float]:

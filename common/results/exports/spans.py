@@ -41,7 +41,6 @@ class RankSpans:
     computes: list[Span]
     """Phases of the steps, without the waits inside; empty if the trace has no phases."""
     waits: list[Span]
-    """Waits of the training for communication."""
     gradients: list[Span]
     """Times at which gradients became ready, as spans of length 0."""
     transfers: list[Span]
@@ -50,10 +49,8 @@ class RankSpans:
     @property
     def overlap(self) -> float | None:
         """Share of the communication time in which the training did not wait; None: no transfers.
-
-        The time of simultaneous transfers counts once.
-        """
-        sent_us = covered_us(self.transfers)
+        The time of simultaneous transfers counts once."""
+        sent_us = sum(end - start for start, end in joined(self.transfers))
         if not sent_us or not self.computes:
             return None
         waited_us = sum(
@@ -75,12 +72,10 @@ class Clocks:
 
 
 def aligned(raw: Evidence) -> tuple[list[RankSpans], Clocks]:
-    """Returns the spans of all ranks in a trial's raw measurements, on one clock.
-
-    Ranks on one machine share a clock. Clocks of several machines are shifted so that collectives
-    end at the same time on all ranks, in the median. This is right to within one message: all ranks
-    of a ring end within the time of a message.
-    """
+    """Returns the spans of all ranks in a trial's raw measurements, on one clock. Ranks on one
+    machine share a clock. Clocks of several machines are shifted so that collectives end at the
+    same time on all ranks, in the median. This is right to within one message: all ranks of a ring
+    end within the time of a message."""
     traces, scale = raw["traces"], raw["time_scale"]
     machines = {rank.get("machine") for rank in raw.get("pressure", [])}
     offsets_s, clocks = [0.0] * len(traces), Clocks(aligned_by="one machine", uncertainty_us=0.0)
@@ -179,11 +174,6 @@ def joined(spans: Iterable[Span]) -> list[tuple[float, float]]:
         else:
             union.append((start, end))
     return union
-
-
-def covered_us(spans: Iterable[Span]) -> float:
-    """Returns the length of the union of spans."""
-    return sum(end - start for start, end in joined(spans))
 
 
 def without(

@@ -36,21 +36,15 @@ _ROWS = {
     _GRADIENTS: "gradients",
 }
 Event: TypeAlias = JsonObject
-"""Event of Chrome's trace format."""
 Track: TypeAlias = tuple[int, int]
 """Numbers of the process (rank) and the thread (row) of an event."""
 
 
 def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
     """Writes `merged.json` into a folder for each trial that has a trace, and returns the folders.
-
-    Args:
-        folder: folder of the sweep, with the evidence beside the records.
-        into: parent of the new folders; it is made if it does not exist.
-
-    Raises:
-        UserError: no trial has a trace, or the folder cannot be written.
-    """
+    `folder` is the sweep's, with the evidence beside the records. `into` is the parent of the new
+    folders; it is made if it does not exist. Raises `UserError` if no trial has a trace, or the
+    folder cannot be written."""
     traced = {r.id: raw for r in records if (raw := evidence(folder, r)) is not None}
     if not traced:
         raise UserError(f"{folder}: no trial has a trace: only trials that time steps have one")
@@ -145,11 +139,9 @@ def _inside(span: Span) -> float:
 
 
 def _between(ranks: Sequence[RankSpans], numbers: Iterator[int]) -> Iterator[Event]:
-    """Yields the arrows through all ranks' parts of each collective.
-
-    The n-th collective of a name and channel is the same on all ranks. If ranks have different
-    numbers of them, there are no arrows.
-    """
+    """Yields the arrows through all ranks' parts of each collective. The n-th collective of a name
+    and channel is the same on all ranks. If ranks have different numbers of them, there are no
+    arrows."""
     parts: dict[tuple[str, object], list[list[tuple[Track, float]]]]
     parts = defaultdict(lambda: [[] for _ in ranks])
     for rank in ranks:

@@ -53,9 +53,7 @@ class Race:
 
 def finishes(record: Record) -> list[Finish]:
     """Returns the result of each run: when the mean of the ranks' models reached the target.
-
-    Without a target, it is the step time of the slowest rank that no fault slowed.
-    """
+    Without a target, it is the step time of the slowest rank that no fault slowed."""
     target = record.trial["learn"]["target_accuracy"]
     if target is not None:
         return [_finish(run, target) for run in record.learning]
@@ -96,13 +94,9 @@ def slowed_ranks(trial: JsonObject) -> list[int]:
 
 
 def typical(values: Sequence[float], missing: int = 0) -> Estimate | None:
-    """Returns the geometric mean over runs with its interval.
-
-    Args:
-        missing: number of runs whose values are unknown, but larger than all `values`. If there are
-            any, the result is the median of all runs, without an interval; None if the median is
-            one of the unknown values.
-    """
+    """Returns the geometric mean over runs with its interval. `missing` is the number of runs whose
+    values are unknown, but larger than all `values`. If there are any, the result is the median of
+    all runs, without an interval; None if the median is one of the unknown values."""
     if missing or min(values, default=0.0) <= 0:
         every = [*values, *[math.inf] * missing]
         median = statistics.median_high(every) if every else math.inf
@@ -118,7 +112,8 @@ def race(ours: Sequence[Finish], others: Sequence[Finish]) -> Race | None:
     there, base_there = (all(finish.there for finish in side) for side in (ours, others))
     if not (ours and others) or not (there or base_there):
         return None
-    return Race(difference=_difference(ours, others), there=there, base_there=base_there)
+    difference = stats.compare(_seconds(ours), _seconds(others), paired=_paired(ours, others))
+    return Race(difference=difference, there=there, base_there=base_there)
 
 
 def verdicts(races: Sequence[Race | None]) -> list[str]:
@@ -135,19 +130,13 @@ def _allowed(verdict: str, race: Race) -> str:
 
 
 def leaders(rivals: Sequence[Sequence[Finish]]) -> list[int]:
-    """Returns the indices of the fastest trial and of those not distinguishable from it.
-
-    The list is empty if a run of the fastest trial missed the target.
-    """
+    """Returns the indices of the fastest trial and of those not distinguishable from it. The list
+    is empty if a run of the fastest trial missed the target."""
     if not rivals or not all(rivals):
         return []
     seconds = list(map(_seconds, rivals))
     first, *others = stats.leaders(seconds, lambda i, j: _paired(rivals[i], rivals[j]))
     return [first, *others] if all(finish.there for finish in rivals[first]) else []
-
-
-def _difference(ours: Sequence[Finish], others: Sequence[Finish]) -> Difference:
-    return stats.compare(_seconds(ours), _seconds(others), paired=_paired(ours, others))
 
 
 def _seconds(runs: Sequence[Finish]) -> list[list[float]]:
@@ -163,14 +152,10 @@ def _paired(ours: Sequence[Finish], others: Sequence[Finish]) -> bool:
 
 
 def smoothed(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns the corners (time, value) of the rising curve nearest to `values`.
-
-    The curve is straight between corners. A corner is the centre of pooled values, so the first
-    corner may be later than the first time, and the last corner earlier than the last time.
-
-    Args:
-        times: times of the values, ascending.
-    """
+    """Returns the corners (time, value) of the rising curve nearest to `values`. The curve is
+    straight between corners. A corner is the centre of pooled values, so the first corner may be
+    later than the first time, and the last corner earlier than the last time. `times` are those of
+    the values, ascending."""
     blocks: list[tuple[float, float, int]] = []  # sums of times and of values, and their number
     for time, value in zip(times, values, strict=True):
         block = time, value, 1
@@ -182,12 +167,9 @@ def smoothed(times: Sequence[float], values: Sequence[float]) -> list[tuple[floa
 
 
 def crossing(times: Sequence[float], values: Sequence[float], target: float) -> float | None:
-    """Returns the time at which the smoothed curve reaches `target`; None if it does not.
-
-    Args:
-        times: times of the evaluations, ascending, or another measure of progress such as steps.
-        values: values at these times.
-    """
+    """Returns the time at which the smoothed curve reaches `target`; None if it does not. `times`
+    are those of the evaluations, ascending, or another measure of progress such as steps. `values`
+    are those at these times."""
     corners = smoothed(times, values)
     if corners and corners[0][1] >= target:
         return corners[0][0]

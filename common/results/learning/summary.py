@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from common.results import stats
 from common.results.learning import race
 from common.results.records import Record
-from common.results.tables.fields import Compared, Use, Validity, identity
+from common.results.records.learned import Evaluation
+from common.results.tables.fields import Compared, Identity, Use, Validity
 from common.results.timed.rows import asked_precision, base_of
 from common.results.validity import flag, flag_text
+
+_MEDIANS = ("accuracy_min", "accuracy_max", "accuracy_top5", "loss", "train_loss")
+_MEDIANS += ("consensus_distance",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +74,9 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnRow(Validity, Rate, Quality, Use, Compared):
-    """Row of a trial that trains for a time or for epochs, in the table and in the CSV file.
-
-    If the trial has a result, `samples_per_s`, `unit` and `runs` are set. `_low` and `_high` are
-    the ends of 95 % intervals.
-    """
+    """Row of a trial that trains for a time or for epochs, in the table and in the CSV file. If the
+    trial has a result, `samples_per_s`, `unit` and `runs` are set. `_low` and `_high` are the ends
+    of 95 % intervals."""
 
     batch: str
     """Samples per step and rank; a list by rank if they differ."""
@@ -82,11 +84,8 @@ class LearnRow(Validity, Rate, Quality, Use, Compared):
     """None if the training counts epochs."""
     epochs: int | None = None
     target: float | None = None
-    """Target accuracy."""
     runs: int | None = None
-    """Number of runs; each has its own seed if it has data."""
     reached: int | None = None
-    """Number of runs that reached the target."""
     to_target_s: float | None = None
     """Geometric mean if all runs reached the target. If only more than half of them did, the median
     of all runs, without an interval."""
@@ -109,10 +108,7 @@ class LearnRow(Validity, Rate, Quality, Use, Compared):
 
 def make_rows(records: Iterable[Record], compare_to: str | None = None) -> list[LearnRow]:
     """Returns one row per record; speed-ups are relative to the trial `compare_to` of its cell.
-
-    Raises:
-        UserError: `compare_to` is no label, but an algorithm with several variants.
-    """
+    Raises `UserError` if `compare_to` is no label, but an algorithm with several variants."""
     records = list(records)
     rows = [_row(record, records) for record in records]
     for place in dict.fromkeys(row.place for row in rows):
@@ -126,7 +122,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
     trial = record.trial
     learn = trial["learn"]
     row = LearnRow(
-        **identity(record),
+        **vars(Identity.of(record)),
         batch=",".join(map(str, learn.get("batch_sizes") or [trial["batch_size"]])),
         budget_s=None if learn.get("epochs") else learn["budget_s"],
         epochs=learn.get("epochs"),
@@ -172,31 +168,18 @@ def _with_target(row: LearnRow, record: Record) -> LearnRow:
     finishes = race.finishes(record)
     there = [finish for finish in finishes if finish.there]
     missing = len(finishes) - len(there)
-    seconds = race.typical([finish.seconds for finish in there], missing) or _NOTHING
-    steps = race.typical([finish.steps or 0.0 for finish in there], missing) or _NOTHING
-    return dataclasses.replace(
-        row,
-        reached=len(there),
-        to_target_s=seconds.value,
-        to_target_low_s=seconds.low,
-        to_target_high_s=seconds.high,
-        steps_to_target=steps.value,
-        steps_to_target_low=steps.low,
-        steps_to_target_high=steps.high,
-    )
+    seconds = race.typical([finish.seconds for finish in there], missing)
+    steps = race.typical([finish.steps or 0.0 for finish in there], missing)
+    known = {"reached": len(there)} | (steps.fields("steps_to_target") if steps else {})
+    if seconds is not None:
+        known |= {"to_target_s": seconds.value, "to_target_low_s": seconds.low}
+        known["to_target_high_s"] = seconds.high
+    return dataclasses.replace(row, **known)
 
 
 def _with_quality(row: LearnRow, record: Record) -> LearnRow:
     last = [run.evaluations[-1] for run in record.learning]
-    row = dataclasses.replace(
-        row,
-        accuracy_min=_median(each.accuracy_min for each in last),
-        accuracy_max=_median(each.accuracy_max for each in last),
-        accuracy_top5=_median(each.accuracy_top5 for each in last),
-        loss=_median(each.loss for each in last),
-        train_loss=_median(each.train_loss for each in last),
-        consensus_distance=_median(each.consensus_distance for each in last),
-    )
+    row = dataclasses.replace(row, **{name: _median(last, name) for name in _MEDIANS})
     accuracies = [each.accuracy for each in last if each.accuracy is not None]
     if len(accuracies) < len(last):
         return row
@@ -216,14 +199,12 @@ def _with_quality(row: LearnRow, record: Record) -> LearnRow:
 def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequence[int]) -> LearnRow:
     slowed = race.slowed_ranks(record.trial)
     rates = race.rates(record, leave_out=slowed)
-    rate = race.typical(rates) or _NOTHING
-    row = dataclasses.replace(
-        row, steps_per_s=rate.value, steps_per_s_low=rate.low, steps_per_s_high=rate.high
-    )
+    if rate := race.typical(rates):
+        row = dataclasses.replace(row, **rate.fields("steps_per_s"))
     if slowed:
         others = [rank for rank in range(row.world_size) if rank not in slowed]
-        slow = race.typical(race.rates(record, leave_out=others)) or _NOTHING
-        row = dataclasses.replace(row, slowed_steps_per_s=slow.value)
+        if slow := race.typical(race.rates(record, leave_out=others)):
+            row = dataclasses.replace(row, slowed_steps_per_s=slow.value)
     if calm is None or row.flag is not None:
         return row
     before = race.rates(calm, leave_out=[*slowed, *lost])
@@ -232,17 +213,7 @@ def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequenc
     ours, theirs = ([[1 / rate] for rate in side] for side in (rates, before))
     # The comparison is unpaired: the two trials did not take turns.
     kept = stats.compare(ours, theirs, paired=False).ratio
-    return dataclasses.replace(row, kept=kept.value, kept_low=kept.low, kept_high=kept.high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ends:
-    value: None = None
-    low: None = None
-    high: None = None
-
-
-_NOTHING = _Ends()
+    return dataclasses.replace(row, **kept.fields("kept"))
 
 
 def _without_fault(record: Record, records: Sequence[Record]) -> Record | None:
@@ -288,17 +259,9 @@ def _compare(
 def _with_speedup(
     row: LearnRow, compared: race.Race, comparisons: int, precision: float
 ) -> LearnRow:
-    ratio = compared.difference.ratio
     if compared.there and compared.base_there:
-        return dataclasses.replace(
-            row,
-            speedup=ratio.value,
-            speedup_low=ratio.low,
-            speedup_high=ratio.high,
-            detectable=stats.detectable(compared.difference, comparisons),
-            precision=precision,
-            more_repeats=compared.difference.repeats_to(precision),
-        )
+        return dataclasses.replace(row, **compared.difference.fields(comparisons, precision))
+    ratio = compared.difference.ratio
     # The true time of a trial that missed the target is longer: one end of the interval is unknown.
     if compared.there:
         return dataclasses.replace(row, speedup_low=ratio.low)
@@ -326,9 +289,7 @@ def staleness(record: Record) -> Iterator[tuple[float, float]]:
                 yield age["mean"], age["max"]
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    median = statistics.median_high(known)
+def _median(evaluations: Iterable[Evaluation], field: str) -> float | None:
+    values = (getattr(each, field) for each in evaluations)
+    median = statistics.median_high([value for value in values if value is not None] or [math.inf])
     return median if math.isfinite(median) else None

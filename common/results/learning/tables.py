@@ -14,8 +14,9 @@ from common.results.tables.cells import (
     Form,
     interval,
     number,
+    numbers,
     significant,
-    word,
+    texts,
 )
 from common.results.tables.fields import NOTES, PLACE, USE
 from common.results.tables.table import Table
@@ -31,11 +32,8 @@ def table(rows: Sequence[LearnRow], compare_to: str = "the base") -> Table[Learn
 
 
 def with_runs(table: Table[LearnRow], runs: Mapping[int, Throughput]) -> Table[LearnRow]:
-    """Returns the table with the number of runs, and the range of their throughput.
-
-    Args:
-        runs: throughput by `id` of the row.
-    """
+    """Returns the table with the number of runs, and the range of their throughput. `runs` has the
+    throughput by `id` of the row."""
 
     def ends(row: LearnRow) -> Cell:
         rate = runs.get(id(row))
@@ -93,13 +91,8 @@ def _ranks(row: LearnRow) -> Cell:
     return number(row.accuracy_min, _one_percent, unit=unit, flag=row.flag)
 
 
-def _rate(row: LearnRow) -> Cell:
-    ends = interval(row.steps_per_s_low, row.steps_per_s_high, significant)
-    return number(row.steps_per_s, ends=ends, flag=row.flag)
-
-
-def _kept(row: LearnRow) -> Cell:
-    return number(row.kept, _two, ends=interval(row.kept_low, row.kept_high, _two))
+def _consensus(row: LearnRow) -> Cell:
+    return number(row.consensus_distance or None, "{:.1e}".format, flag=row.flag)
 
 
 def _staleness(row: LearnRow) -> Cell:
@@ -111,30 +104,22 @@ def _column(title: str, cell: Callable[[LearnRow], Cell], weight: int = 5) -> Co
     return Column(title=title, cell=cell, sparse=True, weight=weight)
 
 
-def _number(
-    title: str, value: Callable[[LearnRow], float | None], form: Form = significant
-) -> Column[LearnRow]:
-    return _column(title, lambda row: number(value(row), form, flag=row.flag))
-
-
 _REACHED = (_column("to target (95 % CI)", _to_target, 1), _column("steps (95 % CI)", _steps))
 _COLUMNS: tuple[Column[LearnRow], ...] = (
-    Column(title="verdict", cell=lambda row: word(row.verdict), right=False, sparse=True, weight=2),
+    texts("verdict", word=True, sparse=True, weight=2),
     _column("accuracy (95 % CI)", _accuracy, 1),
     _column("of single ranks", _ranks),
-    _number("top 5", lambda row: row.accuracy_top5, _one_percent),
-    _number("loss", lambda row: row.loss),
-    _number("perplexity", lambda row: row.perplexity),
-    _number("training loss", lambda row: row.train_loss),
-    _column(
-        "throughput", lambda row: number(row.samples_per_s, unit=f" {row.unit}", flag=row.flag)
-    ),
-    _column("steps/s (95 % CI)", _rate),
-    _number("on the slow host", lambda row: row.slowed_steps_per_s),
-    _column("kept (95 % CI)", _kept),
-    _number("consensus", lambda row: row.consensus_distance or None, "{:.1e}".format),
+    numbers("top 5", "accuracy_top5", _one_percent, sparse=True),
+    numbers("loss", "loss", sparse=True),
+    numbers("perplexity", "perplexity", sparse=True),
+    numbers("training loss", "train_loss", sparse=True),
+    numbers("throughput", "samples_per_s", unit=True, sparse=True),
+    numbers("steps/s (95 % CI)", "steps_per_s", sparse=True),
+    numbers("on the slow host", "slowed_steps_per_s", sparse=True),
+    numbers("kept (95 % CI)", "kept", _two, sparse=True),
+    _column("consensus", _consensus),
     _column("staleness", _staleness),
-    Column(title="lost", cell=lambda row: Cell(row.lost_ranks or ""), right=False, sparse=True),
+    texts("lost", "lost_ranks", sparse=True),
     *USE,
     NOTES,
 )

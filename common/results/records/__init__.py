@@ -1,6 +1,6 @@
 """Records of trials: the source of every table, figure and report."""
 
-from common.results.records.reading import JsonObject, typed
+from common.results.records.reading import JsonObject, grouped, typed
 from common.results.records.record import (
     SCHEMA,
     Bound,
@@ -41,6 +41,7 @@ __all__ = [
     "Throughput",
     "base_among",
     "fabric_words",
+    "grouped",
     "is_learning",
     "typed",
 ]

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """State of the training at a mark (a time or an epoch at which the model is evaluated).
-
-    Trials without data have only the number of steps.
-    """
+    """State of the training at a mark (a time or an epoch at which the model is evaluated). Trials
+    without data have only the number of steps."""
 
     at_s: float
     """Time of the mark in seconds; equal to `seconds` if the training counts epochs."""
@@ -79,7 +77,6 @@ class Data:
 
     name: str
     train: int
-    """Number of training samples."""
     test: int
     split: str | None
     """Name of the data set that was split; None: the data set has separate test samples."""

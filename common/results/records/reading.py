@@ -5,11 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
-from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 JsonObject: TypeAlias = dict[str, Any]
-"""JSON object with values of any type."""
+
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Returns the items by key, in the order of first appearance."""
+    groups: dict[K, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return dict(groups)
 
 
 def typed(hint: Any, value: Any) -> Any:
@@ -20,10 +32,8 @@ def typed(hint: Any, value: Any) -> Any:
 
 @functools.cache
 def _reader(hint: Any) -> Callable[[Any], Any] | None:
-    """Returns the function that converts values other than None to the type `hint`.
-
-    Returns None if JSON values need no conversion. Results are cached: records have many values.
-    """
+    """Returns the function that converts values other than None to the type `hint`. Returns None if
+    JSON values need no conversion. Results are cached: records have many values."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _reader(next(kind for kind in inner if kind is not types.NoneType))

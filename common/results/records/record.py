@@ -67,11 +67,8 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Position of the trial in each round.
-
-    A cell is the trials that are compared with each other. In each round, they run one after the
-    other, in a random order.
-    """
+    """Position of the trial in each round. A cell is the trials that are compared with each other.
+    In each round, they run one after the other, in a random order."""
 
     seed: int
     """Seed of the orders, computed from the experiment's seed and the cell."""
@@ -81,10 +78,8 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class SetAside:
-    """Repeat that ended well but is not used, for example because other load disturbed it.
-
-    The repeat was then measured again, in a new launch of the ranks.
-    """
+    """Repeat that ended well but is not used, for example because other load disturbed it. The
+    repeat was then measured again, in a new launch of the ranks."""
 
     repeat: int
     time_scale: float
@@ -101,7 +96,6 @@ class Record:
     id: str
     hash: str
     trial: JsonObject
-    """The trial's settings as JSON."""
     fabric: FabricFacts = REAL
     status: str
     """State: ok, failed, timeout, oom, unsupported or interrupted."""
@@ -118,7 +112,6 @@ class Record:
     order: Order | None = None
     set_aside: list[SetAside] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    """Results by finished repeat."""
     check: Check | None = None
     """Comparison of the first repeat with plain training; how far replicas agree, in the worst
     repeat."""
@@ -214,15 +207,9 @@ class Record:
 
 
 def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | None:
-    """Returns the index of the variant that `compare_to` names; None if there is none.
-
-    Args:
-        compare_to: a label, or an algorithm with a single variant.
-        variants: label and algorithm of each variant.
-
-    Raises:
-        UserError: `compare_to` is no label, but an algorithm with several variants.
-    """
+    """Returns the index of the variant that `compare_to` names; None if there is none. `compare_to`
+    is a label, or an algorithm with a single variant. `variants` has the label and the algorithm of
+    each. Raises `UserError` if `compare_to` is no label, but an algorithm with several variants."""
     for index, (label, _) in enumerate(variants):
         if label == compare_to:
             return index

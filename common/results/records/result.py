@@ -73,7 +73,6 @@ class DeviceUse:
     peak_flops: float | None = None
     """Published peak of a rank's device per second, for the trial's type."""
     unknown: str | None = None
-    """Reason why a value is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,6 @@ class Result:
     compute: StepTimes | None = None
     """Times of the compute alone. Only the first repeat has this field and the next five."""
     costs: dict[str, CollectiveCost] | None = None
-    """Costs of collectives, by operation."""
     cost_check: CostCheck | None = None
     """Quality of `costs`. Trials that reuse another trial's costs copy it."""
     engine_costs: EngineCosts | None = None

@@ -19,10 +19,7 @@ def elapsed_per_step_s(steps: Sequence[float]) -> float:
 
 def mean_step_s(iters: Iterable[Iterable[Sequence[float]]]) -> float:
     """Returns the elapsed time per step in seconds: the mean over repeats of each repeat's mean.
-
-    Args:
-        iters: step times in seconds, by repeat and block.
-    """
+    `iters` are step times in seconds, by repeat and block."""
     repeats = [[step for block in repeat for step in block] for repeat in iters]
     return statistics.fmean(map(elapsed_per_step_s, repeats))
 
@@ -42,7 +39,6 @@ NoteKind = Literal[
     "time scale",
     "unfaithful",
 ]
-"""Kind of a note: what it is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +85,9 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Systematic:
-    """Measurement of the same trial at twice its time scale k.
-
-    An emulation with time scale k runs k times slower than real time. Ideally, the step time in
-    emulated seconds does not depend on k.
-    """
+    """Measurement of the same trial at twice its time scale k. An emulation with time scale k runs
+    k times slower than real time. Ideally, the step time in emulated seconds does not depend on
+    k."""
 
     time_scale: float
     """Time scale of this measurement, 2k."""
@@ -122,7 +116,6 @@ class Modelled:
     exposed_s: float | None = None
     """Part of `step_s` that waits for communication."""
     reason: str | None = None
-    """Reason why the step was not computed."""
 
     def off(self, step_s: float) -> float | None:
         """Returns how much longer a measured step is, relative to the model's step."""
@@ -131,10 +124,8 @@ class Modelled:
 
 @dataclass(frozen=True, kw_only=True)
 class Strain:
-    """Load on the machine while steps were timed; of several machines, the worst.
-
-    Shares of time are seconds per second of timed steps.
-    """
+    """Load on the machine while steps were timed; of several machines, the worst. Shares of time
+    are seconds per second of timed steps."""
 
     core_wait: float | None = None
     """Share of the time for which the threads of a rank, added up, waited for a core; for the rank

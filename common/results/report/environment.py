@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.records.card import flat_card
+from common.results.records.trust import Network
 from common.results.report.flagged import title
 from common.results.report.parts import Grid, plain
 from common.results.tables.cells import Cell, number, significant
@@ -29,23 +30,15 @@ class Machine:
 
 def machines(records: Iterable[Record]) -> list[Machine]:
     """Returns the machines of a sweep, by first use."""
-    cards: dict[str, tuple[dict[str, object], int]] = {}
-    for record in records:
-        if record.machine:
-            card = flat_card(record.machine)
-            key = json.dumps(card, sort_keys=True)
-            first, trials = cards.get(key, (card, 0))
-            cards[key] = first, trials + 1
-    return [_machine(card, trials) for card, trials in cards.values()]
+    cards = [flat_card(record.machine) for record in records if record.machine]
+    same = grouped(cards, lambda card: json.dumps(card, sort_keys=True))
+    return [_machine(group[0], len(group)) for group in same.values()]
 
 
 def _machine(card: Mapping[str, object], trials: int) -> Machine:
     names = [*_FIRST, *(name for name in card if name not in (*_FIRST, "diff"))]
-    lines = [
-        (name.removeprefix("packages."), _text(card.get(name)))
-        for name in names
-        if name != "commit"
-    ]
+    names.remove("commit")
+    lines = [(name.removeprefix("packages."), _text(card.get(name))) for name in names]
     known = len(_FIRST) - 1
     return Machine(trials=trials, commit=_commit(card), short=lines[:known], rest=lines[known:])
 
@@ -72,16 +65,16 @@ def _text(value: object) -> str:
 
 def scales(records: Sequence[Record]) -> Grid | None:
     """Returns the table of time scales with their reasons; None: nothing is emulated."""
-    trials: dict[tuple[float, str], list[str]] = {}
-    for record in records:
-        if record.fabric.kind == "emulated":
-            key = (record.fabric.time_scale, record.fabric.time_scale_reason or _UNKNOWN)
-            trials.setdefault(key, []).append(title(record))
+    emulated = [record for record in records if record.fabric.kind == "emulated"]
+    trials = grouped(
+        emulated,
+        lambda record: (record.fabric.time_scale, record.fabric.time_scale_reason or _UNKNOWN),
+    )
     if not trials:
         return None
     body = [
-        [f"{k:g}", len(names), why, "all" if len(trials) == 1 else "; ".join(names)]
-        for (k, why), names in trials.items()
+        [f"{k:g}", len(same), why, "all" if len(trials) == 1 else "; ".join(map(title, same))]
+        for (k, why), same in trials.items()
     ]
     return plain("scales", "Time scales", ["time scale", "trials", "reason", "which"], body)
 
@@ -98,19 +91,18 @@ class Links:
 
 def links(records: Sequence[Record]) -> Links | None:
     """Returns the links of all networks of a sweep; None on a real network."""
-    networks: dict[str, tuple[Record, int]] = {}
-    for record in records:
-        net = record.fabric.network
-        if net.requested is not None:
-            key = json.dumps([net.requested, net.measured, net.together, net.delays])
-            first, trials = networks.get(key, (record, 0))
-            networks[key] = first, trials + 1
+    shaped = [record for record in records if record.fabric.network.requested is not None]
+    networks = list(grouped(shaped, lambda record: _key(record.fabric.network)).values())
     if not networks:
         return None
-    body = [_network(record, trials) for record, trials in networks.values()]
-    each = [grid for i, (record, _) in enumerate(networks.values()) for grid in _each(record, i)]
+    body = [_network(same[0], len(same)) for same in networks]
+    each = [grid for i, same in enumerate(networks) for grid in _each(same[0], i)]
     summary = plain("links", "Links, as requested and as measured", _NETWORK, body)
     return Links(summary=summary, each=each)
+
+
+def _key(net: Network) -> str:
+    return json.dumps([net.requested, net.measured, net.together, net.delays])
 
 
 _NETWORK = ["network", "trials", "stands for", "requested, Gb/s", "each alone, Gb/s"]
@@ -157,28 +149,21 @@ def _each(record: Record, index: int) -> list[Grid]:
     name = (net.requested or {}).get("name")
     together = {link["host"]: link for link in net.together}
     if net.measured:
-        body = [
-            [
-                str(link["host"]),
-                *(_range([link.get(end)], "") for end in ("up_gbps", "down_gbps")),
-                *(
-                    _range([together.get(link["host"], {}).get(key)], "")
-                    for key in ("gbps", "requested_gbps")
-                ),
-            ]
-            for link in net.measured
-        ]
+        body = []
+        for link in net.measured:
+            busy = together.get(link["host"], {})
+            ends = [link.get("up_gbps"), link.get("down_gbps")]
+            ends += [busy.get("gbps"), busy.get("requested_gbps")]
+            body.append([str(link["host"]), *(_range([end], "") for end in ends)])
         titles = ["host", "up, Gb/s", "down, Gb/s", "all at once, Gb/s", "requested, Gb/s"]
         grids.append(plain(f"links-{index}", f"{name}: every link", titles, body))
     if net.delays:
-        body = [
-            [
-                f"{delay['source']} to {delay['target']}",
-                *(_range([delay[key]], "") for key in ("requested_us", "delay_us", "delay_us_p99")),
-                Cell(f"{delay['lost']} of {delay['sent']}", delay["lost"]),
-            ]
-            for delay in net.delays
-        ]
+        body = []
+        for delay in net.delays:
+            times = (delay[key] for key in ("requested_us", "delay_us", "delay_us_p99"))
+            lost = Cell(f"{delay['lost']} of {delay['sent']}", delay["lost"])
+            way = f"{delay['source']} to {delay['target']}"
+            body.append([way, *(_range([time], "") for time in times), lost])
         titles = ["one way", "requested, us", "median, us", "99 % below, us", "lost"]
         grids.append(plain(f"delays-{index}", f"{name}: every delay", titles, body))
     return grids

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.validity import flag_text, incorrect
 
 _LOG_BYTES = 3000
@@ -30,9 +31,9 @@ class Trouble:
 def title(record: Record) -> str:
     """Returns the title of a trial: algorithm, model, batch size, workers, ..."""
     trial = record.trial
-    parts = [record.label, trial["model"], f"batch {trial['batch_size']}"]
-    parts.append(f"{trial['world_size']} workers")
-    return ", ".join([*parts, *filter(None, (trial.get("network"), record.fault))])
+    parts = (record.label, trial["model"], f"batch {trial['batch_size']}")
+    parts += (f"{trial['world_size']} workers", trial.get("network"), record.fault)
+    return ", ".join(filter(None, parts))
 
 
 def mark(record: Record) -> str | None:
@@ -45,43 +46,35 @@ def mark(record: Record) -> str | None:
 
 
 def troubles(folder: Path, records: Iterable[Record]) -> list[Trouble]:
-    """Returns all trials without a valid result, in the order of the records.
-
-    Args:
-        folder: folder of the sweep, with the output of the ranks.
-    """
-    return [
-        _trouble(folder, record, state) for record in records if (state := mark(record)) is not None
-    ]
+    """Returns all trials without a valid result, in the order of the records. `folder` is the
+    sweep's, with the output of the ranks."""
+    return [_trouble(folder, record, state) for record in records if (state := mark(record))]
 
 
 def _trouble(folder: Path, record: Record, state: str) -> Trouble:
-    facts: dict[str, str] = {}
-    log = None
-    if record.error is not None:
-        error = record.error
-        known = {"kind": error.kind, "rank": error.rank, "while": error.where}
-        facts = {name: str(value) for name, value in known.items() if value is not None}
-        logs = sorted((folder / record.id).glob(f"log-*-rank{error.rank or 0}.txt"))
-        log = logs[-1] if logs else None
-    return Trouble(
-        title=title(record),
-        mark=state,
-        reason=flag_text(record) or record.status,
-        facts=facts,
-        log=None if log is None else log.read_bytes()[-_LOG_BYTES:].decode(errors="replace"),
-        log_name=None if log is None else str(log.relative_to(folder)),
-    )
+    trouble = Trouble(title=title(record), mark=state, reason=flag_text(record) or record.status)
+    if record.error is None:
+        return trouble
+    known = {"kind": record.error.kind, "rank": record.error.rank, "while": record.error.where}
+    facts = {name: str(value) for name, value in known.items() if value is not None}
+    logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
+    if not logs:
+        return dataclasses.replace(trouble, facts=facts)
+    end = logs[-1].read_bytes()[-_LOG_BYTES:].decode(errors="replace")
+    log_name = str(logs[-1].relative_to(folder))
+    return dataclasses.replace(trouble, facts=facts, log=end, log_name=log_name)
 
 
 def further_notes(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
     """Returns the notes that have not caused a flag, each with the trials that have it."""
-    trials: dict[str, list[str]] = {}
-    for record in records:
-        for note in record.notes:
-            if note.text != flag_text(record):
-                trials.setdefault(note.text, []).append(title(record))
-    return list(trials.items())
+    notes = [
+        (note.text, title(record))
+        for record in records
+        for note in record.notes
+        if note.text != flag_text(record)
+    ]
+    groups = grouped(notes, lambda note: note[0])
+    return [(text, [trial for _, trial in pairs]) for text, pairs in groups.items()]
 
 
 def repeated(records: Iterable[Record]) -> list[tuple[str, int, str]]:

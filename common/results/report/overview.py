@@ -38,11 +38,8 @@ class Overview:
 
 
 def overview(records: Sequence[Record], compare_to: str) -> Overview:
-    """Summarizes records; speed-ups are relative to the trial with the label `compare_to`.
-
-    Raises:
-        UserError: `compare_to` is no label, but an algorithm with several variants.
-    """
+    """Summarizes records; speed-ups are relative to the trial with the label `compare_to`. Raises
+    `UserError` if `compare_to` is no label, but an algorithm with several variants."""
     if is_learning(records):
         learned = learning.make_rows(records, compare_to)
         table = tables.table(learned, compare_to)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -51,18 +50,16 @@ class Commands:
 
 
 def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -> str:
-    """Returns the page of the sweep in a folder, as HTML.
-
-    Args:
-        figures: draws the figures; None: the page has none.
-
-    Raises:
-        UserError: there is no sweep, or its records cannot be read.
-    """
+    """Returns the page of the sweep in a folder, as HTML. `figures` draws the figures; if it is
+    None, the page has none. Raises `UserError` if there is no sweep, or its records cannot be
+    read."""
     comparison = Comparison.load(folder)
     records = comparison.results(folder)
     summary = overview(records, comparison.compare_to) if records else None
-    runs, made_by = _runs(folder, records), _made_by(folder)
+    trials = Counter(record.run for record in records)
+    runs = [{"run": r, "trials": trials[r.run]} for r in store.runs(folder) if trials[r.run]]
+    manifest = folder / catalogue.MANIFEST
+    made_by = json.loads(manifest.read_bytes())["made_by"] if manifest.exists() else []
     return _template().render(
         name=folder.name,
         summary=summary,
@@ -115,21 +112,13 @@ def _kilobytes(size: int) -> str:
     return f"{size / 1000:.0f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
 
 
-class _Looks(TypedDict):
-    script: Markup
-    script_digest: str
-    style: Markup
-    dark: Markup
-
-
-def _looks() -> _Looks:
+def _looks() -> dict[str, str]:
     script, style, dark = (
         (_HERE / n).read_text(encoding="utf-8") for n in ("page.js", "style.css", "dark.css")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _Looks(
-        script=Markup(script), script_digest=digest, style=Markup(style), dark=Markup(dark)
-    )
+    looks = {"script": Markup(script), "style": Markup(style), "dark": Markup(dark)}
+    return {**looks, "script_digest": digest}
 
 
 def _figures(
@@ -170,12 +159,12 @@ def _results(summary: Overview, records: Sequence[Record], compare_to: str) -> G
     csv = download("table.csv", csv_text(summary.kind, summary.rows), "text/csv")
     reasons = [row.reason for row in summary.rows]
     marks = list(zip(map(flagged.mark, records), reasons, strict=True))
-    caption = f"Results, compared to {compare_to}"
-    if summary.learned is None:
-        return grid("results", caption, summary.table, marks=marks, csv=csv)
-    rates = zip(summary.learned.rows, records, strict=True)
-    runs = {id(row): record.throughput for row, record in rates if record.throughput}
-    return grid("results", caption, with_runs(summary.learned, runs), marks=marks, csv=csv)
+    table = summary.table
+    if summary.learned is not None:
+        rates = zip(summary.learned.rows, records, strict=True)
+        runs = {id(row): record.throughput for row, record in rates if record.throughput}
+        table = with_runs(summary.learned, runs)
+    return grid("results", f"Results, compared to {compare_to}", table, marks=marks, csv=csv)
 
 
 def _breakdown(summary: Overview, records: Sequence[Record]) -> Grid | None:
@@ -187,75 +176,58 @@ def _breakdown(summary: Overview, records: Sequence[Record]) -> Grid | None:
     return grid("breakdown", "Milliseconds per step", rows.breakdown(timed), marks=marks)
 
 
+_LEGEND = (
+    ("throughput", "samples of all workers over elapsed time"),
+    (
+        "95 % CI, this run",
+        "a t interval over repeats, which are separate starts of the workers; it covers neither "
+        "the machine at another hour nor events that are rarer than the repeats",
+    ),
+    ("n", "repeats x timed steps of each"),
+    (
+        "correct",
+        "whether the training was right: replicas agree, and it is equal to its serial reference",
+    ),
+)
+
+
 def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
     learned = summary.kind is LearnRow
-    what = "the time to the target" if learned else "the time of a step"
+    what, several = ("the time of a step", "repeats")
+    if learned:
+        what, several = ("the time to the target", "runs")
     alpha, notable, equal = (
         f"{100 * share:g} %" for share in (stats.ALPHA, stats.NOTABLE, stats.EQUAL)
     )
-    words = [
-        (
-            "FASTER, SLOWER",
-            f"the difference to {compare_to} in {what} is at least {notable}, and significant at "
-            f"{alpha} among all comparisons of its cell (Holm's correction): at most one table in "
-            "20 of equal trials has a false one",
-        ),
+    faster = (
+        f"the difference to {compare_to} in {what} is at least {notable}, and significant at "
+        f"{alpha} among all comparisons of its cell (Holm's correction): at most one table in 20 "
+        "of equal trials has a false one"
+    )
+    unsure = (
+        f"anything else, and always with fewer than {stats.MIN_REPEATS} {several}: nothing can be "
+        "concluded"
+    )
+    intervals = ("95 % CI", "t intervals over the runs, each with its own seed")
+    return [
+        ("FASTER, SLOWER", faster),
         ("SAME", f"the whole 95 % interval of the ratio lies within {equal} of 1"),
-        (
-            "UNSURE",
-            f"anything else, and always with fewer than {stats.MIN_REPEATS} "
-            f"{'runs' if learned else 'repeats'}: nothing can be concluded",
-        ),
+        ("UNSURE", unsure),
         (
             "(in parentheses)",
             "a flagged number, with the reason below its row; nothing is compared with it",
         ),
-    ]
-    if learned:
-        return [*words, ("95 % CI", "t intervals over the runs, each with its own seed")]
-    return [
-        *words,
-        ("throughput", "samples of all workers over elapsed time"),
-        (
-            "95 % CI, this run",
-            "a t interval over repeats, which are separate starts of the workers; it covers "
-            "neither the machine at another hour nor events that are rarer than the repeats",
-        ),
-        ("n", "repeats x timed steps of each"),
-        (
-            "correct",
-            "whether the training was right: replicas agree, and it is equal to its serial "
-            "reference",
-        ),
+        *([intervals] if learned else _LEGEND),
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    run: store.Run
-    trials: int
+def _downloads(
+    folder: Path, records: Sequence[Record], comparison: Comparison
+) -> dict[str, Download | int | bool]:
+    """Returns the files, and the `count` of records in them.
 
-
-def _runs(folder: Path, records: Sequence[Record]) -> list[_Made]:
-    trials = Counter(record.run for record in records)
-    return [_Made(run=r, trials=trials[r.run]) for r in store.runs(folder) if trials[r.run]]
-
-
-def _made_by(folder: Path) -> list[str]:
-    path = folder / catalogue.MANIFEST
-    return json.loads(path.read_bytes())["made_by"] if path.exists() else []
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Downloads:
-    records: Download
-    count: int
-    whole: bool
-    """True: `records` is the whole file, with older records of the same trials."""
-    experiment: Download
-
-
-def _downloads(folder: Path, records: Sequence[Record], comparison: Comparison) -> _Downloads:
+    `whole` is True for the whole file, with older records of the same trials.
+    """
     path, kind = folder / "records.jsonl", "application/x-ndjson"
     data = path.read_bytes() if path.exists() else b""
     file = download("records.jsonl", data, kind)
@@ -266,4 +238,4 @@ def _downloads(folder: Path, records: Sequence[Record], comparison: Comparison) 
         count, whole = len(records), False
     text = json.dumps({"compare_to": comparison.compare_to, "trials": comparison.trials})
     experiment = download("experiment.json", text, "application/json")
-    return _Downloads(records=file, count=count, whole=whole, experiment=experiment)
+    return {"records": file, "count": count, "whole": whole, "experiment": experiment}

@@ -33,16 +33,11 @@ class Download:
 def download(name: str, content: str | bytes, kind: str) -> Download:
     """Returns a file of a MIME type, packed if it is large."""
     data = content.encode() if isinstance(content, str) else content
-    packed = len(data) > _PACKED_FROM
-    # Without a date: the same records are the same page.
-    held = gzip.compress(data, 9, mtime=0) if packed else data
-    kind = "application/gzip" if packed else kind
-    return Download(
-        name=f"{name}.gz" if packed else name,
-        url=f"data:{kind};base64,{base64.b64encode(held).decode()}",
-        packed=packed,
-        size=len(data),
-    )
+    packed, size = len(data) > _PACKED_FROM, len(data)
+    if packed:  # without a date: the same records are the same page
+        name, kind, data = f"{name}.gz", "application/gzip", gzip.compress(data, 9, mtime=0)
+    url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return Download(name=name, url=url, packed=packed, size=size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +104,9 @@ def grid(
     marks: Sequence[tuple[str | None, str | None]],
     csv: Download | None = None,
 ) -> Grid:
-    """Returns a table for a page, without empty columns.
-
-    Values of the place that all rows share are in the caption.
-
-    Args:
-        marks: mark and reason of each row; they replace the column of notes.
-    """
+    """Returns a table for a page, without empty columns. Values of the place that all rows share
+    are in the caption. `marks` has the mark and the reason of each row; they replace the column of
+    notes."""
     columns, cells = table.columns, table.cells
     used = [i for i, column in enumerate(columns) if column.role != "notes"]
     used = [i for i in used if any(line[i].text not in ("", UNKNOWN) for line in cells)]
@@ -128,12 +119,7 @@ def grid(
         name=name,
         caption=caption,
         headings=[
-            Heading(
-                text=columns[i].title,
-                number=any(line[i].value is not None for line in cells),
-                name=columns[i].role == "name",
-            )
-            for i in used
+            _heading(columns[i].title, i, cells, name=columns[i].role == "name") for i in used
         ],
         lines=[
             Line(cells=[line[i] for i in used], mark=mark, reason=reason)
@@ -147,27 +133,19 @@ def plain(
     name: str, caption: str, titles: Sequence[str], body: Sequence[Sequence[Cell | str | int]]
 ) -> Grid:
     """Returns a table of texts and numbers; the first column names the rows."""
-    lines = [
-        [
-            Cell(item)
-            if isinstance(item, str)
-            else number(item, str)
-            if isinstance(item, int)
-            else item
-            for item in line
-        ]
-        for line in body
-    ]
+    lines = [[_cell(item) for item in line] for line in body]
+    headings = [_heading(title, i, lines, name=i == 0) for i, title in enumerate(titles)]
     return Grid(
-        name=name,
-        caption=caption,
-        headings=[
-            Heading(
-                text=title,
-                number=i > 0 and any(line[i].value is not None for line in lines),
-                name=i == 0,
-            )
-            for i, title in enumerate(titles)
-        ],
-        lines=[Line(cells=line) for line in lines],
+        name=name, caption=caption, headings=headings, lines=[Line(cells=line) for line in lines]
     )
+
+
+def _cell(item: Cell | str | int) -> Cell:
+    if isinstance(item, str):
+        return Cell(item)
+    return number(item, str) if isinstance(item, int) else item
+
+
+def _heading(title: str, i: int, lines: Sequence[Sequence[Cell]], *, name: bool) -> Heading:
+    numbers = not name and any(line[i].value is not None for line in lines)
+    return Heading(text=title, number=numbers, name=name)

@@ -49,11 +49,6 @@ def significant(value: float | None) -> str:
     return f"{value:.{max(decimals, 0)}f}"
 
 
-def percent(value: float) -> str:
-    """Formats a share as a percentage, without the character %. Used for the ends of intervals."""
-    return f"{100 * value:.0f}"
-
-
 def interval(low: float | None, high: float | None, form: Form) -> str:
     """Formats an interval; returns an empty text if an end is None."""
     return "" if low is None or high is None else f"{form(low)}-{form(high)}"
@@ -81,11 +76,6 @@ def number(
     return Cell(f"({text})" if flag else text, value)
 
 
-def word(text: str | None) -> Cell:
-    """Returns the cell of a verdict or a state."""
-    return Cell(text or "", word=True)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Column(Generic[C]):
     """Column of a table, for rows that have a result."""
@@ -104,3 +94,49 @@ class Column(Generic[C]):
     phrase: str | None = None
     """Format by which a heading shows a value that is equal in all rows; None: the value stays in
     its column. Columns with the role `place` have a format by default."""
+
+
+def texts(
+    title: str,
+    field: str = "",
+    *,
+    word: bool = False,
+    sparse: bool = False,
+    weight: int = 5,
+    role: Literal["place", "name", "notes"] | None = None,
+) -> Column[Shown]:
+    """Returns the column of a row's field with texts; by default, the field is named as the title.
+    The other arguments are those of `Cell` and `Column`."""
+    return Column(
+        title=title,
+        cell=lambda row: Cell(getattr(row, field or title) or "", word=word),
+        right=False,
+        sparse=sparse,
+        weight=weight,
+        role=role,
+    )
+
+
+def numbers(
+    title: str,
+    field: str,
+    form: Form = significant,
+    *,
+    ends: Form | None = None,
+    unit: bool = False,
+    missing: str = "",
+    sparse: bool = False,
+    weight: int = 5,
+) -> Column[Shown]:
+    """Returns the column of a row's field with numbers; flagged ones are in parentheses. Cells have
+    an interval if there are fields with the same name and the endings `_low`, `_high`. `ends` is
+    the format of the ends of intervals; None: `form`. `missing` is the text of a value that is
+    None."""
+
+    def cell(row: Shown) -> Cell:
+        low, high = (getattr(row, f"{field}_{end}", None) for end in ("low", "high"))
+        text = interval(low, high, ends or form)
+        value, after = getattr(row, field), f" {row.unit}" if unit else ""
+        return number(value, form, unit=after, ends=text, flag=row.flag, missing=missing)
+
+    return Column(title=title, cell=cell, sparse=sparse, weight=weight)

@@ -6,10 +6,10 @@ A cell, or place, is the trials that are compared with each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from common.results.records import DeviceUse, Record
-from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown, number
+from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown, number, numbers, texts
 
 AXES = {
     "model": "model",
@@ -47,28 +47,18 @@ class Identity:
         """Description of what is trained, for a sentence."""
         return self.model
 
-
-class IdentityFields(TypedDict):
-    """Values of `Identity`."""
-
-    model: str
-    world_size: int
-    algorithm: str
-    status: str
-    network: str | None
-    fault: str | None
-
-
-def identity(record: Record) -> IdentityFields:
-    """Returns the identity of a record's trial."""
-    return {
-        "model": record.trial["model"],
-        "world_size": record.trial["world_size"],
-        "algorithm": record.label,
-        "status": record.status if record.ok or record.throughput is None else PROVISIONAL,
-        "network": record.trial.get("network"),
-        "fault": record.fault,
-    }
+    @classmethod
+    def of(cls, record: Record) -> Identity:
+        """Returns the identity of a record's trial."""
+        ended = record.ok or record.throughput is None
+        return cls(
+            model=record.trial["model"],
+            world_size=record.trial["world_size"],
+            algorithm=record.label,
+            status=record.status if ended else PROVISIONAL,
+            network=record.trial.get("network"),
+            fault=record.fault,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,95 +133,46 @@ class Using(Shown, Protocol):
     """Row of a trial with its use."""
 
     @property
-    def tokens_per_s(self) -> float | None: ...
-    @property
     def memory_bytes(self) -> int | None: ...
-    @property
-    def mfu(self) -> float | None: ...
 
 
-class Placed(Shown, Protocol):
-    """Row of a trial."""
+class Batched(Shown, Protocol):
+    """Row of a trial with its batch size, or its batch sizes by rank."""
 
-    @property
-    def model(self) -> str: ...
     @property
     def batch(self) -> int | str: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def network(self) -> str | None: ...
-    @property
-    def fault(self) -> str | None: ...
-    @property
-    def algorithm(self) -> str: ...
 
 
-def _batch(row: Placed) -> Cell:
+def _batch(row: Batched) -> Cell:
     text = str(row.batch)
     return Cell(text, int(text) if text.isdecimal() else None)
 
 
-PLACE: tuple[Column[Placed], ...] = (
-    Column(title="model", cell=lambda row: Cell(row.model), right=False, weight=0, role="place"),
+def _mebibytes(row: Using) -> Cell:
+    size = row.memory_bytes
+    return number(size and size / 2**20, "{:.0f}".format, flag=row.flag)
+
+
+PLACE = (
+    texts("model", weight=0, role="place"),
     Column(title="batch", cell=_batch, weight=0, role="place", phrase="batch {}"),
     Column(
         title="workers",
-        cell=lambda row: Cell(str(row.world_size), row.world_size),
+        cell=lambda row: number(row.world_size, str),
         weight=0,
         role="place",
         phrase="{} workers",
     ),
-    Column(
-        title="network",
-        cell=lambda row: Cell(row.network or ""),
-        right=False,
-        sparse=True,
-        weight=0,
-        role="place",
-    ),
-    Column(
-        title="fault",
-        cell=lambda row: Cell(row.fault or ""),
-        right=False,
-        sparse=True,
-        weight=0,
-        role="place",
-    ),
-    Column(
-        title="algorithm", cell=lambda row: Cell(row.algorithm), right=False, weight=0, role="name"
-    ),
+    texts("network", sparse=True, weight=0, role="place"),
+    texts("fault", sparse=True, weight=0, role="place"),
+    texts("algorithm", weight=0, role="name"),
 )
 """First columns of every table; trials without a result have no others."""
-USE: tuple[Column[Using], ...] = (
-    Column(
-        title="tokens/s",
-        cell=lambda row: number(row.tokens_per_s, flag=row.flag),
-        sparse=True,
-        weight=8,
-    ),
-    Column(
-        title="MiB per rank",
-        cell=lambda row: number(
-            row.memory_bytes and row.memory_bytes / 2**20, "{:.0f}".format, flag=row.flag
-        ),
-        sparse=True,
-        weight=8,
-    ),
-    Column(
-        title="MFU",
-        cell=lambda row: number(row.mfu, "{:.1%}".format, flag=row.flag),
-        sparse=True,
-        weight=8,
-    ),
+USE = (
+    numbers("tokens/s", "tokens_per_s", sparse=True, weight=8),
+    Column(title="MiB per rank", cell=_mebibytes, sparse=True, weight=8),
+    numbers("MFU", "mfu", "{:.1%}".format, sparse=True, weight=8),
 )
 """Columns before the notes."""
-NOTES: Column[Shown] = Column(
-    title="notes",
-    cell=lambda row: Cell(row.reason or ""),
-    right=False,
-    sparse=True,
-    weight=9,
-    role="notes",
-)
+NOTES = texts("notes", "reason", sparse=True, weight=9, role="notes")
 """Last column of a table."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 from common.results.tables import terminal
-from common.results.tables.cells import PROVISIONAL, Cell, Column, R, word
+from common.results.tables.cells import PROVISIONAL, Cell, Column, R
 from dear.errors import UserError, one_of
 
 if TYPE_CHECKING:
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table(Generic[R]):
-    """Rows and columns. A row without a result shows only its first columns, status and reason.
-
-    The first columns are the settings of the trial and the algorithm; the last has the notes.
-    """
+    """Rows and columns. A row without a result shows only its first columns, status and reason. The
+    first columns are the settings of the trial and the algorithm; the last has the notes."""
 
     rows: Sequence[R]
     columns: Sequence[Column[R]]
@@ -47,7 +45,7 @@ class Table(Generic[R]):
         else:
             known = [c.cell(row) for c in self.columns if c.role in ("place", "name")]
             blank = [Cell()] * (len(self.columns) - len(known) - 2)
-            cells = [*known, word(row.status), *blank, Cell(row.reason or "")]
+            cells = [*known, Cell(row.status, word=True), *blank, Cell(row.reason or "")]
         return [dataclasses.replace(cell, text=" ".join(cell.text.split())) for cell in cells]
 
     def after(self, title: str, columns: Iterable[Column[R]]) -> Table[R]:
@@ -65,16 +63,10 @@ class Table(Generic[R]):
         ]
 
     def latex(self, titles: Sequence[str] | None = None) -> str:
-        """Returns a tabular of the package booktabs for a paper, with notes as footnotes.
-
-        Footnotes need the package threeparttable.
-
-        Args:
-            titles: titles of the columns, in this order; None: all columns that have a value.
-
-        Raises:
-            UserError: there is no column with a title, or no row has a value in it.
-        """
+        """Returns a tabular of the package booktabs for a paper, with notes as footnotes. Footnotes
+        need the package threeparttable. `titles` are those of the columns, in this order; None: all
+        columns that have a value. Raises `UserError` if a title has no column, or the column has no
+        value."""
         roles = [column.role for column in self.columns]
         used = [i for i in self._written() if roles[i] != "notes"]
         if titles is not None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from common.results.records.reading import grouped
 from common.results.tables.cells import Cell, Column, R
 
 if TYPE_CHECKING:
@@ -25,15 +26,10 @@ def show(
     title: str,
     width: int | None = None,
 ) -> bool:
-    """Prints a title and a table to stdout; returns False for a table of too many rows.
-
-    On a terminal, columns that do not fit are left out; if the last one (notes) does not fit, it is
-    printed below. If stdout is no terminal, everything is printed.
-
-    Args:
-        grey: by row, True to print it in grey.
-        width: width of the terminal in characters; None: the real width.
-    """
+    """Prints a title and a table to stdout; returns False for a table of too many rows. On a
+    terminal, columns that do not fit are left out; if the last one (notes) does not fit, it is
+    printed below. If stdout is no terminal, everything is printed. `grey` has True for the rows to
+    print in grey. `width` is that of the terminal in characters; None: the real width."""
     from rich.console import Console
     from rich.text import Text
 
@@ -45,10 +41,7 @@ def show(
     if not console.is_terminal:
         _grid(console, columns, cells, grey, list(range(len(columns))))
         return True
-    blocks: dict[str, list[int]] = {}
-    for index, line in enumerate(cells):
-        blocks.setdefault(line[0].text, []).append(index)
-    for rows in blocks.values():
+    for rows in grouped(range(len(cells)), lambda i: cells[i][0].text).values():
         _block(console, columns, [cells[i] for i in rows], [grey[i] for i in rows])
     return True
 

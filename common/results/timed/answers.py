@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from common.results.records import Record
+from common.results.records import Record, grouped
 from common.results.stats import MIN_REPEATS
 from common.results.tables.fields import Compared, Validity
 from common.results.timed.rows import Row
@@ -14,12 +14,10 @@ R = TypeVar("R", bound=Compared)
 
 
 def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
-    """Returns a sentence per cell about its fastest trial, and those not distinguishable from it.
-
-    A cell, or place, is the trials that are compared with each other.
-    """
+    """Returns a sentence per cell about its fastest trial, and those not distinguishable from it. A
+    cell, or place, is the trials that are compared with each other."""
     lines = []
-    for peers in by_place(rows):
+    for peers in grouped(rows, lambda row: row.place).values():
         leaders = sorted((row for row in peers if row.leads), key=lambda row: row.step_s or 0.0)
         if not leaders:
             continue
@@ -71,7 +69,7 @@ def general_remarks(rows: Sequence[R], records: Iterable[Record]) -> list[str]:
         for record in records
         for note in record.fabric.network.notes
     ]
-    for peers in by_place(rows):
+    for peers in grouped(rows, lambda row: row.place).values():
         lines += filter(None, (_flagged_baseline(peers), _power(peers), _wide(peers)))
     return [*dict.fromkeys(lines)]
 
@@ -118,11 +116,3 @@ def _wide(rows: Sequence[Compared]) -> str | None:
         f"{wide[0].where}: these intervals are wider than +- {100 * wide[0].precision:g} % (in "
         f"parentheses: how many more repeats they probably need): {', '.join(parts)}"
     )
-
-
-def by_place(rows: Iterable[R]) -> list[list[R]]:
-    """Groups rows that are compared with each other."""
-    places: dict[Hashable, list[R]] = {}
-    for row in rows:
-        places.setdefault(row.place, []).append(row)
-    return list(places.values())

@@ -21,14 +21,8 @@ from common.results import stats
 from common.results.records import Record
 from common.results.records.card import flat_card
 from common.results.stats import Difference, Repeats
-from common.results.tables.cells import (
-    Cell,
-    Column,
-    interval,
-    number,
-    word,
-)
-from common.results.tables.fields import AXES, NOTES, PLACE, Identity, Validity, identity
+from common.results.tables.cells import Cell, Column, number, numbers, texts
+from common.results.tables.fields import AXES, NOTES, PLACE, Identity, Validity
 from common.results.tables.table import Table
 from common.results.timed.rows import difference
 from common.results.validity import flag, flag_text
@@ -43,10 +37,8 @@ Matched = tuple[Record, Record | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Validity, Identity):
-    """Row of a pair. If the algorithms differ, the label is `A -> B`.
-
-    Model, batch size, workers, network and fault are those of the first sweep's trial.
-    """
+    """Row of a pair. If the algorithms differ, the label is `A -> B`. Model, batch size, workers,
+    network and fault are those of the first sweep's trial."""
 
     batch_size: int
     across: str | None = None
@@ -85,13 +77,9 @@ def pairs(
     """Returns the trials of the first sweep with their counterparts in the second.
 
     Trials are matched by identity, or else by cell and label. If both sweeps have a single trial in
-    a cell, these two are a pair.
-
-    Args:
-        across: keys of `AXES` in which the trials of a pair may differ; if there are any, trials
-            are not matched by identity.
-        other_labels: True if trials with different labels may be a pair.
-    """
+    a cell, these two are a pair. `across` has keys of `AXES` in which the trials of a pair may
+    differ; if there are any, trials are not matched by identity. With `other_labels`, trials with
+    different labels may be a pair."""
     left, matched = list(after), dict[int, Record]()
     place = [key for key in AXES if key not in across]
     keys: list[Callable[[Record], Hashable]] = [_key([*place, "label"])]
@@ -142,12 +130,9 @@ def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
     }
     differences = [_difference(*pair) for pair in valid.values()]
     for i, measured, verdict in zip(valid, differences, stats.verdicts(differences), strict=True):
-        ratio = measured.ratio
         rows[i] = dataclasses.replace(
             rows[i],
-            ratio=ratio.value,
-            ratio_low=ratio.low,
-            ratio_high=ratio.high,
+            **measured.ratio.fields("ratio"),
             u_test=u_test(*map(_per_sample, valid[i])),
             verdict=verdict,
             more_repeats=more_repeats(measured) if verdict == "UNSURE" else None,
@@ -156,7 +141,7 @@ def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
 
 
 def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
-    pair = Pair(**identity(first), batch_size=first.trial["batch_size"])
+    pair = Pair(**vars(Identity.of(first)), batch_size=first.trial["batch_size"])
     if second is None:
         known = _flag("first", first)
         worse: Worse | None = None if known else "missing"
@@ -277,34 +262,18 @@ def table(compared: Sequence[Pair], across: Iterable[str] = ()) -> Table[Pair]:
     return Table(compared, (*place[:-1], _ACROSS, place[-1], *_COLUMNS))
 
 
-def _rate(row: Pair, value: float | None) -> Cell:
-    return number(value, unit=f" {row.unit}", flag=row.flag)
-
-
-def _ratio(row: Pair) -> Cell:
-    ends = interval(row.ratio_low, row.ratio_high, "{:.3f}".format)
-    return number(row.ratio, "{:.3f}".format, ends=ends)
-
-
 def _more(row: Pair) -> Cell:
     missing = "many" if row.verdict == "UNSURE" else ""
     return number(row.more_repeats, "{} more".format, missing=missing)
 
 
-_ACROSS: Column[Pair] = Column(
-    title="across",
-    cell=lambda row: Cell(row.across or ""),
-    right=False,
-    sparse=True,
-    weight=0,
-    role="place",
-)
+_ACROSS = texts("across", sparse=True, weight=0, role="place")
 _COLUMNS: tuple[Column[Pair], ...] = (
-    Column(title="first", cell=lambda row: _rate(row, row.before), weight=1),
-    Column(title="second", cell=lambda row: _rate(row, row.after), weight=1),
-    Column(title="second / first (95 % CI)", cell=_ratio, weight=1),
-    Column(title="verdict", cell=lambda row: word(row.verdict), right=False, weight=1),
+    numbers("first", "before", unit=True, weight=1),
+    numbers("second", "after", unit=True, weight=1),
+    numbers("second / first (95 % CI)", "ratio", "{:.3f}".format, weight=1),
+    texts("verdict", word=True, weight=1),
     Column(title="repeats to decide", cell=_more, sparse=True, weight=3),
-    Column(title="U test", cell=lambda row: number(row.u_test, "p = {:.2g}".format), weight=4),
+    numbers("U test", "u_test", "p = {:.2g}".format, weight=4),
     NOTES,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.models.profile import Profile, load, path_of
+from common.models.profile import load, path_of
 from common.results.records import JsonObject, Record, Result
 from common.results.records.trust import Modelled, sending_costs
 from common.virtual.foresee import share_on_wire
@@ -19,11 +19,9 @@ from dear.training.algorithm import algorithm_class, algorithm_options
 
 
 def modelled(record: Record) -> Modelled | None:
-    """Returns the step by the event model; None for a trial that the model does not cover.
-
-    The model covers trials with timed steps that are emulated, with a synchronous algorithm and
-    several ranks on equal devices.
-    """
+    """Returns the step by the event model; None for a trial that the model does not cover. The
+    model covers trials with timed steps that are emulated, with a synchronous algorithm and several
+    ranks on equal devices."""
     if record.fabric.kind != "emulated" or not record.ok or record.throughput is None:
         return None
     trial = record.trial
@@ -43,12 +41,9 @@ def modelled(record: Record) -> Modelled | None:
 
 
 def prediction(record: Record) -> Prediction:
-    """Returns the step of a trial by the event model.
-
-    Raises:
-        UnmodelledError: the record lacks data, or the model does not cover the trial.
-        UserError: the algorithm or an option does not exist any more.
-    """
+    """Returns the step of a trial by the event model. Raises `UnmodelledError` if the record lacks
+    data, or the model does not cover the trial. Raises `UserError` if the algorithm or an option
+    does not exist any more."""
     trial, result = record.trial, record.first
     if record.fault is not None:
         raise UnmodelledError("the trial injects faults into its cluster")
@@ -83,28 +78,9 @@ def prediction(record: Record) -> Prediction:
 
 
 def trial_passes(trial: JsonObject, update_s: float) -> Passes:
-    """Returns the passes of a trial's profile, with an update that took `update_s` seconds.
-
-    Args:
-        trial: settings of the trial, as in its record.
-
-    Raises:
-        UnmodelledError: the trial's model has no layer profile for float32, or its file is missing.
-    """
-    return passes_of(_profile(trial), update_s)
-
-
-def recorded_costs(result: Result) -> dict[str, Cost]:
-    costs: dict[str, Cost] = {**(sending_costs(result.costs, result.engine_costs) or {})}
-    engine = result.engine_costs
-    if engine is not None and engine.fused is not None:
-        costs[FUSED] = engine.fused
-    if engine is not None and engine.pair is not None:
-        costs["all_reduce"] = Pairwise(alone=engine.all_reduce, pair=engine.pair)
-    return costs
-
-
-def _profile(trial: JsonObject) -> Profile:
+    """Returns the passes of a trial's profile, with an update that took `update_s` seconds. `trial`
+    has the settings of the trial, as in its record. Raises `UnmodelledError` if the trial's model
+    has no layer profile for float32, or its file is missing."""
     model, _, device = trial["model"].rpartition("@")
     if not model:
         raise UnmodelledError("the trial's model has no layer profile")
@@ -118,4 +94,15 @@ def _profile(trial: JsonObject) -> Profile:
         raise UnmodelledError("the file of the trial's layer profile is missing") from None
     if profile.digest != trial.get("profile_digest"):
         raise UnmodelledError("the file of the layer profile has changed since the trial")
-    return profile
+    return passes_of(profile, update_s)
+
+
+def recorded_costs(result: Result) -> dict[str, Cost]:
+    """Returns the cost by operation of the library that sends, as a trial has measured it."""
+    engine = result.engine_costs
+    costs: dict[str, Cost] = {**(sending_costs(result.costs, engine) or {})}
+    if engine is not None and engine.fused is not None:
+        costs[FUSED] = engine.fused
+    if engine is not None and engine.pair is not None:
+        costs["all_reduce"] = Pairwise(alone=engine.all_reduce, pair=engine.pair)
+    return costs

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from common.results.records import Record, Result
+from common.results.records import Record, Result, grouped
 from common.results.tables.cells import significant
 from common.results.timed.rows import Row
 
@@ -100,16 +100,14 @@ class Account:
 
 def sentences(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
     """Explains the fastest and the slowest row of each cell, and rows far from their bound.
-
-    Args:
-        records: records of the rows.
-    """
-    places: dict[object, list[tuple[Row, Record]]] = {}
-    for row, record in zip(rows, records, strict=True):
-        if row.status == "ok" and not row.flag and row.world_size > 1:
-            places.setdefault(row.place, []).append((row, record))
+    `records` are records of the rows."""
+    valid = [
+        (row, record)
+        for row, record in zip(rows, records, strict=True)
+        if row.status == "ok" and not row.flag and row.world_size > 1
+    ]
     lines = []
-    for pairs in places.values():
+    for pairs in grouped(valid, lambda pair: pair[0].place).values():
         for row, record, role in _standing_out(pairs):
             text = reason(record, hidden=role == _FASTEST)
             if text is not None:
@@ -131,11 +129,8 @@ def _standing_out(pairs: Sequence[tuple[Row, Record]]) -> Iterable[tuple[Row, Re
 
 
 def reason(record: Record, *, hidden: bool) -> str | None:
-    """Returns the explanation of a step's length; None if the data are not sufficient.
-
-    Args:
-        hidden: True to explain also a step to which communication adds almost nothing.
-    """
+    """Returns the explanation of a step's length; None if the data are not sufficient. If `hidden`
+    is True, a step to which communication adds almost nothing is explained, too."""
     account = account_of(record)
     if account is None:
         return None
@@ -221,10 +216,8 @@ def _hidden(account: Account) -> str | None:
 
 
 def _late(account: Account) -> str | None:
-    """Returns the explanation by the last message, if this alone adds the measured time.
-
-    The message starts at the end of the backward pass, and the next forward pass reads it first.
-    """
+    """Returns the explanation by the last message, if this alone adds the measured time. The
+    message starts at the end of the backward pass, and the next forward pass reads it first."""
     if account.left_s > account.last_s or not account.explains(account.last_s):
         return None
     whole, last = sum(account.messages), account.messages[-1]

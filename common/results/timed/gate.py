@@ -13,7 +13,6 @@ from common.results.timed import compare
 from common.results.timed.compare import Pair
 
 SCHEMA = 1
-"""Version of the summary's format."""
 Outcome = Literal["compared", "worse", "nothing compared"]
 
 
@@ -31,19 +30,14 @@ class Summary:
     outcome: Outcome
     """`worse`: at least one pair fails. `nothing compared`: no pair has a ratio."""
     compared: int
-    """Number of pairs with a ratio."""
     geometric_mean: float | None
-    """Geometric mean of their ratios."""
     verdicts: dict[str, int]
-    """Number of pairs by verdict."""
     pairs: list[Pair]
     """One for each trial of the first sweep."""
     unmatched: int
     """Number of trials of the second sweep without a counterpart in the first."""
     unmatched_reason: str | None
-    """Reason why no trial has a counterpart."""
     environment: list[str] = field(default_factory=list)
-    """Differences between the machines."""
 
     @property
     def lines(self) -> list[str]:
@@ -102,8 +96,9 @@ def summarize(
     """
     matched = compare.pairs(before, after, across, other_labels=other_labels)
     pairs, count = compare.rows(matched, across), sum(second is not None for _, second in matched)
-    if share is not None:
-        pairs = [_judged(pair, share) for pair in pairs]
+    for i, pair in enumerate(pairs if share is not None else ()):
+        if pair.verdict == "SLOWER" and pair.ratio is not None and pair.ratio < 1 - share:
+            pairs[i] = dataclasses.replace(pair, worse="slower")
     mean = compare.geometric_mean(pairs)
     fails = share is not None and any(pair.worse for pair in pairs)
     outcome: Outcome = "worse" if fails else "compared"
@@ -121,8 +116,3 @@ def summarize(
         unmatched_reason=None if count else compare.why_unmatched(before, after, across),
         environment=compare.environment(before, after),
     )
-
-
-def _judged(pair: Pair, share: float) -> Pair:
-    slower = pair.verdict == "SLOWER" and pair.ratio is not None and pair.ratio < 1 - share
-    return dataclasses.replace(pair, worse="slower") if slower else pair

@@ -8,23 +8,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from common.results import stats
-from common.results.records import Record, base_among
+from common.results.records import JsonObject, Record, base_among, grouped
+from common.results.records.trust import Modelled
 from common.results.stats import Difference
 from common.results.tables.cells import (
     UNKNOWN,
     Cell,
     Column,
+    Form,
     interval,
     number,
-    percent,
+    numbers,
     significant,
-    word,
+    texts,
 )
-from common.results.tables.fields import NOTES, PLACE, USE, Compared, Use, Validity, identity
+from common.results.tables.fields import NOTES, PLACE, USE, Compared, Identity, Use, Validity
 from common.results.tables.table import Table
 from common.results.timed import bounds
 from common.results.timed.bounds import BoundNote
@@ -38,6 +40,9 @@ LEGEND = (
 )
 
 
+_PHASES = ("forward_s", "backward_s", "update_s", "exposed_comm_s")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """Seconds of a step: measured, by phase, and lower bounds."""
@@ -45,9 +50,7 @@ class Times:
     step_s: float | None = None
     """Elapsed time per step of all ranks together."""
     step_median_s: float | None = None
-    """Median of single steps."""
     step_p95_s: float | None = None
-    """95th percentile of single steps."""
     forward_s: float | None = None
     """Phases of the rank that waits least, without waiting; the four add up to about `step_s`."""
     backward_s: float | None = None
@@ -63,11 +66,9 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Validity, Times, Use, Compared):
-    """Row of a timed trial, in the table and in the CSV file.
-
-    If the trial has a result, `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a
-    step are set. Fields of comparisons are set if both trials are valid.
-    """
+    """Row of a timed trial, in the table and in the CSV file. If the trial has a result,
+    `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a step are set. Fields of
+    comparisons are set if both trials are valid."""
 
     batch_size: int
     throughput: float | None = None
@@ -77,7 +78,6 @@ class Row(Validity, Times, Use, Compared):
     """Ends of the 95 % interval; None for a single repeat."""
     ci_high: float | None = None
     n: int | None = None
-    """Number of timed steps."""
     repeats: int | None = None
     paired: bool | None = None
     """True: the speed-up compares repeats of the same round."""
@@ -96,7 +96,6 @@ class Row(Validity, Times, Use, Compared):
     """Ends of the 95 % interval of `systematic`; from 0 if sampling error explains the change."""
     systematic_high: float | None = None
     model_s: float | None = None
-    """Step time by the event model."""
     off_model: float | None = None
     """(Measured step time - `model_s`) / `model_s`."""
     unmodelled: str | None = None
@@ -119,15 +118,12 @@ class Row(Validity, Times, Use, Compared):
 
 def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
     """Returns one row per record; speed-ups are relative to the trial `compare_to` of its cell.
-
-    Raises:
-        UserError: `compare_to` is no label, but an algorithm with several variants.
-    """
+    Raises `UserError` if `compare_to` is no label, but an algorithm with several variants."""
     records = list(records)
     rows = {id(record): _measured(record) for record in records}
     # Single workers by settings, for all world sizes; of several, the first is used.
     alone = {_key(r): r for r in reversed(records) if r.trial["algorithm"] == "none"}
-    for peers in _cells(records):
+    for peers in grouped(records, lambda r: (_key(r), r.trial["world_size"])).values():
         for record in peers:
             single = alone.get(_key(record))
             if single is not None and flag(single) is None and flag(record) is None:
@@ -138,12 +134,26 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
 
 
 def _measured(record: Record) -> Row:
-    row = Row(**identity(record), batch_size=record.trial["batch_size"])
+    batch_size = record.trial["batch_size"]
+    row = Row(**vars(Identity.of(record)), batch_size=batch_size)
     if record.throughput is None or record.check is None:
         return dataclasses.replace(row, reason=record.error and record.error.message)
-    rate = stats.throughput(record.repeats, row.batch_size * row.world_size)
-    why, model, bound = flag_text(record), record.modelled, record.bound
-    row = dataclasses.replace(
+    rate = stats.throughput(record.repeats, batch_size * row.world_size)
+    why, model, bound = flag_text(record), record.modelled or Modelled(), record.bound
+    notes = [why, *(note.text for note in record.notes)]
+    notes.append(model.reason and f"no model: {model.reason}")
+    known: JsonObject = {name: getattr(record.breakdown, name, None) for name in _PHASES}
+    if record.systematic is not None:
+        known |= stats.shift(record.repeats, record.systematic.repeats).fields("systematic")
+    if bound is not None:
+        known |= {"bound": bound.kind, "bound_s": bound.step_s}
+        known |= {name: getattr(bound, name) for name in ("compute_limit_s", "wire_limit_s")}
+        if bound.step_s is not None:
+            share = bound.step_s / record.step_s
+            kind = bounds.bound_note(share) if why is None else None
+            known |= {"of_bound": share, "bound_note": kind}
+            notes.append(kind and bounds.describe(kind, share))
+    return dataclasses.replace(
         row,
         throughput=rate.value,
         unit=record.throughput.unit,
@@ -157,55 +167,16 @@ def _measured(record: Record) -> Row:
         step_s=record.step_s,
         step_median_s=stats.percentile_step_s(record.repeats, 0.5),
         step_p95_s=stats.percentile_step_s(record.repeats, 0.95),
+        model_s=model.step_s,
+        off_model=model.off(record.step_s),
+        unmodelled=model.reason,
+        **known,
+        reason=_joined(notes),
     )
-    notes = [why, *(note.text for note in record.notes)]
-    if record.systematic is not None:
-        shift = stats.shift(record.repeats, record.systematic.repeats)
-        row = dataclasses.replace(
-            row, systematic=shift.value, systematic_low=shift.low, systematic_high=shift.high
-        )
-    if model is not None:
-        row = dataclasses.replace(
-            row,
-            model_s=model.step_s,
-            off_model=model.off(record.step_s),
-            unmodelled=model.reason,
-        )
-        notes.append(model.reason and f"no model: {model.reason}")
-    if record.breakdown is not None:
-        parts = record.breakdown
-        row = dataclasses.replace(
-            row,
-            forward_s=parts.forward_s,
-            backward_s=parts.backward_s,
-            update_s=parts.update_s,
-            exposed_comm_s=parts.exposed_comm_s,
-        )
-    if bound is not None:
-        row = dataclasses.replace(
-            row,
-            bound=bound.kind,
-            bound_s=bound.step_s,
-            compute_limit_s=bound.compute_limit_s,
-            wire_limit_s=bound.wire_limit_s,
-        )
-        if bound.step_s is not None:
-            share = bound.step_s / record.step_s
-            kind = bounds.bound_note(share) if why is None else None
-            row = dataclasses.replace(row, of_bound=share, bound_note=kind)
-            notes.append(kind and bounds.describe(kind, share))
-    return dataclasses.replace(row, reason=_joined(notes))
 
 
 def _joined(notes: Iterable[str | None]) -> str | None:
     return "; ".join(dict.fromkeys(filter(None, notes))) or None
-
-
-def _cells(records: Sequence[Record]) -> list[list[Record]]:
-    cells: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
-        cells.setdefault((_key(record), record.trial["world_size"]), []).append(record)
-    return list(cells.values())
 
 
 def _compare(peers: Sequence[Record], compare_to: str, rows: dict[int, Row]) -> None:
@@ -219,18 +190,13 @@ def _compare(peers: Sequence[Record], compare_to: str, rows: dict[int, Row]) -> 
         rows[id(record)] = dataclasses.replace(rows[id(record)], compared_to=base.label)
     verdicts = stats.verdicts(differences)
     for record, compared, verdict in zip(valid, differences, verdicts, strict=True):
-        row, ratio, precision = rows[id(record)], compared.ratio, asked_precision(record)
+        row, precision = rows[id(record)], asked_precision(record)
         unpaired = None if compared.paired else "not measured in turn with {}: compared unpaired"
         rows[id(record)] = dataclasses.replace(
             row,
-            speedup=ratio.value,
-            speedup_low=ratio.low,
-            speedup_high=ratio.high,
+            **compared.fields(len(differences), precision),
             paired=compared.paired,
             verdict=verdict,
-            detectable=stats.detectable(compared, len(differences)),
-            precision=precision,
-            more_repeats=compared.repeats_to(precision),
             reason=_joined([row.reason, unpaired and unpaired.format(compare_to)]),
         )
 
@@ -296,20 +262,14 @@ def _key(record: Record) -> str:
 
 def comparison(rows: Sequence[Row], compare_to: str) -> Table[Row]:
     """Returns the table of throughput, speed-ups, verdicts and checks."""
-    ratio = Column(
-        title=f"speed-up vs {compare_to} (95 % CI)", cell=_speedup, right=False, weight=1
-    )
+    title = f"speed-up vs {compare_to} (95 % CI)"
+    ratio = Column(title=title, cell=_SPEEDUP.cell, right=False, weight=1)
     return Table(rows, (*PLACE, *_MEASURED, ratio, *_JUDGED))
 
 
 def breakdown(rows: Iterable[Row]) -> Table[Row]:
     """Returns the table of times per phase and of bounds, in ms, for trials with a result."""
     return Table([row for row in rows if row.step_s is not None], (*PLACE, *_TIMES))
-
-
-def _speedup(row: Row) -> Cell:
-    ends = interval(row.speedup_low, row.speedup_high, "{:.2f}".format)
-    return number(row.speedup, "{:.2f}".format, ends=ends)
 
 
 def _interval(row: Row) -> Cell:
@@ -321,18 +281,8 @@ def _count(row: Row) -> Cell:
     return Cell(f"{row.repeats} x {row.n / row.repeats:.3g}", row.repeats)
 
 
-def _efficiency(row: Row) -> Cell:
-    ends = interval(row.efficiency_low, row.efficiency_high, percent)
-    return number(row.efficiency, "{:.0%}".format, ends=ends)
-
-
 def _of_bound(row: Row) -> Cell:
     return number(row.of_bound, lambda x: bounds.share(x, row.bound_note), flag=row.flag)
-
-
-def _systematic(row: Row) -> Cell:
-    tenths = interval(row.systematic_low, row.systematic_high, lambda end: f"{100 * end:.1f}")
-    return number(row.systematic, "{:.1%}".format, ends=tenths, flag=row.flag)
 
 
 def _off_model(row: Row) -> Cell:
@@ -340,20 +290,22 @@ def _off_model(row: Row) -> Cell:
     return number(row.off_model, "{:+.1%}".format, flag=row.flag, missing=missing)
 
 
+def _percent(decimals: int) -> Form:
+    """Returns the format of a share as a percentage, without the character %."""
+    return lambda share: f"{100 * share:.{decimals}f}"
+
+
+_SPEEDUP = numbers("", "speedup", "{:.2f}".format)
 _MEASURED: tuple[Column[Row], ...] = (
-    Column(
-        title="throughput",
-        cell=lambda row: number(row.throughput, unit=f" {row.unit}", flag=row.flag),
-        weight=1,
-    ),
+    numbers("throughput", "throughput", unit=True, weight=1),
     Column(title="95 % CI, this run", cell=_interval, weight=2),
     Column(title="n", cell=_count, weight=6),
 )
 _JUDGED: tuple[Column[Row], ...] = (
-    Column(title="verdict", cell=lambda row: word(row.verdict), right=False, weight=1),
-    Column(title="efficiency", cell=_efficiency, sparse=True, weight=7),
+    texts("verdict", word=True, weight=1),
+    numbers("efficiency", "efficiency", "{:.0%}".format, ends=_percent(0), sparse=True, weight=7),
     Column(title="of bound", cell=_of_bound, sparse=True, weight=3),
-    Column(title="systematic", cell=_systematic, sparse=True, weight=8),
+    numbers("systematic", "systematic", "{:.1%}".format, ends=_percent(1), sparse=True, weight=8),
     Column(title="event model", cell=_off_model, sparse=True, weight=5),
     Column(
         title="correct",
@@ -371,10 +323,10 @@ def _milliseconds(seconds: float) -> str:
     return significant(seconds * 1000) if seconds else "0"
 
 
-def _time(title: str, seconds: Callable[[Row], float | None]) -> Column[Row]:
+def _phase(title: str, field: str) -> Column[Row]:
 
     def cell(row: Row) -> Cell:
-        value = seconds(row)
+        value = getattr(row, field)
         # An exact zero is not measured, so a flag does not put it in parentheses.
         return number(value, _milliseconds, flag=row.flag if value else None, missing=UNKNOWN)
 
@@ -382,16 +334,13 @@ def _time(title: str, seconds: Callable[[Row], float | None]) -> Column[Row]:
 
 
 _TIMES: tuple[Column[Row], ...] = (
-    _time("step", lambda row: row.step_s),
-    _time("median", lambda row: row.step_median_s),
-    _time("p95", lambda row: row.step_p95_s),
-    _time("forward", lambda row: row.forward_s),
-    _time("backward", lambda row: row.backward_s),
-    _time("update", lambda row: row.update_s),
-    _time("exposed comm", lambda row: row.exposed_comm_s),
+    _phase("step", "step_s"),
+    _phase("median", "step_median_s"),
+    _phase("p95", "step_p95_s"),
+    *(_phase(name.removesuffix("_s").replace("_", " "), name) for name in _PHASES),
     Column(title="event model", cell=lambda row: number(row.model_s, _milliseconds), sparse=True),
-    _time("bound", lambda row: row.bound_s),
-    _time("compute limit", lambda row: row.compute_limit_s),
-    _time("wire limit", lambda row: row.wire_limit_s),
+    _phase("bound", "bound_s"),
+    _phase("compute limit", "compute_limit_s"),
+    _phase("wire limit", "wire_limit_s"),
     Column(title="of bound", cell=lambda row: _of_bound(row) if row.of_bound else Cell(UNKNOWN)),
 )

@@ -100,9 +100,7 @@ def a_destroyed_group_says_so() -> None:
     backend.shutdown()
     options = c10d.AllreduceOptions()
     raises(
-        dist.DistBackendError,
-        "was destroyed",
-        lambda: backend.allreduce([torch.ones(1)], options),
+        dist.DistBackendError, "was destroyed", lambda: backend.allreduce([torch.ones(1)], options)
     )
 
 

@@ -484,8 +484,7 @@ def test_an_incorrect_trial_has_no_further_repeats_and_is_never_the_best():
 def test_replicas_that_part_later_end_a_trial_as_well():
     rounds = Rounds(MeasureConfig(repeats=4))
     rounds.outcome = lambda trial, repeat: dataclasses.replace(
-        result(),
-        check=Check(replicas_agree=(trial.algorithm, repeat) != ("dear", 1)),
+        result(), check=Check(replicas_agree=(trial.algorithm, repeat) != ("dear", 1))
     )
     assert rounds.run()
     assert len(rounds.recorded["dear"][0].results) == 2

@@ -206,11 +206,7 @@ WARM_UP = {"compression": "eftopk", "density_warmup_steps": 9}
         ("wfbp", {"compression": "topj"}, "option of wfbp 'compression': unknown value 'topj'"),
         ("wfbp", {**TOPK, "density": 0}, "option of wfbp 'density' must lie in"),
         ("dear", {**TOPK, "density": 1.1}, "option of dear 'density' must lie in"),
-        (
-            "allreduce",
-            {"density": 0.1},
-            "'density' goes with compression=topk, eftopk, gaussian",
-        ),
+        ("allreduce", {"density": 0.1}, "'density' goes with compression=topk, eftopk, gaussian"),
         ("mgwfbp", {"compression": "fp16", "density": 0.1}, "option of mgwfbp 'density' goes"),
         ("mgwfbp", {**SIGNUM, "costs": "10gbe"}, "option of mgwfbp 'costs'"),
         ("mgs", SIGNUM, "option of mgs 'compression': unknown value"),

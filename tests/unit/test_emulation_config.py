@@ -32,12 +32,7 @@ from common.emulation.links.profile import (
     network_profile,
     payload_bytes_per_s,
 )
-from common.emulation.measured import (
-    counted_between,
-    counter_notes,
-    network_record,
-    rates_together,
-)
+from common.emulation.measured import counted_between, counter_notes, network_record, rates_together
 from common.harness.running import fabric
 from common.machine import cgroups
 from dear.errors import UserError

@@ -86,11 +86,7 @@ def test_split():
 
 def _learning_trial(algorithm="asyncddp", world=2, target=0.5, batch_sizes=None, **more):
     learn = LearnConfig(
-        budget_s=2,
-        eval_every_s=1,
-        data="digits",
-        target_accuracy=target,
-        batch_sizes=batch_sizes,
+        budget_s=2, eval_every_s=1, data="digits", target_accuracy=target, batch_sizes=batch_sizes
     )
     return make_trial(algorithm, world, learn=learn, **more)
 
@@ -404,10 +400,7 @@ def test_a_row_names_the_batch_size_of_every_rank():
 
 @pytest.mark.parametrize(
     ("name", "evaluations"),
-    [
-        pytest.param("time_to_accuracy", 18 * 16, marks=pytest.mark.full),
-        ("slow_host", 8 * 4),
-    ],
+    [pytest.param("time_to_accuracy", 18 * 16, marks=pytest.mark.full), ("slow_host", 8 * 4)],
 )
 def test_figures_are_drawn_from_records(tmp_path, name, evaluations):
     """Figures of what was learned, or of the pace where nothing was to be learned."""

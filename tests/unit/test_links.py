@@ -91,8 +91,7 @@ def test_a_pair_of_hosts_has_what_is_between_their_sites():
 
 def test_sites_without_a_number_of_hosts_share_them():
     halves = two_sites(
-        sites=(Site(name="a"), Site(name="b")),
-        between=(Distance(sites=("a", "b"), latency_us=9),),
+        sites=(Site(name="a"), Site(name="b")), between=(Distance(sites=("a", "b"), latency_us=9),)
     )
     far = [host for host in range(5) if halves.connection(0, host, 5).latency_us == 9]
     assert far == [3, 4]

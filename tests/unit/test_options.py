@@ -95,10 +95,7 @@ def test_wrong_type_names_key_wish_and_value(key, value, words):
         ({"worlds": [1, "b"]}, ["option of demo 'worlds.1': must be a whole number, got 'b'"]),
         ({"worlds": None}, ["got None"]),
         ({"inner": {"size": "big"}}, ["option of demo 'inner.size': must be"]),
-        (
-            {"inner": {"size": 2, "shaer": 1}},
-            ["'inner': unknown key 'shaer'", "'share'?"],
-        ),
+        ({"inner": {"size": 2, "shaer": 1}}, ["'inner': unknown key 'shaer'", "'share'?"]),
         ({"inner": {}}, ["option of demo 'inner.size' is missing"]),
         ({"either": [{"sise": 1}]}, ["did you mean 'size'?"]),
     ],

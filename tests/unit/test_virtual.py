@@ -232,8 +232,7 @@ def test_a_gather_ahead_that_nobody_awaits_at_once_hides_behind_the_layer_before
 
 def test_the_first_layer_that_the_backward_pass_reaches_is_gathered_as_it_begins():
     each = messages_of(
-        SHARDED,
-        [Bundle(nbytes=g.nbytes, names=(g.name,), some=True) for g in SHARDED.gradients],
+        SHARDED, [Bundle(nbytes=g.nbytes, names=(g.name,), some=True) for g in SHARDED.gradients]
     )
     result = predicted(ahead("ahead", "ahead"), each, SHARDED)
     # head and two at once; then one, and stem.

@@ -50,11 +50,7 @@ def image(channels, side, *, samples=2, dims=2, device="meta"):
 # Convolutions: multiplications and additions of the forward pass by hand. Each of the two gradients
 # has as many.
 CONVOLUTIONS = {
-    "dense": (
-        nn.Conv2d(8, 6, 3, device="meta"),
-        image(8, 10),
-        2 * (2 * 6 * 8 * 8) * (8 * 3 * 3),
-    ),
+    "dense": (nn.Conv2d(8, 6, 3, device="meta"), image(8, 10), 2 * (2 * 6 * 8 * 8) * (8 * 3 * 3)),
     "grouped": (
         nn.Conv2d(8, 6, 3, groups=2, device="meta"),
         image(8, 10),

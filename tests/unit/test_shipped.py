@@ -96,11 +96,8 @@ def _note(record: Path, **changed: object) -> None:
     (record / catalogue.MANIFEST).write_text(json.dumps({**facts, **changed}))
 
 
-def test_a_record_of_today_has_no_problem(folder):
+def test_a_record_of_today_has_no_problem_and_one_of_another_definition_is_told(folder):
     assert maker.problems("quick", RECIPE, folder) == []
-
-
-def test_a_record_of_another_definition_is_told(folder):
     record = folder / "quick"
 
     def problem() -> str:

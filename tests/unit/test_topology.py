@@ -299,14 +299,8 @@ def test_a_registered_topology_is_known_by_its_name_once():
 def test_the_table_of_topologies_in_the_documents_has_the_gaps_of_today():
     text = (Path(__file__).parents[2] / "docs" / "decentralized.md").read_text()
     lines = re.findall(r"^\| `([\w-]+)` \| .* \| ([\d., ]+) \|$", text, re.MULTILINE)
-    assert {name for name, _ in lines} == {
-        "complete",
-        "exp2",
-        "symmetric-exp",
-        "mesh",
-        "ring",
-        "star",
-    }
+    names = ["complete", "exp2", "mesh", "ring", "star", "symmetric-exp"]
+    assert sorted(name for name, _ in lines) == names
     for name, gaps in lines:
         today = [f"{spectral_gap(topology.graph(name, size)):.3f}" for size in (8, 16, 32)]
         assert gaps.split(", ") == today, name

@@ -69,12 +69,8 @@ def test_all_ranks_are_in_one_file_with_steps_gradients_and_transfers():
         (0, "reduce_scatter", 60000.0, 20000.0),
         (1, "all_reduce", 60000.0, 10000.0),  # of rank 1 the comm core alone can tell
     ]
-    assert sent[0]["args"] == {
-        "bytes": 80,
-        "channel": 1,
-        "enqueued_us": 50000.0,
-        "waited_us": 10000.0,
-    }
+    times = {"enqueued_us": 50000.0, "waited_us": 10000.0}
+    assert sent[0]["args"] == {"bytes": 80, "channel": 1, **times}
 
 
 def phased(offset: float = 0.0, waits: Any = ((100.7, 100.9), (101.75, 101.9))) -> dict[str, Any]:

@@ -56,9 +56,6 @@ def test_a_measured_step_that_is_far_off_is_not_believed(factor, believed):
 )
 def test_there_is_nothing_to_model(given):
     assert made(**given).modelled is None
-
-
-def test_a_failed_record_is_not_modelled_twice():
     assert modelled(dataclasses.replace(made(), status="failed")) is None
 
 

@@ -584,12 +584,10 @@ def test_virtual_hosts_begin_with_the_network_of_the_first_trial(tmp_path):
 
 
 def test_repeats_at_twice_the_scale_give_the_systematic_error():
-    rounds = Rounds(MeasureConfig(repeats=2, repeats_at_2k=2))
-    slow = {"dear": 0.97}
-    rounds.outcome = lambda trial, repeat: result(
-        slow.get(trial.algorithm, 1.0) if rounds.fabric.time_scale == 8.0 else 1.0
-    )
-    assert rounds.run()
+    def outcome(trial: Trial, repeat: int) -> Result:  # the last two repeats are at 2k
+        return result(0.97 if trial.algorithm == "dear" and repeat >= 2 else 1.0)
+
+    rounds = ran(outcome=outcome, repeats_at_2k=2)
     assert [scale for _, _, scale in rounds.launched] == [4.0] * 8 + [8.0] * 8
     assert [repeat for _, repeat, _ in rounds.launched] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     turn, _ = rounds.recorded["dear"]
@@ -623,19 +621,16 @@ def test_what_goes_wrong_at_twice_the_scale_costs_no_result():
 def test_the_time_to_go_counts_rounds_at_twice_the_scale_twice(monkeypatch):
     clock = iter(range(0, 10_000, 5))  # each launch takes 5 s
     monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))
-    rounds = Rounds(MeasureConfig(repeats=1, repeats_at_2k=1))
-    assert rounds.run()
     # Before the second launch: 3 at k and 4 at 2k are to come.
-    assert rounds.etas[:2] == [None, 3 * 5 + 4 * 10]
+    assert ran(repeats=1, repeats_at_2k=1).etas[:2] == [None, 3 * 5 + 4 * 10]
 
 
 def test_fail_fast_stops_and_keeps_what_is_finished():
-    def outcome(trial: Trial, repeat: int) -> Outcome | Result:
-        fails = trial.algorithm == "dear" and repeat == 1
-        return Outcome.of("failed", "broken") if fails else result()
-
+    broken = Outcome.of("failed", "broken")
     rounds = Rounds(MeasureConfig(repeats=3))
-    rounds.outcome = outcome
+    rounds.outcome = lambda trial, repeat: (
+        broken if (trial.algorithm, repeat) == ("dear", 1) else result()
+    )
     assert not rounds.run(fail_fast=True)
     assert rounds.statuses() == dict.fromkeys(NAMES, "interrupted") | {"dear": "failed"}
     before = rounds.order(1)[:-1]
@@ -745,10 +740,9 @@ def test_a_cell_that_goes_on_has_its_time_scale_and_what_was_set_aside(tmp_path)
 def test_a_round_that_was_torn_is_ended_before_anything_is_decided(tmp_path):
     """Else trials of one cell would have unequal numbers of repeats."""
     before = stopped(MeasureConfig(repeats=(2, 4), precision=0.5), launches=6)
-    before.standing = {
-        trial: dataclasses.replace(item, results=[result() for _ in item.results])
-        for trial, item in before.standing.items()
-    }
+    for trial, item in before.standing.items():
+        equal = dataclasses.replace(item, results=[result() for _ in item.results])
+        before.standing[trial] = equal
     after = gone_on(before, tmp_path)
     assert [len(turn.results) for turn, _ in after.recorded.values()] == [2] * 4
 

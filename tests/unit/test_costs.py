@@ -296,22 +296,13 @@ def test_formulas(kind, wanted):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_communication_every_bound_is_the_compute_limit(kind):
+def test_without_communication_every_bound_is_the_compute_limit_and_updates_may_be_shared(kind):
     assert step_bound_s(kind, COMPUTE, CommTimes()) == compute_limit_s(COMPUTE) == 3.5
 
-
-@pytest.mark.parametrize(
-    ("kind", "step_s"),
-    [
-        # Communication is shorter than any pass: 1 + 2, and the update by one or by four ranks.
-        *((kind, 3.5) for kind in KINDS if kind not in ("dear", "sharded")),
-        ("dear", 1 + 2 + 0.5 / 4),
-        ("sharded", 1 + 2 + 0.5 / 4),
-    ],
-)
-def test_the_update_is_shared_where_ranks_own_a_part_of_it(kind, step_s):
+    # Communication is shorter than any pass: 1 + 2, and the update by one or by four ranks.
     short = CommTimes(reduce_scatter_s=0.1, all_gather_s=0.1)
-    assert step_bound_s(kind, COMPUTE, short, world_size=4) == pytest.approx(step_s)
+    update_s = 0.5 / 4 if kind in ("dear", "sharded") else 0.5
+    assert step_bound_s(kind, COMPUTE, short, world_size=4) == pytest.approx(1 + 2 + update_s)
 
 
 def test_of_means_over_steps_each_step_waits_for_its_own_exchange():

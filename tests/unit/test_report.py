@@ -26,22 +26,13 @@ from common.results.report.overview import overview
 from common.results.report.parts import Figured, download
 from common.results.store import Comparison
 from plots import embedded
-from tests.unit.made_record import record, with_first, with_iters, with_notes
+from tests.unit.made_record import record, sweep, with_first, with_iters, with_notes
 from tests.unit.read_page import Page
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs" / "records"
 COMMANDS = page.Commands(sweep="merging", again=lambda: (None, "Nobody knows."))
 SCRIPT = "<script>alert(1)</script>"
-
-
-def sweep(folder, records, compare_to="ddp", also=()):
-    """The folder of a sweep that holds the records; of trials `also` there is none."""
-    folder.mkdir(exist_ok=True)
-    for item in records:
-        store.append(folder / "records.jsonl", item)
-    Comparison(compare_to=compare_to, trials=(*(item.hash for item in records), *also)).save(folder)
-    return folder
 
 
 def changed(one, **more):

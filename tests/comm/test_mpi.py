@@ -122,11 +122,8 @@ def communicator_of_dear() -> None:
 @case
 def wrong_arguments_are_named() -> None:
     backend = backend_of()
-    reducing, sending, largest = (
-        c10d.AllreduceOptions(),
-        c10d.BroadcastOptions(),
-        c10d.AllreduceOptions(),
-    )
+    reducing, largest = c10d.AllreduceOptions(), c10d.AllreduceOptions()
+    sending = c10d.BroadcastOptions()
     gathering, exchanging = c10d.AllgatherOptions(), c10d.AllToAllOptions()
     largest.reduceOp, sending.rootRank = dist.ReduceOp.MAX, SIZE
     two, huge = torch.ones(2), torch.zeros(1, dtype=torch.uint8).expand(2**31)

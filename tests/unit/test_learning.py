@@ -304,14 +304,8 @@ def test_each_repeat_has_a_seed_of_its_own_and_no_round_of_another(read):
 def test_a_killed_rank_is_survived_only_where_the_others_end_well(
     tmp_path, may_lose, codes, status
 ):
-    job = Job(
-        folder=tmp_path,
-        repeat=0,
-        world_size=3,
-        timeout_s=9,
-        worker_module="worker",
-        may_lose_ranks=may_lose,
-    )
+    facts = {"folder": tmp_path, "repeat": 0, "world_size": 3, "timeout_s": 9}
+    job = Job(**facts, worker_module="worker", may_lose_ranks=may_lose)
     job.result_path.write_text("{}")
     outcome = outcome_of(job, codes)
     assert outcome.status == status

@@ -248,8 +248,7 @@ def progress(path: str) -> None:
 
 
 def _trained(
-    shard: Callable[[torch.nn.Module, dist.ProcessGroup], torch.nn.Module],
-    group: dist.ProcessGroup,
+    shard: Callable[[torch.nn.Module, dist.ProcessGroup], torch.nn.Module], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model = torch.nn.Sequential(

@@ -58,6 +58,11 @@ def device(monkeypatch):
     return gpu
 
 
+@pytest.fixture
+def clock(device):
+    return DeviceClock(lambda: 100.0, "gpu")
+
+
 def transfer(device: Device, ends_ms: float) -> SimpleNamespace:
     """One that the present stream waits for until then."""
 
@@ -77,8 +82,7 @@ class Memory:
         self.used_on.append(stream)
 
 
-def test_transfers_have_the_lengths_that_they_had_on_the_device(device):
-    clock = DeviceClock(lambda: 100.0, "gpu")
+def test_transfers_have_the_lengths_that_they_had_on_the_device(device, clock):
     device.streams["main"] = 5.0  # its input is there then
     first = clock.follow(transfer(device, 30.0), 0, 100.001, [])
     device.streams["main"] = 10.0
@@ -94,23 +98,17 @@ def test_transfers_have_the_lengths_that_they_had_on_the_device(device):
         pytest.approx((100.003, 100.010, 100.080)),  # on a channel of its own
     ]
     assert device.streams["main"] == 10.0, "the stream that computes does not wait"
+    assert clock.follow(transfer(device, 1.0), 2, 100.5, [])().started_s == 100.5
 
 
-def test_nothing_starts_before_it_is_asked_for(device):
-    clock = DeviceClock(lambda: 100.0, "gpu")
-    times = clock.follow(transfer(device, 1.0), 0, 100.5, [])()
-    assert times.started_s == 100.5
-
-
-def test_a_short_transfer_behind_a_long_one_of_another_queue_ends_when_it_ends(device):
-    clock = DeviceClock(lambda: 100.0, "gpu")
+def test_a_short_transfer_behind_a_long_one_of_another_queue_ends_when_it_ends(device, clock):
     long = clock.follow(transfer(device, 90.0), "first group", 100.0, [])
     short = clock.follow(transfer(device, 10.0), "second group", 100.0, [])
     assert (long().finished_s, short().finished_s) == pytest.approx((100.090, 100.010))
 
 
-def test_memory_of_a_transfer_is_not_given_away_before_its_end(device):
-    clock, tensors = DeviceClock(lambda: 100.0, "gpu"), [Memory(), Memory()]
+def test_memory_of_a_transfer_is_not_given_away_before_its_end(device, clock):
+    tensors = [Memory(), Memory()]
     followed = transfer(device, 30.0)
     kept, plain = [], followed.wait
 
@@ -123,7 +121,6 @@ def test_memory_of_a_transfer_is_not_given_away_before_its_end(device):
     assert kept == [("gpu aside 1",)] * 2 and device.streams["gpu aside 1"] == 30.0
 
 
-def test_a_mark_has_the_time_of_the_device(device):
-    clock = DeviceClock(lambda: 100.0, "gpu")
+def test_a_mark_has_the_time_of_the_device(device, clock):
     device.streams["main"] = 40.0
     assert clock.mark()() == pytest.approx(100.040)

@@ -34,6 +34,7 @@ def _error(name: str, call: Callable[[], Any], kind: type[Exception]) -> str:
 def _mistakes(n: int) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
     """The exception's type, a word of its text, and the call."""
     tensor, six, several = torch.ones(6), torch.ones(6 * n), [torch.ones(6)] * n
+    odd, minus = torch.empty(6 * n + 1), [-1, 13, *[6] * (n - 2)]
     whole, numbers = tensor.int(), tensor.to(torch.complex64)
     all_reduce, reduce, min_of = dist.all_reduce, dist.reduce, ReduceOp.MIN
     exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
@@ -62,23 +63,15 @@ def _mistakes(n: int) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
         (ValueError, "-1", lambda: reduce(tensor, group_dst=-1)),
         (ValueError, "peer", lambda: dist.send(tensor, group_dst=n + 3)),
         (ValueError, "peer", lambda: dist.recv(tensor, group_src=n)),
-        (ValueError, "elements", lambda: gather(torch.empty(6 * n + 1), tensor)),
-        (
-            ValueError,
-            "elements",
-            lambda: dist.reduce_scatter_tensor(tensor, torch.empty(6 * n + 1)),
-        ),
+        (ValueError, "elements", lambda: gather(odd, tensor)),
+        (ValueError, "elements", lambda: dist.reduce_scatter_tensor(tensor, odd)),
         (ValueError, "one per rank", lambda: dist.all_gather([torch.empty(6)] * (n + 1), tensor)),
         (ValueError, "sizes", lambda: dist.all_gather([torch.empty(5) for _ in several], tensor)),
         (ValueError, "sizes", lambda: dist.reduce_scatter(torch.empty(5), several)),
         (TypeError, "differ in type", lambda: gather(six, whole)),
         (ValueError, "equal parts", lambda: exchange(torch.empty(n + 1), torch.empty(n + 1))),
         (ValueError, "add up", lambda: exchange(six, six.clone(), [6] * n, [6] * (n - 1) + [5])),
-        (
-            ValueError,
-            "negative",
-            lambda: exchange(six, six.clone(), [6] * n, [-1, 13, *[6] * (n - 2)]),
-        ),
+        (ValueError, "negative", lambda: exchange(six, six.clone(), [6] * n, minus)),
         (ValueError, "one per rank", lambda: exchange(six, six.clone(), [6 * n], [6 * n])),
         (ValueError, "one per rank", lambda: dist.all_to_all([tensor], several)),
     ]

@@ -44,11 +44,6 @@ def _in_a_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _leaves_python() -> None:
-    """Leaves as `sys.exit` does: everything that Python still has is taken apart."""
-    ctypes.pythonapi.Py_Exit(0)
-
-
 def _sum_is_right() -> None:
     values = torch.ones(1000)
     dist.all_reduce(values)
@@ -67,7 +62,7 @@ def _a_child_ends(how: str) -> int:
         if how == "destroys":
             dist.destroy_process_group()
         if how == "leaves Python":
-            _leaves_python()
+            ctypes.pythonapi.Py_Exit(0)  # as `sys.exit`: all that Python has is taken apart
 
     status = _in_a_child(work)
     shared = held["buffer"]

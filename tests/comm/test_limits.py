@@ -56,13 +56,9 @@ def _all_in_flight(count: int) -> None:
         dist.destroy_process_group(group)
 
 
-def test_groups_may_all_be_in_flight_in_another_order_on_each_rank(four):
-    four.run(_all_in_flight, 71)
-
-
-@pytest.mark.full
-def test_256_groups_may_all_be_in_flight(four):
-    four.run(_all_in_flight, 257)
+@pytest.mark.parametrize("count", [71, pytest.param(257, marks=pytest.mark.full)])
+def test_groups_may_all_be_in_flight_in_another_order_on_each_rank(four, count):
+    four.run(_all_in_flight, count)
 
 
 def _shared_kib(field: str = "RssShmem") -> int:
@@ -189,16 +185,16 @@ def _averages(values: float, dtype: torch.dtype) -> None:
         assert dist.get_rank() > 0 or (tensor == expected).all()
 
 
-@pytest.mark.parametrize("name", ["shm4", "tcp4", "hosts0011"])
-def test_an_average_is_right_though_its_sum_would_overflow(name):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 40_000.0) for name in ("shm4", "tcp4", "hosts0011")),
+        pytest.param("tcp9", 36_864.0, marks=pytest.mark.full),  # ranks pass sums on in pairs
+    ],
+)
+def test_an_average_is_right_though_its_sum_would_overflow(name, value):
     with worlds.pool(name) as ranks:
-        ranks.run(_averages, 40_000.0, torch.float16)
-
-
-@pytest.mark.full
-def test_so_it_is_where_ranks_pass_sums_on_in_pairs():
-    with worlds.pool("tcp9") as ranks:
-        ranks.run(_averages, 36_864.0, torch.float16)
+        ranks.run(_averages, value, torch.float16)
 
 
 def _waits_once_for_all() -> float:

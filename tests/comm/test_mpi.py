@@ -100,9 +100,7 @@ def a_destroyed_group_says_so() -> None:
     backend.shutdown()
     options = c10d.AllreduceOptions()
     raises(
-        dist.DistBackendError,
-        "was destroyed",
-        lambda: backend.allreduce([torch.ones(1)], options),
+        dist.DistBackendError, "was destroyed", lambda: backend.allreduce([torch.ones(1)], options)
     )
 
 
@@ -124,15 +122,12 @@ def communicator_of_dear() -> None:
 @case
 def wrong_arguments_are_named() -> None:
     backend = backend_of()
-    reducing, sending, largest = (
-        c10d.AllreduceOptions(),
-        c10d.BroadcastOptions(),
-        c10d.AllreduceOptions(),
-    )
+    reducing, largest = c10d.AllreduceOptions(), c10d.AllreduceOptions()
+    sending = c10d.BroadcastOptions()
     gathering, exchanging = c10d.AllgatherOptions(), c10d.AllToAllOptions()
     largest.reduceOp, sending.rootRank = dist.ReduceOp.MAX, SIZE
     two, huge = torch.ones(2), torch.zeros(1, dtype=torch.uint8).expand(2**31)
-    tensor, ones, twice = torch.empty(SIZE), [1] * SIZE, torch.empty(SIZE * 2)
+    one, ones, twice = torch.empty(SIZE), [1] * SIZE, torch.empty(SIZE * 2)
     band, mean, nines = dist.ReduceOp.BAND, dist.ReduceOp.AVG, [9] * SIZE
     gather, more = dist.all_gather_into_tensor, torch.empty(SIZE * 2 + 1)
     for kind, words, call in [
@@ -149,11 +144,7 @@ def wrong_arguments_are_named() -> None:
         (ValueError, "elements each", lambda: gather(more, two)),
         (TypeError, "output of", lambda: backend._allgather_base(twice, two.double(), gathering)),
         (ValueError, "list of", lambda: backend.allgather([[two] * (SIZE + 1)], [two], gathering)),
-        (
-            ValueError,
-            "splits",
-            lambda: backend.alltoall_base(tensor, tensor, ones, nines, exchanging),
-        ),
+        (ValueError, "splits", lambda: backend.alltoall_base(one, one, ones, nines, exchanging)),
     ]:
         raises(kind, words, call)
     bodies.unharmed()

@@ -41,17 +41,11 @@ def roll(ranks: list[int], world_size: int, timeout_s: float = 60.0) -> list[str
         return list(pool.map(answer, ranks))
 
 
-def test_a_full_roll_passes():
+def test_a_full_roll_passes_and_another_is_told_to_all():
     assert roll([2, 0, 1], 3) == [None, None, None]
-
-
-def test_two_processes_with_one_rank_are_named_to_all():
     for message in roll([0, 1, 1], 3):
         assert re.search(f"rank 1 of 3 was started more than once: on {HERE} and {HERE}", message)
         assert "\n" not in message
-
-
-def test_a_missing_rank_is_named_with_those_who_came():
     for message in roll([0, 3], 4, timeout_s=1.0):
         assert message.startswith("rank 1, 2 of 4 did not come within 1 s")
         assert re.search(f"0 on {HERE}; 3 on {HERE}", message)
@@ -113,7 +107,9 @@ def _answers_of_rank_0(port: int, processes: int, held_s: float) -> list[str]:
         return [answer for _, answer in gather(ranks.pipes, 120.0)]
 
 
-def test_a_port_that_a_stranger_holds_is_named(port):
+def test_a_port_that_nobody_or_a_stranger_holds_is_named(port):
+    with pytest.raises(UserError, match=f"rank 1 of 2 did not reach rank 0 at 127.0.0.1:{port}"):
+        meet(facts(1, 2), 0.2)
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", port))
         stranger.listen()
@@ -152,11 +148,6 @@ def test_rank_0_may_end_as_soon_as_all_have_read_the_verdict():
     rendezvous._let_the_others_read(StoreOfAnEndingRank0(), facts(0, 2))
 
 
-def test_nobody_at_the_port_is_said_in_time(port):
-    with pytest.raises(UserError, match=f"rank 1 of 2 did not reach rank 0 at 127.0.0.1:{port}"):
-        meet(facts(1, 2), 0.2)
-
-
 def test_one_rank_needs_no_meeting_point(monkeypatch):
     for name in ("DEAR_STORE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -187,11 +178,9 @@ def test_several_without_a_meeting_point_are_refused(launcher, advice):
 @pytest.mark.usefixtures("port")
 def test_a_master_that_is_no_address_is_named_at_once(monkeypatch, address, rank):
     monkeypatch.setenv("MASTER_ADDR", address)
-    with pytest.raises(
-        UserError, match=f"^MASTER_ADDR='{address}' is no usable address: "
-    ) as caught:
+    words = rf"^MASTER_ADDR='{address}' is no usable address: [^\n]*\Z"
+    with pytest.raises(UserError, match=words):
         meet(facts(rank, 2), 60.0)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
@@ -252,12 +241,8 @@ def test_ranks_of_a_slurm_step_meet_at_its_first_host(nodes, first):
     assert other.port != point.port
     place = meeting_point(facts(0, 2, launcher="Slurm"), env | {"MASTER_PORT": "4000"})
     assert (place.host, place.port) == (first, 4000)
-
-
-def test_one_host_of_slurm_meets_on_the_loopback():
-    env = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "5", "SLURM_STEP_NODELIST": "gpu7"}
-    point = meeting_point(facts(0, 2, launcher="Slurm", local_world_size=2), env)
-    assert point.host == "127.0.0.1"
+    one_host = facts(0, 2, launcher="Slurm", local_world_size=2)
+    assert meeting_point(one_host, env).host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("port", ["four", "0", "65536", "-1", ""])

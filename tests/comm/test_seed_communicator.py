@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
@@ -215,15 +216,11 @@ def test_a_failure_in_the_background_is_raised_by_whoever_waits(comm: Communicat
     assert lacking.tolist() == [1] * (2 * comm.size + 1)
 
 
-def _timeout() -> None:
-    with Communicator(2, timeout_s=0.5) as comm:
-        for call in (comm.allReduce, comm.allReduceRSAG) if comm.rank == 0 else ():
-            with pytest.raises(RuntimeError, match=r"allReduce(RSAG)? failed"):
-                comm.syncStream(call(torch.ones(7)))
-
-
-def test_a_peer_that_does_not_call_is_an_error_after_the_timeout(world):
-    world(2).run(_timeout)
+@on_ranks(functools.partial(Communicator, 2, timeout_s=0.5), 2)
+def test_a_peer_that_does_not_call_is_an_error_after_the_timeout(comm: Communicator) -> None:
+    for call in (comm.allReduce, comm.allReduceRSAG) if comm.rank == 0 else ():
+        with pytest.raises(RuntimeError, match=r"allReduce(RSAG)? failed"):
+            comm.syncStream(call(torch.ones(7)))
 
 
 # Streams, handles, order ----------------------------------------------------------------------
@@ -465,18 +462,13 @@ def test_barrier_comes_after_everybody(comm: Communicator) -> None:
     assert store.add(key, 0) == comm.size
 
 
-def _job() -> tuple[int, int]:
+@on_ranks(Communicator)
+def test_module_functions(comm: Communicator) -> None:
     module.init()  # exists already: nothing happens
     module.barrier()
     module.barriar()
-    with Communicator() as comm:
-        assert (comm.rank, comm.size, comm.nstreams) == (module.rank(), module.size(), 1)
-    return module.rank(), module.size()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_module_functions(world, world_size: int):
-    assert world(world_size).run(_job) == [(r, world_size) for r in range(world_size)]
+    assert (comm.rank, comm.size, comm.nstreams) == (module.rank(), module.size(), 1)
+    assert (module.rank(), module.size()) == (dist.get_rank(), dist.get_world_size())
 
 
 def test_without_a_job_the_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch):

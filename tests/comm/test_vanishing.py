@@ -72,9 +72,7 @@ def _aborts_beside_a_stopped_one(stopped: int, folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "stopped", [0, *(pytest.param(rank, marks=pytest.mark.full) for rank in (1, 2))]
-)
+@pytest.mark.parametrize("stopped", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 @pytest.mark.parametrize("name", ["shm4", "tcp4", "hosts0011"])
 def test_who_gives_up_is_heard_of_by_all_though_a_rank_is_stopped(name, stopped, tmp_path):
     with worlds.pool(name) as ranks:

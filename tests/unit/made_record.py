@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from common.harness.running.record import make_record
 from common.launch.job import Outcome
 from common.results.records import REAL, Record, Result, typed
 from common.results.records.trust import Note
+from common.results.store import Comparison, append
 from tests.system.made import make_trial
 
 
@@ -57,3 +59,18 @@ def with_notes(made: Record, *texts: str) -> Record:
     """Returns a copy with these notes; the kind is the text before the colon."""
     notes = [Note(kind=text.partition(":")[0], text=text) for text in texts]
     return dataclasses.replace(made, notes=notes)
+
+
+def varied(algorithm: str, factors, step_s=0.1, **more) -> Record:
+    """Makes a record of one block of two steps for each factor."""
+    iters = [[[step_s * factor] * 2] for factor in factors]
+    return with_iters(record(algorithm, step_s, **more), iters)
+
+
+def sweep(folder: Path, records: list[Record], compare_to="ddp", also=()) -> Path:
+    """Makes the folder of a sweep that holds the records; of trials `also` there is none."""
+    folder.mkdir(exist_ok=True)
+    for item in records:
+        append(folder / "records.jsonl", item)
+    Comparison(compare_to=compare_to, trials=(*(item.hash for item in records), *also)).save(folder)
+    return folder

@@ -73,12 +73,8 @@ def test_engines_for_a_notebook(monkeypatch):
     assert started[2:] == [
         *("ipyparallel.cluster", "start", "--profile", "mine", "-n", "3", "--daemonize")
     ]
-    assert run.notebook_words(["stop"])[2:] == [
-        "ipyparallel.cluster",
-        "stop",
-        "--profile",
-        "bluefog",
-    ]
+    words = ["ipyparallel.cluster", "stop", "--profile", "bluefog"]
+    assert run.notebook_words(["stop"])[2:] == words
     with pytest.raises(UserError, match="-np must be at least 1, got 0"):
         run.notebook_words(["start", "-np", "0"])
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)

@@ -136,9 +136,7 @@ def test_what_it_waited_for_a_core_when_it_woke_makes_the_next_piece_shorter(mon
     host.piece(0.01, waited_s=0.001)
     assert host.asked() == [0.03, 0.025]
     assert host.brake.absorbed_s == pytest.approx(0.005)
-
-
-def test_only_what_a_piece_had_room_for_was_absorbed(monkeypatch):
+    # Only what a piece had room for is absorbed.
     host = Host(monkeypatch, Brake(Pace(2.0, None)))
     host.piece(0.01, waited_s=0.05)
     assert host.asked() == [] and host.brake.absorbed_s == pytest.approx(0.01)

@@ -196,18 +196,12 @@ def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():
     assert built.inputs["input_ids"].shape == (2, 16) and loss.shape == ()
 
 
-def test_a_classifier_of_transformers_has_images_of_its_configurations_size():
-    custom.bring_model("hf:textnet", None, None, None)
-    with torch.device("meta"):
-        built = registry.build("hf:textnet", 2, None, torch.Generator())
-    assert built.inputs[0].shape == (2, 3, 640, 640) and built.loss().shape == ()
-
-
 def test_a_classifier_of_timm_is_a_model_with_images_of_its_size():
-    custom.bring_model("timm:convnextv2_atto", None, None, None)
-    with torch.device("meta"):
-        built = registry.build("timm:convnextv2_atto", 2, None, torch.Generator())
-    assert built.inputs[0].shape == (2, 3, 224, 224) and built.loss().shape == ()
+    for name, side in (("hf:textnet", 640), ("timm:convnextv2_atto", 224)):
+        custom.bring_model(name, None, None, None)
+        with torch.device("meta"):
+            built = registry.build(name, 2, None, torch.Generator())
+        assert built.inputs[0].shape == (2, 3, side, side) and built.loss().shape == ()
     assert sum(param.numel() for param in built.model.parameters()) == 3_708_400
     text = one_line(lambda: custom.bring_model("timm:resnet50dd", None, None, None))
     assert "did you mean 'resnet50d'" in text and "timm.list_models()" in text
@@ -261,10 +255,7 @@ WRONG_MODELS = {
     ),
     "made already": ("import torch\nmodel = torch.nn.Linear(2, 2)\n", ["write a function model()"]),
     "no model": (TINY + "def model(): return 3\n", ["must return a torch.nn.Module, got int"]),
-    "no batch": (
-        "import torch\ndef model(): return torch.nn.Linear(8, 4)\n",
-        ["batch(batch_size)"],
-    ),
+    "no batch": ("import torch\ndef model(): return torch.nn.ReLU()\n", ["batch(batch_size)"]),
     "no pair": (TINY + "def batch(n): return torch.ones(n)\n", ["a pair (inputs, targets)"]),
     "no tensors": (TINY + "def batch(n): return [1], None\n", ["must return tensors, got int"]),
     "fails to be made": (TINY + "def model(): {}['k']\n", ["model() failed: KeyError: 'k'"]),
@@ -284,21 +275,20 @@ WRONG_MODELS = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_MODELS)
-def test_a_wrong_model_is_one_line_and_leaves_nothing(tmp_path, mine, case):
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [
+        *((case, "rtx2080ti") for case in WRONG_MODELS),
+        # Also before it computes in ranks.
+        *((case, None) for case in ("raises", "nothing", "no batch", "made already")),
+    ],
+)
+def test_a_wrong_model_is_one_line_and_leaves_nothing(tmp_path, mine, case, gpu):
     text, words = WRONG_MODELS[case]
     path = mine(text)
-    output = one_line(lambda: bring(path))
+    output = one_line(lambda: bring(path, gpu=gpu))
     assert [word for word in ["mine.py", *words] if word not in output] == []
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("case", ["raises", "nothing", "no batch", "made already"])
-def test_a_wrong_model_is_found_before_it_computes_in_ranks(mine, case):
-    text, words = WRONG_MODELS[case]
-    path = mine(text)
-    output = one_line(lambda: custom.bring_model(f"file:{path}", 4, None, None))
-    assert [word for word in ["mine.py", *words] if word not in output] == []
 
 
 def test_bad_names_are_one_line(tmp_path, mine):
@@ -334,10 +324,12 @@ def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, min
         bring(path, batch_size=5)  # another one
 
 
-def test_a_profile_that_another_program_has_made_is_not_taken(tmp_path, monkeypatch):
-    def key() -> str:
-        return custom._key(registry.Brought(source="hf:gpt2"), "device", "rtx2080ti", 4, None)
+def test_a_profile_is_kept_by_the_content_of_the_model_file_and_of_its_maker(tmp_path, monkeypatch):
+    def key(digest: str = "1") -> str:
+        brought = registry.Brought(source="file:/m.py", digest=digest)
+        return custom._key(brought, "device", "rtx2080ti", 4, None)
 
+    assert key() != key("2")
     before, makers = key(), tmp_path / "makers"
     shutil.copytree(custom._PROFILERS, makers)
     monkeypatch.setattr(custom, "_PROFILERS", makers)
@@ -363,18 +355,13 @@ def test_on_a_machine_with_a_gpu_profiles_are_measured_there(mine, monkeypatch, 
     built = registry.profile_of("mine.py@test-9", 4)
     assert built.kind == "measured" and built.parameter_bytes == 4 * (257 * 999 + 1000 * 4)
 
-
-def test_a_model_that_fails_where_it_is_measured_is_one_line(mine, monkeypatch):
     def fail(options):
         raise RuntimeError("CUDA error:\nno kernel")
 
-    monkeypatch.setattr(custom, "gpu_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 9")
     monkeypatch.setattr(layers, "record_profile", fail)
-    text = one_line(lambda: bring(mine(), gpu="here"))
-    assert text.endswith(
-        "mine.py: fails in its forward or backward pass: RuntimeError: CUDA error: no kernel"
-    )
+    text = one_line(lambda: bring(mine(TINY + "# other\n", "new.py"), gpu="here"))
+    words = "new.py: fails in its forward or backward pass: RuntimeError: CUDA error: no kernel"
+    assert text.endswith(words)
 
 
 def test_a_shipped_profile_is_taken_where_there_is_one(monkeypatch):
@@ -433,9 +420,8 @@ def test_an_import_that_cannot_be_had_says_what_helps(mine, line, words):
 
 def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):
     first = trial()
-    assert first.model == "mine.py@v100-modelled" and first.sources.brought.source.startswith(
-        "file:/"
-    )
+    assert first.model == "mine.py@v100-modelled"
+    assert first.sources.brought.source.startswith("file:/")
     assert Path(first.sources.brought.profile).is_absolute() and first.sources.profile_digest
     assert trial().hash == first.hash
     moved = tmp_path / "moved"
@@ -470,6 +456,8 @@ def test_one_value_is_as_good_as_a_list_of_one(tmp_path, trial):
     (built,) = [trial(models="file:mine.py", plugins="small_ones.py", algorithms="small-ones")]
     assert (built.model, built.algorithm) == ("mine.py", "small-ones")
     assert built.sources.brought.source == f"file:{tmp_path}/mine.py"
+    built = trial(models=[{"name": "hf:gpt2", "batch_size": 1}])
+    assert built.id.startswith("hf-gpt2-bs1-n2-ddp-") and built.title.startswith("hf:gpt2 bs=1")
 
 
 def test_an_algorithm_of_ones_own_is_compared_with_the_others_wherever_files_lie():
@@ -481,11 +469,6 @@ def test_an_algorithm_of_ones_own_is_compared_with_the_others_wherever_files_lie
     changed = dataclasses.replace(elsewhere[1], digest="1")
     other = record("dear", step_s=0.1, brought=changed)
     assert rows.make_rows([ddp, other], "ddp")[1].speedup is None
-
-
-def test_ids_of_trials_are_names_of_folders(trial):
-    built = trial(models=[{"name": "hf:gpt2", "batch_size": 1}])
-    assert built.id.startswith("hf-gpt2-bs1-n2-ddp-") and built.title.startswith("hf:gpt2 bs=1")
 
 
 # Algorithms
@@ -620,11 +603,3 @@ def test_a_mistake_is_one_line_and_status_2(capsys, flags, words):
     text = capsys.readouterr()
     assert text.out == "" and text.err.count("\n") == 1
     assert words in text.err
-
-
-def test_a_profile_is_kept_by_the_content_of_the_model_file():
-    keys = [
-        custom._key(registry.Brought(source="file:/m.py", digest=digest), "a", "rtx2080ti", 8, None)
-        for digest in ("1", "2")
-    ]
-    assert keys[0] != keys[1]

@@ -49,15 +49,9 @@ def test_threshold_is_strict_as_in_the_worked_example():
 
 @settings(max_examples=100, deadline=None)
 @given(SIZES, st.integers(0, 120))
-def test_grouping_keeps_order_and_covers_every_item_once(sizes, threshold):
+def test_grouping_covers_every_item_once_in_order_and_no_group_could_take_more(sizes, threshold):
     groups = by_threshold(sizes, threshold)
     assert [index for group in groups for index in group] == list(range(len(sizes)))
-
-
-@settings(max_examples=100, deadline=None)
-@given(SIZES, st.integers(0, 120))
-def test_joined_groups_stay_below_the_threshold_and_none_could_take_more(sizes, threshold):
-    groups = by_threshold(sizes, threshold)
     totals = [sum(sizes[index] for index in group) for group in groups]
     for members, total in zip(groups, totals, strict=True):
         assert len(members) == 1 or total < threshold
@@ -118,22 +112,26 @@ def _order(reads: list[int], arrivals: list[int]) -> RunOrder:
     return RunOrder(reads=reads, arrivals=arrivals, waits_s=[0.0] * len(arrivals))
 
 
-def test_groups_follow_the_order_in_which_gradients_arrive():
-    model = _layers(4)
-    params = list(model.parameters())
-    order = _order([2, 0, 3, 1], [1, 3, 0, 2])  # runs 2, 0, 3, 1; registered 0, 1, 2, 3
-    groups = group(model, params, order, Dear.Options(fusion="nearby_layers", nearby_layers=2))
-    assert _named(model, groups) == [[2, 0], [3, 1]]
-    assert launch_order(groups, params, order) == [1, 0]
+BY_TWOS = {"fusion": "nearby_layers", "nearby_layers": 2}
 
 
-def test_parameters_without_a_gradient_hold_up_nobody():
-    model = _layers(4)
+@pytest.mark.parametrize(
+    ("reads", "arrivals", "options", "wanted", "launched"),
+    [
+        # Runs 2, 0, 3, 1; registered 0, 1, 2, 3.
+        ([2, 0, 3, 1], [1, 3, 0, 2], BY_TWOS, [[2, 0], [3, 1]], [1, 0]),
+        # Parameters without a gradient hold up nobody.
+        ([0, 1, 2, 3], [3, 0], {"threshold_mb": 1e3, "first_mb": 1e3}, [[0, 3], [1, 2]], [0, 1]),
+    ],
+)
+def test_groups_follow_the_order_in_which_gradients_arrive(
+    reads, arrivals, options, wanted, launched
+):
+    model, order = _layers(4), _order(reads, arrivals)
     params = list(model.parameters())
-    order = _order([0, 1, 2, 3], [3, 0])
-    groups = group(model, params, order, Dear.Options(threshold_mb=1e3, first_mb=1e3))
-    assert _named(model, groups) == [[0, 3], [1, 2]]
-    assert launch_order(groups, params, order) == [0, 1]
+    groups = group(model, params, order, Dear.Options(**options))
+    assert _named(model, groups) == wanted
+    assert launch_order(groups, params, order) == launched
 
 
 def test_dtypes_are_never_mixed_and_do_not_cut_each_others_groups():
@@ -298,21 +296,14 @@ def test_it_notices_gradients_that_were_written_to_replaced_or_dropped(flat):
         assert bucket.changed() is None
 
 
-def test_it_notices_a_gradient_that_came_later():
+def test_it_notices_a_scale_that_version_counters_do_not_and_a_gradient_that_came_later():
     ours, bucket = adopting(2, 3)
     ours[0].grad = torch.ones(2)
     bucket.adopt()
     bucket.note()
-    ours[1].grad = torch.ones(3)
-    assert bucket.changed() is ours[1]
-
-
-def test_it_notices_a_scale_that_version_counters_do_not():
-    (param,), bucket = adopting(4)
-    param.grad = torch.ones(4)
-    bucket.adopt()
-    bucket.note()
     assert not bucket.scaled_in_place()
-    param.grad.data.mul_(0.5)
+    ours[0].grad.data.mul_(0.5)
     assert bucket.changed() is None
     assert bucket.scaled_in_place()
+    ours[1].grad = torch.ones(3)
+    assert bucket.changed() is ours[1]

@@ -138,9 +138,20 @@ class Rounds:
         return {name: outcome.status for name, (_, outcome) in self.recorded.items()}
 
 
-def test_rounds_are_in_random_order_that_the_seed_repeats():
-    rounds = Rounds(MeasureConfig(repeats=6))
+def ran(
+    needs: dict[str, float] | None = None,
+    outcome: Callable[[Trial, int], Outcome | Result] = lambda trial, repeat: result(),
+    **measure: object,
+) -> Rounds:
+    """Rounds that have run, two of them unless `repeats` says otherwise."""
+    rounds = Rounds(MeasureConfig(**({"repeats": 2} | measure)), needs)
+    rounds.outcome = outcome
     assert rounds.run()
+    return rounds
+
+
+def test_rounds_are_in_random_order_that_the_seed_repeats():
+    rounds = ran(repeats=6)
     orders = [rounds.order(repeat) for repeat in range(6)]
     assert all(sorted(order) == sorted(NAMES) for order in orders)
     assert len(set(map(tuple, orders))) > 2, "not the same in each round, nor one and its reverse"
@@ -152,17 +163,14 @@ def test_rounds_are_in_random_order_that_the_seed_repeats():
         assert outcome.status == "ok" and len(turn.results) == 6
         assert turn.order.positions == [order.index(name) for order in orders]
         assert turn.order.seed == order_seed("sweep", rounds.trials[0])
-    again = Rounds(MeasureConfig(repeats=6))
-    again.run()
-    assert again.launched == rounds.launched
+    assert ran(repeats=6).launched == rounds.launched
     other = make_trial("ddp", measure=MeasureConfig(repeats=6), seed=2)
     assert order_seed("sweep", other) != order_seed("sweep", rounds.trials[0])
     assert order_seed("again", other) != order_seed("sweep", other)
 
 
 def test_a_heavy_trial_slows_the_whole_cell_and_what_was_measured_before_is_set_aside():
-    rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 16.0})
-    assert rounds.run()
+    rounds = ran({"dear": 16.0})
     assert rounds.fabric.scales == [4.0, 16.0]
     assert rounds.fabric.reason == "dear: dear is heavy; found in the cell's first round"
     early = [name for name, _, scale in rounds.launched if scale == 4.0]
@@ -226,8 +234,7 @@ def test_a_trial_that_is_too_heavy_has_no_number_and_slows_nobody(limit, monkeyp
 
 
 def test_the_largest_scale_there_may_be_is_not_too_large():
-    rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 40.0})
-    assert rounds.run()
+    rounds = ran({"dear": 40.0})
     assert rounds.fabric.scales == [4.0, 40.0]
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
 
@@ -242,31 +249,26 @@ def test_a_cell_that_goes_on_keeps_its_scale():
 
 
 def test_a_cell_stops_together_when_its_intervals_are_narrow():
-    measure = MeasureConfig(repeats=(3, 8), precision=0.02)
-    quiet = Rounds(measure)
-    assert quiet.run()
-    assert len(quiet.launched) == 3 * len(NAMES)
-
-    noisy = Rounds(measure)
+    measure = {"repeats": (3, 8), "precision": 0.02}
+    assert len(ran(**measure).launched) == 3 * len(NAMES)
     noise = [1.0, 1.3, 0.8, 1.2, 0.9, 1.1, 1.4, 0.7]
-    noisy.outcome = lambda trial, repeat: result(
-        noise[repeat] if trial.algorithm == "dear" else 1.0
+    noisy = ran(
+        outcome=lambda trial, repeat: result(noise[repeat] if trial.algorithm == "dear" else 1.0),
+        **measure,
     )
-    assert noisy.run()
     assert len(noisy.launched) == 8 * len(NAMES), "one wide interval keeps all of them going"
     assert (noisy.progress.done, noisy.progress.left) == (noisy.progress.total, [])
 
 
 def test_a_large_difference_does_not_stop_a_cell():
     """Stopping as soon as something is significant would make false words of luck."""
-    rounds = Rounds(MeasureConfig(repeats=(3, 6), precision=0.02))
     noise = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0]
-    rounds.outcome = lambda trial, repeat: result(
-        noise[repeat]
-        * (0.2 if trial.algorithm == "dear" else 1.0)
-        * (1 + 0.1 * (repeat % 2) * (trial.algorithm == "dear"))
-    )
-    assert rounds.run()
+
+    def outcome(trial: Trial, repeat: int) -> Result:
+        fast = 0.2 * (1 + 0.1 * (repeat % 2))
+        return result(noise[repeat] * (fast if trial.algorithm == "dear" else 1.0))
+
+    rounds = ran(outcome=outcome, repeats=(3, 6), precision=0.02)
     assert len(rounds.launched) == 6 * len(NAMES)
 
 
@@ -277,6 +279,10 @@ BESIDE = Strain(core_wait=0.4, foreign_cores=1.0)
 
 def held_up(strain: Strain, step_s: float = 7.0) -> Result:
     return dataclasses.replace(result(step_s), strain=strain)
+
+
+def ddp_is_short(trial: Trial, repeat: int) -> Result:
+    return held_up(SHORT) if trial.algorithm == "ddp" else result()
 
 
 def test_what_passes_is_done_again_once_kept_as_evidence_and_told():
@@ -333,9 +339,11 @@ def test_load_that_stays_takes_a_larger_scale_and_no_repeats(before):
 @pytest.mark.parametrize("strain", [BUSY, SHORT])
 def test_a_cell_whose_base_cannot_be_valid_ends_after_its_first_round_and_says_why(strain):
     """A given time scale is used: nothing larger may be chosen."""
-    rounds = Rounds(MeasureConfig(repeats=(5, 12), precision=0.02))
-    rounds.outcome = lambda trial, repeat: held_up(strain) if trial.algorithm == "ddp" else result()
-    assert rounds.run()
+    rounds = ran(
+        outcome=lambda trial, _: held_up(strain) if trial.algorithm == "ddp" else result(),
+        repeats=(5, 12),
+        precision=0.02,
+    )
     assert len(rounds.launched) == len(NAMES) + (strain is BUSY)
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
     word = "disturbed: other processes" if strain is BUSY else "unfaithful: for lack of cores"
@@ -350,9 +358,7 @@ def test_a_cell_whose_base_cannot_be_valid_ends_after_its_first_round_and_says_w
 
 
 def test_a_base_that_is_too_heavy_for_this_machine_ends_its_cell():
-    rounds = Rounds(MeasureConfig(repeats=5), needs={"ddp": 50.0})
-    rounds.outcome = lambda trial, repeat: held_up(SHORT) if trial.algorithm == "ddp" else result()
-    assert rounds.run()
+    rounds = ran({"ddp": 50.0}, ddp_is_short, repeats=5)
     assert len(rounds.launched) == len(NAMES)
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok") | {"ddp": "unsupported"}
     assert "too heavy for this machine" in rounds.recorded["dear"][0].notes[-1].text
@@ -360,11 +366,12 @@ def test_a_base_that_is_too_heavy_for_this_machine_ends_its_cell():
 
 def test_a_base_that_becomes_too_heavy_keeps_what_it_had_and_is_flagged():
     """Others came, and no scale is large enough for what they leave."""
-    rounds = Rounds(MeasureConfig(repeats=5), needs={"ddp": 50.0})
-    rounds.outcome = lambda trial, repeat: held_up(
-        SHORT if (trial.algorithm, repeat) == ("ddp", 1) else Strain(core_wait=0.4)
-    )
-    assert rounds.run()
+    quiet = Strain(core_wait=0.4)
+
+    def outcome(trial: Trial, repeat: int) -> Result:
+        return held_up(SHORT if (trial.algorithm, repeat) == ("ddp", 1) else quiet)
+
+    rounds = ran({"ddp": 50.0}, outcome, repeats=5)
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
     assert {len(turn.results) for turn, _ in rounds.recorded.values()} == {2}
     assert "ddp is not valid: unfaithful" in rounds.recorded["dear"][0].notes[-1].text
@@ -372,9 +379,7 @@ def test_a_base_that_becomes_too_heavy_keeps_what_it_had_and_is_flagged():
 
 def test_a_trial_that_is_valid_at_the_largest_scale_keeps_its_number():
     """A first round asks for more than a record must have; what cannot be had is not missed."""
-    rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 50.0})
-    rounds.outcome = lambda trial, repeat: held_up(Strain(core_wait=0.65))
-    assert rounds.run()
+    rounds = ran({"dear": 50.0}, lambda trial, repeat: held_up(Strain(core_wait=0.65)))
     assert rounds.fabric.scales == [4.0]
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
 
@@ -400,20 +405,19 @@ def test_a_base_that_is_not_valid_ends_those_of_its_world_size_alone():
     worlds = {"dear": 2, "ddp": 2, "wfbp": 4}
     rounds = Rounds(measure)
     rounds.trials = [make_trial(name, world, measure=measure) for name, world in worlds.items()]
-    rounds.outcome = lambda trial, repeat: held_up(SHORT) if trial.algorithm == "ddp" else result()
+    rounds.outcome = ddp_is_short
     assert rounds.run()
     launches = [name for name, *_ in rounds.launched]
     assert {name: launches.count(name) for name in worlds} == {"dear": 1, "ddp": 1, "wfbp": 3}
 
 
 def test_what_was_disturbed_is_better_than_a_launch_that_fails():
-    rounds = Rounds(MeasureConfig(repeats=2))
-    failed = Outcome.of("failed", "a rank died")
-    answers = iter([held_up(BUSY), failed])
-    rounds.outcome = lambda trial, repeat: (
-        next(answers) if (trial.algorithm, repeat) == ("dear", 1) else result()
-    )
-    assert rounds.run()
+    answers = iter([held_up(BUSY), Outcome.of("failed", "a rank died")])
+
+    def answer(trial: Trial, repeat: int) -> Outcome | Result:
+        return next(answers) if (trial.algorithm, repeat) == ("dear", 1) else result()
+
+    rounds = ran(outcome=answer)
     turn, outcome = rounds.recorded["dear"]
     assert outcome.status == "ok" and [item.steps[0] for item in turn.results] == [1.0, 7.0]
     assert turn.set_aside == [] and "done again has failed" in turn.notes[0].text
@@ -462,19 +466,19 @@ def test_launches_that_are_done_again_are_few():
     assert sum(why.startswith("again") for why in rounds.whys) == 8, "a quarter of 8 x 4"
 
 
-WRONG = Check(replicas_agree=True, matches_reference=False)
-
-
 def test_an_incorrect_trial_has_no_further_repeats_and_is_never_the_best():
-    rounds = Rounds(MeasureConfig(repeats=3))
-    checks = {"dear": WRONG, "wfbp": Check(replicas_agree=True)}
+    wrong = Check(replicas_agree=True, matches_reference=False)
+    checks = {"dear": wrong, "wfbp": Check(replicas_agree=True)}
     speed = {"dear": 0.1, "wfbp": 0.2, "allreduce": 0.5}
-    rounds.outcome = lambda trial, repeat: dataclasses.replace(
-        result(speed.get(trial.algorithm, 1.0)),
-        check=checks.get(trial.algorithm, result().check if repeat == 0 else Check()),
-        strain=Strain(core_wait=0.9 if trial.algorithm == "allreduce" else 0.1),
-    )
-    assert rounds.run()
+
+    def outcome(trial: Trial, repeat: int) -> Result:
+        return dataclasses.replace(
+            result(speed.get(trial.algorithm, 1.0)),
+            check=checks.get(trial.algorithm, result().check if repeat == 0 else Check()),
+            strain=Strain(core_wait=0.9 if trial.algorithm == "allreduce" else 0.1),
+        )
+
+    rounds = ran(outcome=outcome, repeats=3)
     counts = {name: len(turn.results) for name, (turn, _) in rounds.recorded.items()}
     assert counts["dear"] == 1 and counts["wfbp"] == counts["ddp"] == 3
     assert rounds.progress.best.startswith("ddp "), "the others are wrong, unchecked, and not valid"
@@ -482,13 +486,11 @@ def test_an_incorrect_trial_has_no_further_repeats_and_is_never_the_best():
 
 
 def test_replicas_that_part_later_end_a_trial_as_well():
-    rounds = Rounds(MeasureConfig(repeats=4))
-    rounds.outcome = lambda trial, repeat: dataclasses.replace(
-        result(),
-        check=Check(replicas_agree=(trial.algorithm, repeat) != ("dear", 1)),
-    )
-    assert rounds.run()
-    assert len(rounds.recorded["dear"][0].results) == 2
+    def outcome(trial: Trial, repeat: int) -> Result:
+        check = Check(replicas_agree=(trial.algorithm, repeat) != ("dear", 1))
+        return dataclasses.replace(result(), check=check)
+
+    assert len(ran(outcome=outcome, repeats=4).recorded["dear"][0].results) == 2
 
 
 def test_what_needs_more_than_the_others_on_record_says_how_to_get_it():
@@ -547,13 +549,6 @@ def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
         assert fabric.needed(other, busy) is None
 
 
-def test_virtual_hosts_begin_with_the_network_of_the_first_trial(tmp_path):
-    (tmp_path / "x.yaml").write_text(f"{BERT_SWEEP}networks: [100mbit, 1gbe]\n")
-    experiment = load(tmp_path / "x.yaml")
-    fabric = fabrics.EmulatedFabric(experiment, experiment.trials())
-    assert fabric._cluster.profile.name == "100mbit"
-
-
 def test_the_scale_that_is_chosen_is_not_below_the_least(tmp_path, monkeypatch):
     monkeypatch.setattr(fabrics, "_cores", lambda: 2)
 
@@ -581,13 +576,18 @@ def test_the_scale_that_is_chosen_is_not_below_the_least(tmp_path, monkeypatch):
     assert chosen(min_time_scale=3, foreign=1.0) == chosen(min_time_scale=3)
 
 
+def test_virtual_hosts_begin_with_the_network_of_the_first_trial(tmp_path):
+    (tmp_path / "x.yaml").write_text(f"{BERT_SWEEP}networks: [100mbit, 1gbe]\n")
+    experiment = load(tmp_path / "x.yaml")
+    fabric = fabrics.EmulatedFabric(experiment, experiment.trials())
+    assert fabric._cluster.profile.name == "100mbit"
+
+
 def test_repeats_at_twice_the_scale_give_the_systematic_error():
-    rounds = Rounds(MeasureConfig(repeats=2, repeats_at_2k=2))
-    slow = {"dear": 0.97}
-    rounds.outcome = lambda trial, repeat: result(
-        slow.get(trial.algorithm, 1.0) if rounds.fabric.time_scale == 8.0 else 1.0
-    )
-    assert rounds.run()
+    def outcome(trial: Trial, repeat: int) -> Result:  # the last two repeats are at 2k
+        return result(0.97 if trial.algorithm == "dear" and repeat >= 2 else 1.0)
+
+    rounds = ran(outcome=outcome, repeats_at_2k=2)
     assert [scale for _, _, scale in rounds.launched] == [4.0] * 8 + [8.0] * 8
     assert [repeat for _, repeat, _ in rounds.launched] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     turn, _ = rounds.recorded["dear"]
@@ -621,19 +621,16 @@ def test_what_goes_wrong_at_twice_the_scale_costs_no_result():
 def test_the_time_to_go_counts_rounds_at_twice_the_scale_twice(monkeypatch):
     clock = iter(range(0, 10_000, 5))  # each launch takes 5 s
     monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))
-    rounds = Rounds(MeasureConfig(repeats=1, repeats_at_2k=1))
-    assert rounds.run()
     # Before the second launch: 3 at k and 4 at 2k are to come.
-    assert rounds.etas[:2] == [None, 3 * 5 + 4 * 10]
+    assert ran(repeats=1, repeats_at_2k=1).etas[:2] == [None, 3 * 5 + 4 * 10]
 
 
 def test_fail_fast_stops_and_keeps_what_is_finished():
-    def outcome(trial: Trial, repeat: int) -> Outcome | Result:
-        fails = trial.algorithm == "dear" and repeat == 1
-        return Outcome.of("failed", "broken") if fails else result()
-
+    broken = Outcome.of("failed", "broken")
     rounds = Rounds(MeasureConfig(repeats=3))
-    rounds.outcome = outcome
+    rounds.outcome = lambda trial, repeat: (
+        broken if (trial.algorithm, repeat) == ("dear", 1) else result()
+    )
     assert not rounds.run(fail_fast=True)
     assert rounds.statuses() == dict.fromkeys(NAMES, "interrupted") | {"dear": "failed"}
     before = rounds.order(1)[:-1]
@@ -663,15 +660,13 @@ def test_what_ends_a_cell_early_costs_no_finished_repeat(raised, message):
 
 
 def test_trials_go_on_when_one_has_failed():
-    def outcome(trial: Trial, repeat: int) -> Outcome | Result:
-        return Outcome.of("failed", "broken") if trial.algorithm == "dear" else result()
-
-    rounds = Rounds(MeasureConfig(repeats=2))
-    rounds.outcome = outcome
-    assert rounds.run()
+    broken = Outcome.of("failed", "broken")
+    rounds = ran(outcome=lambda trial, _: broken if trial.algorithm == "dear" else result())
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok") | {"dear": "failed"}
     assert rounds.recorded["dear"][0].results == []
     assert dataclasses.asdict(rounds.recorded["ddp"][0].order)["positions"] != []
+    kept = {trial.algorithm for trial in rounds.trials if trial.hash in rounds.standing}
+    assert kept == set(NAMES) - {"dear"}, "of trials that have not ended"
 
 
 def test_what_is_forgotten_of_a_cell_promises_nothing():
@@ -745,23 +740,11 @@ def test_a_cell_that_goes_on_has_its_time_scale_and_what_was_set_aside(tmp_path)
 def test_a_round_that_was_torn_is_ended_before_anything_is_decided(tmp_path):
     """Else trials of one cell would have unequal numbers of repeats."""
     before = stopped(MeasureConfig(repeats=(2, 4), precision=0.5), launches=6)
-    before.standing = {
-        trial: dataclasses.replace(item, results=[result() for _ in item.results])
-        for trial, item in before.standing.items()
-    }
+    for trial, item in before.standing.items():
+        equal = dataclasses.replace(item, results=[result() for _ in item.results])
+        before.standing[trial] = equal
     after = gone_on(before, tmp_path)
     assert [len(turn.results) for turn, _ in after.recorded.values()] == [2] * 4
-
-
-def test_what_is_kept_is_of_trials_that_have_not_ended():
-    def outcome(trial: Trial, repeat: int) -> Outcome | Result:
-        return Outcome.of("failed", "broken") if trial.algorithm == "dear" else result()
-
-    rounds = Rounds(MeasureConfig(repeats=2))
-    rounds.outcome = outcome
-    assert rounds.run()
-    kept = {trial.algorithm for trial in rounds.trials if trial.hash in rounds.standing}
-    assert kept == set(NAMES) - {"dear"}
 
 
 def test_results_of_another_version_are_not_read(tmp_path):

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from common.harness.cli import main
-from common.results import store
 from common.results.stats import Difference
-from common.results.store import Comparison
 from common.results.timed import compare
 from common.results.timed.rows import make_rows
 from dear.errors import UserError
-from tests.unit.made_record import record, with_iters
+from tests.unit.made_record import record, sweep, with_iters
 
 
 def trial(algorithm="ddp", step_s=0.1, noise=0.01, seed=0, repeats=5, **more):
@@ -28,14 +26,6 @@ def trial(algorithm="ddp", step_s=0.1, noise=0.01, seed=0, repeats=5, **more):
         for luck in random.standard_normal(repeats)
     ]
     return with_iters(built, iters)
-
-
-def sweep(folder, records):
-    folder.mkdir()
-    for item in records:
-        store.append(folder / "records.jsonl", item)
-    Comparison(compare_to="ddp", trials=tuple(item.hash for item in records)).save(folder)
-    return folder
 
 
 def test_trials_are_matched_by_identity_then_by_label_then_by_place():

@@ -37,6 +37,11 @@ def mean_of(compressor: Compressor, *payloads: torch.Tensor) -> torch.Tensor:
     return output
 
 
+def sent_by(name: str, gradient: torch.Tensor, density: float) -> torch.Tensor:
+    compressor = make(name, gradient.numel(), density=density)
+    return mean_of(compressor, compressor.compress(gradient))
+
+
 @pytest.mark.parametrize(
     ("density", "count"), [(0.05, 50), (1e-6, 1), (1.0, 1000), (0.0015, 1), (0.002, 2)]
 )
@@ -113,14 +118,10 @@ def test_the_gaussian_threshold_stays_where_it_finds_up_to_a_third_too_many():
     # 12 of 10 wanted lie above 1.645 standard deviations; half of them not far above.
     sizes = torch.tensor([2.0] * 6 + [1.3] * 6 + [0.5] * 88)
     gradient = sizes * torch.tensor([1.0, -1.0]).repeat(50)
-    compressor = make("gaussian", 100, density=0.1)
-    sent = mean_of(compressor, compressor.compress(gradient))
+    sent = sent_by("gaussian", gradient, density=0.1)
     assert sent.count_nonzero() == 10 and torch.equal(sent[:6], gradient[:6])
-
-
-def test_equal_elements_travel_though_none_is_in_a_tail():
-    compressor = make("gaussian", 100, density=0.1)
-    sent = mean_of(compressor, compressor.compress(torch.full((100,), 3.0)))
+    # Equal elements travel though none is in a tail.
+    sent = sent_by("gaussian", torch.full((100,), 3.0), density=0.1)
     assert sent.count_nonzero() == 10 and sent.sum() == 30
 
 
@@ -138,13 +139,11 @@ def test_a_sample_tells_about_which_elements_are_the_largest():
         result.add(int(mean_of(compressor, compressor.compress(periodic)).count_nonzero()))
         compressor.commit()
     assert len(result) > 1
-
-
-def test_where_a_sample_would_be_too_small_all_elements_are_looked_at():
-    compressor, gradient = make("dgcsampling", 1000, density=0.01), values(1000)
-    sent = mean_of(compressor, compressor.compress(gradient))
+    # Where a sample would be too small all elements are looked at.
+    gradient = values(1000)
     largest = gradient.abs().topk(10).indices
-    assert torch.equal(sent.nonzero().view(-1), largest.sort().values)
+    found = sent_by("dgcsampling", gradient, density=0.01).nonzero().view(-1)
+    assert torch.equal(found, largest.sort().values)
 
 
 @pytest.mark.parametrize("name", ["topk", *FEEDBACK, "signum"])
@@ -197,7 +196,8 @@ def test_signum_is_a_majority_vote_and_efsignum_the_mean_of_scaled_signs():
 
 
 TOPK, SIGNUM = {"compression": "topk"}, {"compression": "signum"}
-WARM_UP = {"compression": "eftopk", "density_warmup_steps": 9}
+STEPS = "density_warmup_steps"
+WARM_UP = {"compression": "eftopk", STEPS: 9}
 
 
 @pytest.mark.parametrize(
@@ -206,20 +206,12 @@ WARM_UP = {"compression": "eftopk", "density_warmup_steps": 9}
         ("wfbp", {"compression": "topj"}, "option of wfbp 'compression': unknown value 'topj'"),
         ("wfbp", {**TOPK, "density": 0}, "option of wfbp 'density' must lie in"),
         ("dear", {**TOPK, "density": 1.1}, "option of dear 'density' must lie in"),
-        (
-            "allreduce",
-            {"density": 0.1},
-            "'density' goes with compression=topk, eftopk, gaussian",
-        ),
+        ("allreduce", {"density": 0.1}, "'density' goes with compression=topk, eftopk, gaussian"),
         ("mgwfbp", {"compression": "fp16", "density": 0.1}, "option of mgwfbp 'density' goes"),
         ("mgwfbp", {**SIGNUM, "costs": "10gbe"}, "option of mgwfbp 'costs'"),
         ("mgs", SIGNUM, "option of mgs 'compression': unknown value"),
         ("ddp", {**SIGNUM, "density_warmup_steps": 3}, "'density_warmup_steps' goes with"),
-        (
-            "dear",
-            {**WARM_UP, "density_warmup_steps": -1},
-            "'density_warmup_steps' must be at least",
-        ),
+        ("dear", {**WARM_UP, STEPS: -1}, "'density_warmup_steps' must be at least"),
         ("dear", {**WARM_UP, "density": 0.5}, "'density_warmup_steps' needs a density below 0.25"),
         ("dear", {**TOPK, "update": "sharded"}, "option of dear 'update'=sharded"),
         ("dear", {**SIGNUM, "decouple": "reduce_broadcast"}, "'decouple'=reduce_broadcast"),

@@ -133,9 +133,10 @@ def _text(folder, text):
     return path
 
 
-def _broken(folder):
-    write_cifar(folder)
-    (folder / "cifar-10-batches-py" / "data_batch_3").write_bytes(b"no pickle")
+def _cifar(folder, file, content=None):
+    """CIFAR-10 with another file in one's place, or none."""
+    path = write_cifar(folder) / "cifar-10-batches-py" / file
+    path.unlink() if content is None else path.write_bytes(content)
     return folder
 
 
@@ -145,21 +146,10 @@ def _other_classes(folder):
     return folder
 
 
-def _empty(folder):
-    write_images(folder, images=0)
-    return folder
-
-
 def _binary(folder):
     path = _text(folder, "")
     path.write_bytes(b"\xff\xfe\x00\x80")
     return path
-
-
-def _missing(folder):
-    write_cifar(folder)
-    (folder / "cifar-10-batches-py" / "test_batch").unlink()
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -167,17 +157,13 @@ def _missing(folder):
     [
         ("cifar10", lambda folder: folder.mkdir() or folder, "has no cifar10; it needs the folder"),
         ("cifar100", lambda folder: write_cifar(folder), "has no cifar100; it needs"),
-        ("cifar10", _broken, "no cifar10: "),
-        ("cifar10", _missing, "no cifar10: "),
+        ("cifar10", lambda at: _cifar(at, "data_batch_3", b"no pickle"), "no cifar10: "),
+        ("cifar10", lambda at: _cifar(at, "test_batch"), "no cifar10: "),
         ("imagefolder", lambda folder: folder.mkdir() or folder, "train/CLASS/ and val/CLASS/"),
         ("imagefolder", _other_classes, "train and val have different classes"),
-        ("imagefolder", _empty, "Found no valid file"),
+        ("imagefolder", lambda at: write_images(at, images=0), "Found no valid file"),
         ("text", _binary, "is no text file: "),
-        (
-            "text",
-            lambda folder: _text(folder, "too short"),
-            "3 words are too few for samples of 24",
-        ),
+        ("text", lambda at: _text(at, "too short"), "3 words are too few for samples of 24"),
         ("text", lambda folder: folder.mkdir() or folder, "there is no file "),
         ("imagefolder", lambda folder: folder, "there is no folder "),
     ],
@@ -204,6 +190,5 @@ def test_mnist_is_scaled_to_one_and_always_divided_in_the_same_way(tmp_path):
     grey = pixels * mnist.STD + mnist.MEAN
     assert 0.5 < grey.max() <= 1.0 + 1e-6 and grey.min() >= -1e-6
     _, (test, _) = split(torch.arange(20), torch.arange(20))
-    assert (
-        test.tolist() == torch.randperm(20, generator=torch.Generator().manual_seed(0))[:2].tolist()
-    )
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(test, order[:2])

@@ -42,9 +42,9 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_facts_of_each_launcher(launcher):
-    assert rank_facts(LAUNCHERS[launcher]) == RankFacts(
-        launcher=launcher, rank=5, world_size=8, local_rank=1, local_world_size=4
-    )
+    facts = rank_facts(LAUNCHERS[launcher])
+    place = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4}
+    assert facts == RankFacts(launcher=launcher, **place) and not facts.one_host
 
 
 SCRIPT = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
@@ -62,7 +62,8 @@ SCRIPT = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
     ids=["nothing", "a leftover", "a Slurm batch script", "an interactive step", "other numbers"],
 )
 def test_a_process_that_nobody_launched_is_a_world_of_one(env):
-    assert rank_facts(env) == ALONE
+    assert rank_facts(env) == ALONE and ALONE.one_host
+    assert rank_facts(env | TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}).one_host
 
 
 STEP_OF_ONE = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
@@ -137,11 +138,6 @@ def test_ranks_count_themselves_on_each_host(places, local):
         )
         facts = placed(open_facts, places)
         assert (facts.local_rank, facts.local_world_size) == expected
-
-
-def test_one_host_only_if_all_ranks_are_local():
-    assert ALONE.one_host and not rank_facts(TORCHRUN).one_host
-    assert rank_facts(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}).one_host
 
 
 @pytest.mark.parametrize("env", LAUNCHERS.values(), ids=LAUNCHERS)

@@ -13,7 +13,6 @@ from matplotlib.colors import to_hex
 from common.results.records import Breakdown, FabricFacts
 from common.results.records.learned import Evaluation, Learning, RankPace
 from common.results.records.trust import Network
-from common.results.store import Comparison, append
 from common.results.timed import rows
 from dear.training.algorithm import algorithm_names
 from plots import (
@@ -33,7 +32,7 @@ from plots import (
     style,
     throughput,
 )
-from tests.unit.made_record import record, with_first, with_iters, with_notes
+from tests.unit.made_record import record, sweep, varied, with_first, with_notes
 
 MODEL = "resnet50@rtx2080ti-modelled"
 DISTURBED = "disturbed: very"
@@ -78,14 +77,6 @@ def learned(algorithm, *, apart=None, stale=None):
     return with_first(result, learning=learning, iters=[])
 
 
-def sweep(folder, records, compare_to="ddp"):
-    folder.mkdir(exist_ok=True)
-    for each in records:
-        append(folder / "records.jsonl", each)
-    Comparison(compare_to=compare_to, trials=tuple(r.hash for r in records)).save(folder)
-    return folder
-
-
 EVERYTHING = [
     made("none", 0.08),
     *(made("ddp", 0.1 + n / 100, n, phases=True) for n in (2, 4, 8)),
@@ -101,11 +92,8 @@ EVERYTHING = [
     made("dear", 0.13, 8, gbps=10.0, label="notf", options={"fusion": "none"}),
     made("decentralized", 0.05, 8, gbps=10.0, options={"topology": "one-peer-exp"}),
 ]
-LEARNED = [
-    learned("ddp"),
-    learned("asyncddp", apart=0.1, stale=2.0),
-    learned("neighbor", apart=0.05),
-]
+LEARNED = [learned("ddp"), learned("asyncddp", apart=0.1, stale=2.0)]
+LEARNED.append(learned("neighbor", apart=0.05))
 
 
 def test_a_sweep_has_the_figures_that_its_records_have_the_data_for(tmp_path):
@@ -323,12 +311,6 @@ def test_a_negative_phase_is_called_not_reliable(tmp_path):
     drawn, _ = breakdown.figure(folder)
     assert "update of -20 included: not reliable" in drawn.axes[0].texts[0].get_text()
     plt.close(drawn)
-
-
-def varied(algorithm, factors, step_s=0.1, **trial):
-    """Returns a trial with a repeat for each factor."""
-    iters = [[[step_s * factor] * 2] for factor in factors]
-    return with_iters(record(algorithm, step_s, **trial), iters)
 
 
 def test_the_figure_is_grey_where_a_result_is_flagged(tmp_path):

@@ -15,8 +15,8 @@ from common.results.exports import junit
 from common.results.records import typed
 from common.results.timed import gate
 from common.results.timed.gate import Summary
-from tests.unit.made_record import record, with_notes
-from tests.unit.test_compare import sweep, trial
+from tests.unit.made_record import record, sweep, with_notes
+from tests.unit.test_compare import trial
 
 SCHEMA = Path(junit.__file__).with_name("compare.schema.json")
 BEFORE = [trial("ddp"), trial("dear", 0.05)]
@@ -33,6 +33,7 @@ AFTER = {
 
 def compare(folder, before, after, *flags):
     """Exit status of the gate, and the test cases and the summary that it wrote."""
+    folder.mkdir(exist_ok=True)
     names = [str(sweep(folder / name, given)) for name, given in (("a", before), ("b", after))]
     files = [folder / "summary.json", folder / "junit.xml"]
     outputs = ["--summary", str(files[0]), "--junit", str(files[1])]
@@ -80,17 +81,14 @@ def test_a_sweep_without_records_compares_nothing(tmp_path, capsys, given):
 
 
 def test_what_was_not_valid_before_is_not_the_second_sweeps_fault(tmp_path, capsys):
-    status, suite, summary = compare(
-        tmp_path, [BEFORE[0], AFTER["flagged"]], [trial("ddp", seed=8)]
-    )
+    flagged = [BEFORE[0], AFTER["flagged"]]
+    status, suite, summary = compare(tmp_path / "x", flagged, [trial("ddp", seed=8)])
     assert status == 0 and summary["pairs"][1]["worse"] is None
     assert "passed: 1 compared, 1 not valid before" in capsys.readouterr().out
     assert suite.get("skipped") == "1"
-
-
-def test_single_repeats_decide_nothing_and_the_gate_says_so(tmp_path, capsys):
+    # Single repeats decide nothing, and the gate says so.
     single = [trial("ddp", repeats=1)]
-    assert compare(tmp_path, single, [trial("ddp", 0.2, repeats=1)])[0] == 0
+    assert compare(tmp_path / "y", single, [trial("ddp", 0.2, repeats=1)])[0] == 0
     assert "passed: 1 compared (1 UNSURE: they may be slower)" in capsys.readouterr().out
 
 

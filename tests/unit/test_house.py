@@ -5,21 +5,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from tests import house
 
 
-@pytest.fixture(scope="module")
-def today():
-    return house.measured(list(house.limits()))
-
-
-def test_no_folder_is_above_its_limits(today):
+def test_each_folder_has_a_limit_for_each_rule_and_none_is_above_it():
+    today = house.measured(list(house.limits()))
     assert house.excess(today) == []
-
-
-def test_each_folder_has_a_limit_for_each_rule(today):
     rules = {rule for counts in today.values() for rule in counts}
     for folder, limits in house.limits().items():
         assert rules <= set(limits), folder
@@ -68,7 +59,5 @@ def in_the_locale(path: Path) -> list[int]:
 def test_text_is_utf_8_in_every_locale(tmp_path):
     (tmp_path / "wrong.py").write_text("p.read_text()\np.open('rb')\nopen(p)\nopen(p, 'w')\n")
     assert in_the_locale(tmp_path / "wrong.py") == [1, 3, 4]
-    code = [
-        path for path in house.code_files() if path.suffix == ".py" and "tests" not in path.parts
-    ]
+    code = [p for p in house.code_files() if p.suffix == ".py" and "tests" not in p.parts]
     assert {path: lines for path in code if (lines := in_the_locale(house.ROOT / path))} == {}

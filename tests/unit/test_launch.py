@@ -49,13 +49,8 @@ def virtual(*names: str, slots: int = 2) -> list[Host]:
 
 
 def a_job(world_size: int = 4) -> Job:
-    return Job(
-        folder=Path("/logs/t"),
-        repeat=0,
-        world_size=world_size,
-        timeout_s=60,
-        worker_module="worker",
-    )
+    facts = {"folder": Path("/logs/t"), "repeat": 0, "timeout_s": 60, "worker_module": "worker"}
+    return Job(world_size=world_size, **facts)
 
 
 @pytest.fixture
@@ -212,6 +207,9 @@ def test_an_mpirun_of_another_kind_or_in_no_place_is_refused(tools, conf):
 
 @pytest.mark.parametrize("allocated", [True, False])
 def test_slurm_uses_the_allocation_that_there_is(tools, monkeypatch, allocated):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no srun on the PATH"):
+        patch.setenv("PATH", "/nonexistent")
+        make_launcher("slurm", hosts=None, world_size=2).check()
     tools("srun", "true")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if allocated:
@@ -268,12 +266,6 @@ def test_the_example_of_4_nodes_with_8_gpus_plans_without_any_of_them(tmp_path, 
         *("--ntasks-per-node=8", "--gpus-per-node=8", "--exclusive", "--time=04:00:00"),
     ]
     assert script.rstrip().endswith(f"benchmarks.py run {example} --logs {tmp_path}")
-
-
-def test_slurm_is_asked_for_before_anything_runs(monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(UserError, match="no srun on the PATH"):
-        make_launcher("slurm", hosts=None, world_size=2).check()
 
 
 def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():

@@ -79,12 +79,9 @@ def test_what_makes_no_sense_is_refused_in_one_line(read, change, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_folder_without_mnist_is_named(read, tmp_path):
+def test_workers_are_told_where_the_data_is(read, tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path}: no MNIST files"):
         read({"learn": {"data": "mnist"}, "data_dir": str(tmp_path)}).trials()
-
-
-def test_workers_are_told_where_the_data_is(read, tmp_path):
     folder = write_mnist(tmp_path / "a")
     assert read({"learn": {"data": "digits"}}).worker_env == {}
     result = read({"learn": {"data": "mnist"}, "data_dir": str(folder)}).worker_env
@@ -164,12 +161,12 @@ class World:
         return value
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_copy_costs_no_time_and_emulated_seconds_count(own):
+def looped(marks, time_scale: float) -> tuple[Loop, list, list]:
+    """A loop of steps of a quarter of a second of this machine, its copies, and when it settled."""
     world, taken, settled = World(), [], []
 
     def step() -> int:
-        world.now += 0.25  # of this machine, 0.125 emulated
+        world.now += 0.25
         return 4
 
     def take(marks, seconds, steps):
@@ -180,13 +177,18 @@ def test_a_copy_costs_no_time_and_emulated_seconds_count(own):
         step=step,
         settle=lambda: settled.append(1),
         take=take,
-        schedule=Schedule((0.0, 0.25, 0.5, 1.0)),
-        clock=TrainingClock(world.clock, time_scale=2.0),
+        schedule=Schedule(marks),
+        clock=TrainingClock(world.clock, time_scale=time_scale),
         communicator=world,
     )
+    return loop, taken, settled
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_copy_costs_no_time_and_emulated_seconds_count(own):
+    loop, taken, settled = looped((0.0, 0.25, 0.5, 1.0), time_scale=2.0)
     pace = loop.own_pace() if own else loop.in_step()
-    assert (pace.steps, pace.samples) == (8, 32)
-    assert pace.elapsed_s == 1.0
+    assert (pace.steps, pace.samples, pace.elapsed_s) == (8, 32, 1.0)
     assert taken == [([0], 0.0, 0), ([1], 0.25, 2), ([2], 0.5, 4), ([3], 1.0, 8)]
     # Few words of rank 0: as many as copies, and while the step time is not known yet.
     assert len(settled) == (0 if own else 4)
@@ -194,20 +196,8 @@ def test_a_copy_costs_no_time_and_emulated_seconds_count(own):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_epochs_are_the_same_steps_for_all_and_end_where_they_are_judged(own):
-    world, taken, settled = World(), [], []
-
-    def step() -> int:
-        world.now += 0.25
-        return 4
-
-    loop = Loop(
-        step=step,
-        settle=lambda: settled.append(1),
-        take=lambda marks, seconds, steps: taken.append((list(marks), seconds, steps)),
-        schedule=Schedule(LearnConfig(data="digits", epochs=3, eval_every_epochs=2).marks),
-        clock=TrainingClock(world.clock, time_scale=1.0),
-        communicator=world,
-    )
+    marks = LearnConfig(data="digits", epochs=3, eval_every_epochs=2).marks
+    loop, taken, settled = looped(marks, time_scale=1.0)
     pace = loop.for_epochs(5, own_pace=own)
     assert (pace.steps, pace.samples, pace.elapsed_s) == (15, 60, 3.75)
     assert taken == [([0], 0.0, 0), ([1], 2.5, 10), ([2], 3.75, 15)]
@@ -314,14 +304,8 @@ def test_each_repeat_has_a_seed_of_its_own_and_no_round_of_another(read):
 def test_a_killed_rank_is_survived_only_where_the_others_end_well(
     tmp_path, may_lose, codes, status
 ):
-    job = Job(
-        folder=tmp_path,
-        repeat=0,
-        world_size=3,
-        timeout_s=9,
-        worker_module="worker",
-        may_lose_ranks=may_lose,
-    )
+    facts = {"folder": tmp_path, "repeat": 0, "world_size": 3, "timeout_s": 9}
+    job = Job(**facts, worker_module="worker", may_lose_ranks=may_lose)
     job.result_path.write_text("{}")
     outcome = outcome_of(job, codes)
     assert outcome.status == status

@@ -86,11 +86,7 @@ def test_split():
 
 def _learning_trial(algorithm="asyncddp", world=2, target=0.5, batch_sizes=None, **more):
     learn = LearnConfig(
-        budget_s=2,
-        eval_every_s=1,
-        data="digits",
-        target_accuracy=target,
-        batch_sizes=batch_sizes,
+        budget_s=2, eval_every_s=1, data="digits", target_accuracy=target, batch_sizes=batch_sizes
     )
     return make_trial(algorithm, world, learn=learn, **more)
 
@@ -144,25 +140,18 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
 
 
 def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):
-    start = _flat(model)
-    result = evaluation.result(
-        _learning_trial(target=0.99), [_saved([start] * 3, steps=4), None], test_split
-    )
+    rows = [_flat(model)] * 3
+    saved = [_saved(rows, steps=4), None]
+    result = evaluation.result(_learning_trial(target=0.99), saved, test_split)
     assert result.learning.ranks[1] is None
     assert result.strain.canary_s == [0.1, 0.2]
     assert result.learning.evaluations[1].steps == [4, None]
-
-
-def test_the_canary_of_a_dead_rank_is_not_known(model, test_split):
-    rows = [_flat(model)] * 3
+    # The canary of a dead rank is not known.
     saved = [None, _saved(rows, steps=4, canary_s=[0.1, 0.0])]
     assert evaluation.result(_learning_trial(), saved, test_split).strain.canary_s is None
     saved = [_saved(rows, steps=4, canary_s=[0.1, 0.3]), saved[1]]
     assert evaluation.result(_learning_trial(), saved, test_split).strain.canary_s == [0.1, 0.3]
-
-
-def test_the_evidence_of_a_run_that_learns_has_its_copies_by_rank(model):
-    result = evidence.learning([_saved([_flat(model)] * 3, steps=4), None])
+    result = evidence.learning([_saved(rows, steps=4), None])
     assert result["copies"] == [[[0.0, 0], [1.0, 4], [2.0, 8]], None]
     assert result["network"] == {"steps": [8, None], "ranks": [{"eth0": {"rx_bytes": 9}}, None]}
     assert result["pressure"][0]["waited_s"]["main"] == 0.5
@@ -347,11 +336,10 @@ def test_accuracy_has_an_interval_over_seeds_and_an_error_by_the_number_of_image
 @pytest.mark.parametrize(
     ("amiss", "reason"),
     [
-        (
-            {"notes": [Note(kind="unfaithful", text="unfaithful: a rank waited")]},
-            "unfaithful: a rank waited",
+        *(
+            ({"notes": [Note(kind=kind, text=f"{kind}: so it is")]}, f"{kind}: so it is")
+            for kind in ("unfaithful", "disturbed")
         ),
-        ({"notes": [Note(kind="disturbed", text="disturbed: by others")]}, "disturbed: by others"),
         ({"check": Check(replicas_agree=False)}, "incorrect: replicas differ"),
     ],
 )
@@ -404,10 +392,7 @@ def test_a_row_names_the_batch_size_of_every_rank():
 
 @pytest.mark.parametrize(
     ("name", "evaluations"),
-    [
-        pytest.param("time_to_accuracy", 18 * 16, marks=pytest.mark.full),
-        ("slow_host", 8 * 4),
-    ],
+    [pytest.param("time_to_accuracy", 18 * 16, marks=pytest.mark.full), ("slow_host", 8 * 4)],
 )
 def test_figures_are_drawn_from_records(tmp_path, name, evaluations):
     """Figures of what was learned, or of the pace where nothing was to be learned."""

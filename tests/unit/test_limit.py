@@ -28,35 +28,29 @@ PASSES = Passes(
 COMM = CommTimes(all_reduce_s=8.0, reduce_scatter_s=4.0, all_gather_s=4.0)
 
 
+B, A = PASSES.gradients
+
+
 @pytest.mark.parametrize(
-    ("kind", "step_s"),
+    ("kind", "gradients", "wire_s", "step_s"),
     [
         # Both layers' gradients take 8 s from the third second of the backward pass on.
-        ("wfbp", 3 + 3 + 8 + 0.5),
+        ("wfbp", (B, A), 0.0, 3 + 3 + 8 + 0.5),
         # The link rests from the start of the second layer (1 s) to the first gradient (3 s).
-        ("dear", 8 + 2 + 3),
-        ("cross_iteration", 8 + 2 + 3),
-        ("sequential", None),
-        ("asynchronous", None),
+        ("dear", (B, A), 0.0, 8 + 2 + 3),
+        ("cross_iteration", (B, A), 0.0, 8 + 2 + 3),
+        ("dear", (B, A), 10.0, 10 + 2 + 3),
+        # The first layer waits for the last gradient, which takes 95 % of 8 s, beside no pass.
+        ("dear", (B, dataclasses.replace(A, nbytes=5700)), 0.0, 0.95 * 8 + 3 + 4),
+        ("dear", (), 0.0, None),
+        ("sequential", (B, A), 0.0, None),
+        ("asynchronous", (B, A), 0.0, None),
     ],
 )
-def test_the_link_rests_until_the_first_gradient(kind, step_s):
-    assert limit_s(PASSES, kind, COMM) == step_s
-
-
-def test_the_first_layer_waits_for_the_gradient_that_comes_last():
-    large_a = dataclasses.replace(PASSES.gradients[1], nbytes=5700)
-    passes = dataclasses.replace(PASSES, gradients=(PASSES.gradients[0], large_a))
-    # 95 % of 8 s go to the first layer, and both passes lie outside them.
-    assert limit_s(passes, "dear", COMM) == pytest.approx(0.95 * 8 + 3 + 4)
-
-
-def test_a_wire_that_is_slower_than_the_measured_costs_counts():
-    assert limit_s(PASSES, "dear", COMM, wire_s=10.0) == 10 + 2 + 3
-
-
-def test_without_gradients_there_is_no_bound():
-    assert limit_s(dataclasses.replace(PASSES, gradients=()), "dear", COMM) is None
+def test_the_link_rests_until_the_first_gradient(kind, gradients, wire_s, step_s):
+    passes = dataclasses.replace(PASSES, gradients=gradients)
+    result = limit_s(passes, kind, COMM, wire_s=wire_s)
+    assert result == (step_s and pytest.approx(step_s))
 
 
 @pytest.mark.parametrize("beta_s_per_byte", [5e-10, 3.5e-9, 2e-8])

@@ -37,17 +37,19 @@ def test_the_switch_does_with_packets_what_it_should():
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+FAR = NetworkProfile(name="far", gbps=1, latency_us=100, jitter_us=5, loss_percent=0.5)
+
+
 def test_a_delay_is_put_before_the_bucket_and_stretched_with_time():
-    profile = NetworkProfile(name="far", gbps=1, latency_us=100, jitter_us=5, loss_percent=0.5)
-    delay, bucket = queue_commands("p0", profile, 10, netem=True)
+    delay, bucket = queue_commands("p0", FAR, 10, netem=True)
     # 0.1 Gb/s x 1.05 ms are 8.7 frames, with as many again to spare.
     words = "qdisc replace dev p0 root handle 2: netem limit 1018 delay 1000us 50us loss 0.5%"
     assert delay == words
     begin = "qdisc replace dev p0 parent 2:1 handle 3: tbf rate 100000000bit burst 71072b limit "
     assert bucket.startswith(begin)
-    alone = queue_commands("p0", profile, 10, netem=False)
+    alone = queue_commands("p0", FAR, 10, netem=False)
     assert alone == [bucket.replace("parent 2:1 handle 3:", "root handle 1:")]
-    assert bucket_command("p0", profile, 10, netem=True) == bucket
+    assert bucket_command("p0", FAR, 10, netem=True) == bucket
 
 
 @pytest.mark.parametrize("gbps", [0.001, 0.1, 1, 10, 100])
@@ -91,8 +93,7 @@ def test_a_pair_of_hosts_has_what_is_between_their_sites():
 
 def test_sites_without_a_number_of_hosts_share_them():
     halves = two_sites(
-        sites=(Site(name="a"), Site(name="b")),
-        between=(Distance(sites=("a", "b"), latency_us=9),),
+        sites=(Site(name="a"), Site(name="b")), between=(Distance(sites=("a", "b"), latency_us=9),)
     )
     far = [host for host in range(5) if halves.connection(0, host, 5).latency_us == 9]
     assert far == [3, 4]
@@ -148,25 +149,17 @@ def test_a_queue_holds_what_is_under_way_on_the_longest_line():
     assert NetworkProfile(name="n", gbps=10, queue_kb=500).queue_bytes == 500_000
 
 
-@pytest.mark.parametrize(
-    ("asked", "netem", "sites", "kind"),
-    [
+def test_the_kernel_shapes_where_it_can_do_all_that_is_asked_for(monkeypatch):
+    for asked, netem, sites, kind in (
         ("auto", True, False, "tc"),
         ("auto", False, False, "switch"),
         ("auto", True, True, "switch"),
         ("tc", False, False, "tc"),
         ("switch", True, False, "switch"),
-    ],
-)
-def test_the_kernel_shapes_where_it_can_do_all_that_is_asked_for(
-    asked, netem, sites, kind, monkeypatch
-):
-    monkeypatch.setattr(choice, "has_netem", lambda: netem)
-    profiles = [network_profile("10gbe"), *([two_sites()] if sites else [])]
-    assert choose(asked, profiles).kind == kind
-
-
-def test_what_cannot_be_had_is_said(monkeypatch):
+    ):
+        monkeypatch.setattr(choice, "has_netem", lambda netem=netem: netem)
+        profiles = [network_profile("10gbe"), *([two_sites()] if sites else [])]
+        assert choose(asked, profiles).kind == kind
     with pytest.raises(UserError, match="tc does not support sites, which network 'far' has"):
         choose("tc", [two_sites()])
     monkeypatch.setattr(choice, "has_netem", lambda: False)
@@ -232,14 +225,15 @@ def test_the_switch_looks_as_often_as_the_shortest_way_asks_for(monkeypatch):
     links.set_delay(2, 700)
     assert patience(links.lines) == 600_000 - 50_000
     assert patience(RecordedLinks(two_sites(), 1, 4, monkeypatch).lines) == 0
+    for counted, cpu_s in ((None, 0.0), ({"cpu_s": 1.5}, 1.5)):
+        monkeypatch.setattr(links, "counters", lambda counted=counted: counted)
+        assert links.cpu_s() == cpu_s, "only a switch program uses CPU time"
 
 
 def test_without_netem_the_kernel_says_what_it_leaves_out(monkeypatch):
     monkeypatch.setattr("common.emulation.links.tc.has_netem", lambda: False)
     kernel = KernelLinks()
-    kernel.profile = NetworkProfile(
-        name="far", gbps=1, latency_us=100, jitter_us=5, loss_percent=0.5
-    )
+    kernel.profile = FAR
     assert kernel.left_out() == (
         "only bandwidth is shaped: this kernel has no netem for the latency of 100 us, jitter of "
         "5 us, loss of 0.5 %"
@@ -275,13 +269,6 @@ def test_every_command_on_the_links_is_waited_for(monkeypatch):
     monkeypatch.setattr(network.subprocess, "Popen", lambda *_, **__: job)
     base.Links._on_all(SimpleNamespace(pids=[1, 2]), "tc", ["a"], ["b"])
     assert len(waits) == 3
-
-
-@pytest.mark.parametrize(("counted", "cpu_s"), [(None, 0.0), ({"cpu_s": 1.5}, 1.5)])
-def test_only_a_switch_program_uses_cpu_time(monkeypatch, counted, cpu_s):
-    links = SwitchedLinks()
-    monkeypatch.setattr(links, "counters", lambda: counted)
-    assert links.cpu_s() == cpu_s
 
 
 def test_names_of_hosts_resolve_until_the_cluster_ends(tmp_path, monkeypatch):

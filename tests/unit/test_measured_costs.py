@@ -64,10 +64,7 @@ def test_each_regime_that_the_engine_tells_has_a_line_and_the_pipeline_that_of_t
     assert fit.latency_s(MIB) == pytest.approx(3.5e-3) and fit(0) == fit.latency_s(0) == 0
     naive = fit_alpha_beta(SIZES, sampled().typical_s)
     assert abs(naive(96 * KIB) / seconds(96 * KIB) - 1) > 0.1, "one line cannot say all of them"
-
-
-def test_where_the_rate_of_links_is_not_known_every_slope_is_fitted():
-    fit = sampled(wire_s_per_byte=None).fit()
+    fit = sampled(wire_s_per_byte=None).fit()  # the rate of links is not known
     assert fit.slope == "fit" and fit.beta_s_per_byte == pytest.approx(WIRE)
 
 
@@ -129,9 +126,7 @@ def test_costs_come_back_from_json_and_those_of_before_have_one_regime():
     assert typed(CollectiveCost, json.loads(json.dumps(dataclasses.asdict(fit)))) == fit
     before = typed(CollectiveCost, {"alpha_s": 1.0, "beta_s_per_byte": 0.5})
     assert before(4) == 3.0 and before.name is None
-
-
-def test_costs_in_another_unit_of_time():
+    # In another unit of time.
     part = Regime(alpha_s=1.0, beta_s_per_byte=2.0, name="direct", below_bytes=10)
     fit = CollectiveCost(alpha_s=8.0, beta_s_per_byte=4.0, smaller=(part,), name="pipeline")
     assert [fit.divided(2.0)(n) for n in (5, 10)] == [fit(5) / 2, fit(10) / 2]
@@ -294,17 +289,8 @@ def test_a_regime_without_a_queue_has_what_the_one_before_tells():
 
 
 def _queues():
-    communicator = runtime.communicator()
-    result = measure_collective(
-        communicator,
-        "all_reduce",
-        torch.device("cpu"),
-        sizes=[1 << 14, 1 << 16, 1 << 18],
-        repeats=4,
-        warm=False,
-        queues=True,
-    )
-    return result.queued
+    how = {"sizes": [1 << 14, 1 << 16, 1 << 18], "repeats": 4, "warm": False, "queues": True}
+    return measure_collective(runtime.communicator(), "all_reduce", CPU, **how).queued
 
 
 def test_queues_are_measured_alike_on_all_ranks(world):

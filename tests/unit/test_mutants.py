@@ -146,15 +146,10 @@ def _with(number: str) -> str:
     return f"def number():\n    return {number}\n"
 
 
-def _apart(tree: trees.Tree, *given: object, start_s: float = trees.START_S) -> trees.Trial:
+def _apart(tree: trees.Tree, *given: object) -> trees.Trial:
     """`tree.try_out` in a process of its own: it ends all that its process has ever started."""
     with multiprocessing.get_context("fork").Pool(1, trees.adopt) as pool:
-        return pool.apply(_try_out, (tree, start_s, given))
-
-
-def _try_out(tree: trees.Tree, start_s: float, given: tuple[object, ...]) -> trees.Trial:
-    trees.START_S = start_s
-    return tree.try_out(*given)
+        return pool.apply(tree.try_out, given)
 
 
 @pytest.mark.full
@@ -170,9 +165,10 @@ def test_a_mutant_is_caught_or_survives_and_leaves_the_copy_as_it_was(tree):
 
 
 @pytest.mark.full
-def test_a_mutant_that_hangs_is_told_apart_and_its_processes_are_ended(tree):
+def test_a_mutant_that_hangs_is_told_apart_and_its_processes_are_ended(tree, monkeypatch):
+    monkeypatch.setattr(trees, "START_S", 15.0)
     assert _sleepers() == []
-    assert _apart(tree, "common/it.py", _with("3"), NAMES[2:], start_s=15.0).outcome == "hang"
+    assert _apart(tree, "common/it.py", _with("3"), NAMES[2:]).outcome == "hang"
     assert _sleepers() == []
 
 
@@ -181,10 +177,7 @@ def test_what_does_not_start_is_caught_though_a_test_fails_anyway(tree):
     path = "common/it.py"
     tree._write("tests/test_it.py", TESTS.replace("== 2", "== 7"))
     assert _apart(tree, path, "import nothing_of_this_name\n", NAMES).outcome == "unstartable"
-
-
-@pytest.mark.full
-def test_what_does_not_start_where_nothing_is_changed_has_caught_nothing(tree):
+    # What does not start where nothing is changed has caught nothing.
     none = [("tests/test_none.py::test_it", 0.1)]
     trial = _apart(tree, "common/it.py", _with("4"), none)
     assert trial.outcome == "survived" and "with nothing changed" in trial.message
@@ -205,6 +198,7 @@ def test_what_cannot_be_is_said_in_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(program, "end_descendants", lambda: None)
     monkeypatch.setattr(program, "tracked", lambda root: ["dear/errors.py", "dear/options.py"])
     monkeypatch.setattr(program, "_state", lambda: "")
+    monkeypatch.setattr(report, "judgements", dict)
     assert program.main() == 2
     assert capsys.readouterr().err == "--only no/such/file: no mutant of such a file was drawn\n"
     judged = {"dear/errors.py": {"0123456789": "It is equal."}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -80,11 +81,9 @@ def test_what_is_taken_and_that_the_rest_keeps_its_defaults(key, given, taken):
     ],
 )
 def test_wrong_type_names_key_wish_and_value(key, value, words):
-    with pytest.raises(UserError) as caught:
+    words = rf"^option of demo '{key}': {words}[^\n]*got {re.escape(repr(value))}\Z"
+    with pytest.raises(UserError, match=words):
         build(**{key: value})
-    text = str(caught.value)
-    assert f"option of demo '{key}': {words}" in text
-    assert text.endswith(f"got {value!r}") and "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -95,10 +94,7 @@ def test_wrong_type_names_key_wish_and_value(key, value, words):
         ({"worlds": [1, "b"]}, ["option of demo 'worlds.1': must be a whole number, got 'b'"]),
         ({"worlds": None}, ["got None"]),
         ({"inner": {"size": "big"}}, ["option of demo 'inner.size': must be"]),
-        (
-            {"inner": {"size": 2, "shaer": 1}},
-            ["'inner': unknown key 'shaer'", "'share'?"],
-        ),
+        ({"inner": {"size": 2, "shaer": 1}}, ["'inner': unknown key 'shaer'", "'share'?"]),
         ({"inner": {}}, ["option of demo 'inner.size' is missing"]),
         ({"either": [{"sise": 1}]}, ["did you mean 'size'?"]),
     ],

@@ -132,12 +132,8 @@ def test_logs_have_the_suites_names_beside_the_trials(tmp_path):
     link = partial(link_logs, tmp_path, built, lambda item: f"makes {item.id}")
     links = link()
     assert links == link(), "again is no mistake"
-    assert [link.read_text() for link in links] == [
-        "of dear",
-        "of wfbp",
-        "of dear-notf",
-        "of dear-too",
-    ]
+    labels = ["dear", "wfbp", "dear-notf", "dear-too"]
+    assert [link.read_text() for link in links] == [f"of {label}" for label in labels]
     lines = (tmp_path / "reference_logs" / "commands.txt").read_text().splitlines()
     assert len(lines) == 4 and lines[0] == f"{links[0].name}: makes {built[0].id}"
 

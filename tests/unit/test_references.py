@@ -366,7 +366,7 @@ def test_arguments_of_dears_optimizer_are_options(algorithm, given, found):
         ("dear", {"seq_layernames": ["a"]}, "seq_layernames and layerwise_times go together"),
         ("mgwfbp", {"layerwise_times": [1.0]}, "seq_layernames and layerwise_times go together"),
         (
-            "mgwfbp",
+            "dear",
             {"seq_layernames": ["a", "b"], "layerwise_times": [1.0]},
             "one time for each name",
         ),

@@ -107,11 +107,6 @@ def test_the_batch_is_that_of_the_generator():
     assert not torch.equal(first, other)
 
 
-def test_an_unknown_model_is_a_user_error_with_a_suggestion():
-    with pytest.raises(UserError, match="model 'resnt50'; did you mean 'resnet50'"):
-        registry.model_entry("resnt50")
-
-
 def test_sentence_length_is_for_sentence_models():
     assert registry.sentence_len("bert_base", None) == 64
     assert registry.sentence_len("bert", 128) == 128

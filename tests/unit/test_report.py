@@ -26,22 +26,13 @@ from common.results.report.overview import overview
 from common.results.report.parts import Figured, download
 from common.results.store import Comparison
 from plots import embedded
-from tests.unit.made_record import record, with_first, with_iters, with_notes
+from tests.unit.made_record import record, sweep, with_first, with_iters, with_notes
 from tests.unit.read_page import Page
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs" / "records"
 COMMANDS = page.Commands(sweep="merging", again=lambda: (None, "Nobody knows."))
 SCRIPT = "<script>alert(1)</script>"
-
-
-def sweep(folder, records, compare_to="ddp", also=()):
-    """The folder of a sweep that holds the records; of trials `also` there is none."""
-    folder.mkdir(exist_ok=True)
-    for item in records:
-        store.append(folder / "records.jsonl", item)
-    Comparison(compare_to=compare_to, trials=(*(item.hash for item in records), *also)).save(folder)
-    return folder
 
 
 def changed(one, **more):
@@ -104,6 +95,8 @@ def test_nothing_is_asked_for_and_nothing_but_our_own_script_may_run(name):
     assert policy.startswith("default-src 'none'") and "connect-src 'none'" in policy
     handlers = [k for item in result.elements for k in item.attributes if k.startswith("on")]
     assert handlers == []
+    interval = "t intervals over the runs" if name.startswith("time") else "t interval over repeats"
+    assert interval in " ".join(element.text for element in result.elements)
 
 
 def test_identifiers_are_unique_and_everything_for_who_does_not_see_it_is_there():
@@ -111,9 +104,8 @@ def test_identifiers_are_unique_and_everything_for_who_does_not_see_it_is_there(
     known = [item.attributes["id"] for item in result.elements if "id" in item.attributes]
     assert len(known) == len(set(known))
     for key in ("aria-labelledby", "for"):
-        assert {item.attributes[key] for item in result.elements if key in item.attributes} <= {
-            *known
-        }
+        named = {item.attributes[key] for item in result.elements if key in item.attributes}
+        assert named <= {*known}
     assert len(result.all("h1")) == len(result.all("main")) == len(result.all("nav")) == 1
     assert result.all("a", "skip")[0].attributes["href"] == "#main"
     assert len(result.all("caption")) == len(result.all("table"))
@@ -196,6 +188,8 @@ STATES = ("failed", "timeout", "oom", "unsupported", "interrupted")
 
 
 def test_every_way_to_end_is_marked_with_its_reason(tmp_path):
+    assert flagged.mark(record()) is None and flagged.mark(record(correct=False)) == "incorrect"
+    assert flagged.mark(record(status="oom")) == "oom"
     bad = [record(status=s, label=f"a {s}", seed=i) for i, s in enumerate(STATES, start=2)]
     bad[0] = changed(
         bad[0],
@@ -234,11 +228,17 @@ def test_every_way_to_end_is_marked_with_its_reason(tmp_path):
 
 
 def test_a_sweep_without_an_answer_says_why(tmp_path, capsys):
+    def never(folder):
+        raise AssertionError("there is nothing to draw")
+
     def said(name, records, **more):
         result = read(sweep(tmp_path / name, records, **more))
         (item,) = result.all("p", "verdict")
         assert result.all("ul", "verdicts") == []
         return item.text
+
+    nothing = sweep(tmp_path / "nothing", [record(status="failed")])
+    assert read(nothing, figures=never).all("figure") == []
 
     assert said("none", [], also=["a", "b"]) == "No answer yet: no trial has ended."
     failed = [record(name, status="failed") for name in ("ddp", "dear")]
@@ -286,9 +286,7 @@ def test_trials_that_learn_have_their_curves_numbers_and_runs(tmp_path):
     assert "ddp is the first at 90%" in answer.text
     assert "7.50-8.50" in shown and "runs" in shown and "95.0%" in shown
     assert "in the time to the target" in shown
-    assert [
-        item for item in result.all("section") if item.attributes["id"] == "breakdown-section"
-    ] == []
+    assert "breakdown-section" not in [item.attributes["id"] for item in result.all("section")]
     assert "--breakdown" not in result.section("commands")
 
 
@@ -327,14 +325,6 @@ def test_machines_commits_scales_links_and_settings(tmp_path):
     assert "and 1 more machines or commits" in result.html
 
 
-def test_launches_that_were_done_again_are_told(tmp_path):
-    aside = [SetAside(repeat=i, time_scale=2.0, reason=f"disturbed: {i}") for i in (0, 2)]
-    again = dataclasses.replace(record("dear", 0.08), set_aside=aside)
-    shown = read(sweep(tmp_path / "x", [record("ddp"), again])).section("flags")
-    assert "2 launches were discarded and repeated" in shown
-    assert "repeat 3: disturbed: 2" in shown
-
-
 def test_a_withdrawn_record_is_called_so(monkeypatch):
     monkeypatch.setattr(catalogue, "withdrawn", lambda: {})
     assert read(RECORDS / "merging").all("p", "warning") == []
@@ -344,9 +334,13 @@ def test_a_withdrawn_record_is_called_so(monkeypatch):
     assert "benchmarks.py run" in read(RECORDS / "merging").section("commands"), "its made.json"
 
 
-def test_the_runs_of_the_records_tell_their_commands(tmp_path):
-    folder = sweep(tmp_path / "x", [record("ddp"), record("dear", 0.08)])
-    assert "Nobody knows." in read(folder).section("commands")
+def test_the_runs_of_the_records_tell_their_commands_and_what_was_done_again(tmp_path):
+    aside = [SetAside(repeat=i, time_scale=2.0, reason=f"disturbed: {i}") for i in (0, 2)]
+    folder = sweep(tmp_path / "x", [record("ddp"), changed(record("dear", 0.08), set_aside=aside)])
+    page_before = read(folder)
+    assert "Nobody knows." in page_before.section("commands")
+    assert "2 launches were discarded and repeated" in page_before.section("flags")
+    assert "repeat 3: disturbed: 2" in page_before.section("flags")
     for name in ("A", "of no record"):
         text = "models: [bert]"
         store.Run(run=name, command=f"python {name}", experiment=text, commit="c").save(folder)
@@ -369,14 +363,6 @@ def test_figures_are_elements_that_stand_beside_each_other():
     known = [item.attributes["id"] for item in result.elements if "id" in item.attributes]
     assert len(known) == len(set(known))
     assert result.file("first.csv").decode().startswith("algorithm,throughput\n")
-
-
-def test_without_a_result_nothing_is_drawn(tmp_path):
-    def never(folder):
-        raise AssertionError("there is nothing to draw")
-
-    folder = sweep(tmp_path / "x", [record(status="failed")])
-    assert read(folder, figures=never).all("figure") == []
 
 
 def test_small_files_are_plain_and_the_same_page_is_made_twice():
@@ -444,16 +430,3 @@ def test_mistakes_are_a_line(tmp_path, capsys, monkeypatch, arguments, words):
     assert cli.main(["report", *given, "--logs", str(tmp_path)]) == 2
     text = capsys.readouterr()
     assert text.out == "" and words in text.err and text.err.count("\n") == 1
-
-
-def test_marks_say_what_the_words_for_them_are():
-    assert flagged.mark(record()) is None and flagged.mark(record(correct=False)) == "incorrect"
-    assert flagged.mark(record(status="oom")) == "oom"
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("merging", "t interval over repeats"), ("time_to_accuracy", "t intervals over the runs")],
-)
-def test_the_interval_is_explained(name, words):
-    assert words in " ".join(element.text for element in read(RECORDS / name).elements)

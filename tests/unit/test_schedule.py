@@ -41,10 +41,6 @@ def rates(world_size=4, epochs=4, steps_per_epoch=10, **config):
     return result
 
 
-def test_nothing_said_is_nothing_changed():
-    assert rates() == [0.1] * 40
-
-
 def test_milestones_count_from_the_beginning_also_after_a_warm_up():
     result = rates(kind="multistep", milestones=(2, 3), gamma=0.5)
     assert result == pytest.approx([0.1] * 20 + [0.05] * 10 + [0.025] * 10)
@@ -62,16 +58,19 @@ def test_it_grows_with_the_workers_and_the_warm_up_begins_where_one_worker_would
     assert result[20:] == pytest.approx([0.1 * factor] * 20)
 
 
-def test_the_cosine_falls_to_nothing_at_the_end():
-    result = rates(kind="cosine", warmup_epochs=1)
-    wanted = [0.05 * (1 + math.cos(math.pi * step / 30)) for step in range(30)]
-    assert result[10:] == pytest.approx(wanted)
-
-
-def test_it_falls_by_gamma_in_each_epoch():
-    result = rates(kind="exponential", gamma=0.5)
-    assert result[::10] == pytest.approx([0.1, 0.05, 0.025, 0.0125])
-    assert result[5] == pytest.approx(0.1 * 0.5**0.5)
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, [0.1] * 30),
+        ({"kind": "exponential", "gamma": 0.5}, [0.1 * 0.5 ** (1 + s / 10) for s in range(30)]),
+        (
+            {"kind": "cosine", "warmup_epochs": 1},
+            [0.05 * (1 + math.cos(math.pi * s / 30)) for s in range(30)],
+        ),
+    ],
+)
+def test_it_falls_in_each_step_as_its_kind_says(config, wanted):
+    assert rates(**config)[10:] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,6 @@ def test_credit_of_the_worked_example():
     assert order == [1, 2, 0, 4, 3]
     assert planned_order([0, 0, 0], [1, 1, 1], [1, 1, 1], credit=100, cost=COST) == [0, 1, 2]
 
-
-COST = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1.0)
-
-
-def test_planned_order_lets_urgent_tasks_overtake_what_waits():
     # Task 2 is under way when 0 becomes ready, and 1 waits for credit.
     order = planned_order([3, 1, 0], [0, 1, 2], [2, 2, 10], credit=1, cost=COST)
     assert order == [2, 0, 1]

@@ -52,19 +52,10 @@ def test_a_measured_step_that_is_far_off_is_not_believed(factor, believed):
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"fabric": FabricFacts()},
-        {"world": 1},
-        {"algorithm": "dadt"},
-        {"status": "failed"},
-    ],
+    "given", [{"fabric": FabricFacts()}, {"world": 1}, {"algorithm": "dadt"}, {"status": "failed"}]
 )
 def test_there_is_nothing_to_model(given):
     assert made(**given).modelled is None
-
-
-def test_a_failed_record_is_not_modelled_twice():
     assert modelled(dataclasses.replace(made(), status="failed")) is None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -96,11 +95,8 @@ def _note(record: Path, **changed: object) -> None:
     (record / catalogue.MANIFEST).write_text(json.dumps({**facts, **changed}))
 
 
-def test_a_record_of_today_has_no_problem(folder):
+def test_a_record_of_today_has_no_problem_and_one_of_another_definition_is_told(folder):
     assert maker.problems("quick", RECIPE, folder) == []
-
-
-def test_a_record_of_another_definition_is_told(folder):
     record = folder / "quick"
 
     def problem() -> str:
@@ -339,22 +335,3 @@ def test_records_are_made_from_a_clean_commit_only(monkeypatch, capsys):
         maker.main(["quack"])
     assert maker.main(["--plan", "quick", "peer"]) == 0
     assert "2 records, about" in capsys.readouterr().out
-
-
-def test_texts_and_records_do_not_make_a_tree_dirty(tmp_path, monkeypatch):
-    from common import machine
-
-    (tmp_path / "common").mkdir()
-    (tmp_path / "docs" / "records").mkdir(parents=True)
-    (tmp_path / "common" / "code.py").write_text("1\n")
-    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "one"]):
-        who = ["-c", "user.name=x", "-c", "user.email=x"]
-        subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True)
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text("new\n")
-    (tmp_path / "docs" / "records" / "new.json").write_text("{}")
-    (tmp_path / "tests" / "mutants").mkdir(parents=True)
-    (tmp_path / "tests" / "mutants" / "judged.yaml").write_text("{}")
-    assert "dirty" not in machine._commit() and machine._diff() is None
-    (tmp_path / "common" / "code.py").write_text("2\n")
-    assert machine._commit().endswith("+dirty") and machine._diff()

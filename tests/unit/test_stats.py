@@ -106,6 +106,10 @@ def test_a_clear_difference_of_enough_repeats_has_a_word_both_ways():
     for few in (1, 2):
         assert words((TIGHT[:few], slow[:few])) == ["UNSURE"]
         assert words((TIGHT[:few], slow), paired=False) == ["UNSURE"]
+    # The best leads with all that cannot be told from it.
+    ours = [TIGHT, scaled(TIGHT, 0.8), scaled(TIGHT[::-1], 0.801)]
+    assert leaders(ours, lambda i, j: True) == [1, 2]
+    assert leaders([item[:2] for item in ours], lambda i, j: True) == [1, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +141,6 @@ def test_many_comparisons_need_more_certainty_each():
     # One that is certain leaves the others their chance, and one without repeats counts for none.
     assert verdicts([item, made(0.5, 0.01)]) == ["FASTER", "FASTER"]
     assert verdicts([item, made(0.0, 0.01, repeats=2)]) == ["FASTER", "UNSURE"]
-
-
-def test_the_best_and_all_that_cannot_be_told_from_it():
-    ours = [TIGHT, scaled(TIGHT, 0.8), scaled(TIGHT[::-1], 0.801)]
-    assert leaders(ours, lambda i, j: True) == [1, 2]
-    few = [item[:2] for item in ours]
-    assert leaders(few, lambda i, j: True) == [1, 0, 2]
 
 
 def test_detectable_is_the_difference_that_gets_its_word_four_times_in_five():

@@ -46,11 +46,8 @@ def test_virtual_hosts_are_held_together_against_their_machine():
 
 
 def test_of_several_machines_each_has_its_own_ranks_and_the_worst_counts():
-    quiet = pressure("two", cpu_s=2.5)
-    result = strain_of([pressure(), quiet])
-    assert result.foreign_cores == pytest.approx(
-        0.75, rel=0.05
-    )  # not covered by what the other's rank used
+    quiet = pressure("two", cpu_s=2.5)  # which covers nothing on the other machine
+    assert strain_of([pressure(), quiet]).foreign_cores == pytest.approx(0.75, rel=0.05)
     assert strain_of([quiet]).foreign_cores == 0.0
 
 
@@ -59,11 +56,6 @@ def test_a_clock_tick_in_a_short_block_is_nobody_else():
     busy = {"busy_s": {"0": 2 * tick_s, "1": tick_s}, "steal_s": {"0": tick_s, "1": 0.0}}
     result = strain_of([pressure(elapsed_s=2 * tick_s, cpu_s=2 * tick_s, **busy)])
     assert result.foreign_cores == result.steal_cores == 0.0
-
-
-def test_the_threads_of_a_rank_wait_together_and_unknown_stays_unknown():
-    assert strain_of([pressure()]).core_wait == pytest.approx(0.03)
-    assert strain_of([pressure(), pressure(waited_s=None)]).core_wait is None
 
 
 def test_a_gauge_counts_all_threads_and_adds_up_blocks(monkeypatch):
@@ -338,16 +330,13 @@ def test_real_ranks_that_waited_for_cores_say_so_and_are_believed_up_to_a_limit(
     assert emulated.notes == [] and flag_text(emulated) is None, "replayed compute makes up for it"
 
 
-def test_of_real_ranks_the_threads_that_train_are_looked_at():
+def test_the_threads_of_a_rank_wait_together_and_those_that_train_alone():
+    assert strain_of([pressure()]).core_wait == pytest.approx(0.03)
     waited_s = {"main": 0.1, "pt_autograd_0": 0.05, "comm_core": 0.3}
     result = strain_of([pressure(waited_s=waited_s), pressure()])
     assert result.main_wait == pytest.approx(0.15 / 2)
-    assert strain_of([pressure(waited_s=None)]).main_wait is None
-
-
-def test_what_is_left_of_a_block_behind_its_last_whole_period_does_not_count():
-    blocks = [[1.0, 1.0, 1.0, 1.0 + noise, 1.0] for noise in (0.001, 0.002, 0.003, 0.004)]
-    assert notes.not_stationary([blocks], 2) is None
+    unknown = strain_of([pressure(), pressure(waited_s=None)])
+    assert (unknown.core_wait, unknown.main_wait) == (None, None)
 
 
 @pytest.mark.parametrize(("first", "told"), [(0.215, False), (0.25, True)])
@@ -357,27 +346,35 @@ def test_the_first_step_of_a_single_block_is_held_against_a_mean_that_is_not_exa
     assert (notes.not_stationary([[block]], 1) is not None) == told
 
 
-def test_blocks_that_begin_otherwise_than_they_go_on_are_told():
-    # Three starts of two steps, of a pipeline whose first step is spared a part.
-    off = notes.not_stationary([[[0.446, 0.558]], [[0.44, 0.551]], [[0.453, 0.56]]], 1)
-    assert off.text == "not stationary: the first step of a block took 19.8% shorter than the rest"
-    # The same difference within the noise, and a small one without any.
-    assert notes.not_stationary([[[0.4, 0.5]], [[0.5, 0.4]], [[0.45, 0.5]]], 1) is None
-    assert notes.not_stationary([[[0.49, 0.5]], [[0.491, 0.501]], [[0.49, 0.5]]], 1) is None
+REST = [0.26, 0.26, 0.27, 0.73, 0.26, 0.27, 0.26]
 
 
-def test_a_periodic_schedule_is_stationary():
-    block = [0.75, 0.26, 0.26, 0.27, 0.73, 0.26, 0.27, 0.26]
-    assert notes.not_stationary([[block], [block]], 4) is None
-    others = [[[0.76, *block[1:]]], [[0.75, *block[1:]]]]
-    assert notes.not_stationary([[block], *others], 1) is not None
-
-
-def test_one_block_alone_is_held_against_its_own_spread():
-    assert notes.not_stationary([[[0.38, 0.521, 0.517, 0.524, 0.519]]], 1) is not None
-    assert notes.not_stationary([[[0.38, 0.62, 0.41, 0.6, 0.52]]], 1) is None
-    assert notes.not_stationary([[[0.38, 0.5, 0.5]]], 1) is None  # too few to tell
-    assert notes.not_stationary([], 1) is None
+@pytest.mark.parametrize(
+    ("repeats", "period", "words"),
+    [
+        # Three starts of two steps, of a pipeline whose first step is spared a part.
+        ([[[0.446, 0.558]], [[0.44, 0.551]], [[0.453, 0.56]]], 1, "19.8% shorter than the rest"),
+        # The same difference within the noise, and a small one without any.
+        ([[[0.4, 0.5]], [[0.5, 0.4]], [[0.45, 0.5]]], 1, None),
+        ([[[0.49, 0.5]], [[0.491, 0.501]], [[0.49, 0.5]]], 1, None),
+        ([[[0.75, *REST]]] * 2, 4, None),
+        ([[[0.75, *REST]], [[0.76, *REST]], [[0.75, *REST]]], 1, ""),
+        # What is left behind the last whole period does not count.
+        ([[[1.0, 1.0, 1.0, 1 + noise / 1000, 1.0] for noise in (1, 2, 3, 4)]], 2, None),
+        # One block alone is held against its own spread.
+        ([[[0.38, 0.521, 0.517, 0.524, 0.519]]], 1, ""),
+        ([[[0.38, 0.62, 0.41, 0.6, 0.52]]], 1, None),
+        ([[[0.38, 0.5, 0.5]]], 1, None),  # too few to tell
+        ([], 1, None),
+    ],
+)
+def test_blocks_that_begin_otherwise_than_they_go_on_are_told(repeats, period, words):
+    note = notes.not_stationary(repeats, period)
+    if words is None:
+        assert note is None
+    else:
+        assert note.text.startswith("not stationary: the first step of a block took ")
+        assert note.text.endswith(words)
 
 
 @pytest.mark.parametrize("noise", [0.011, 0.026, 0.091])
@@ -462,6 +459,10 @@ def test_a_changed_checkout_is_told_by_a_digest_of_its_changes(tmp_path, monkeyp
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-m", "one")
+    # Texts, records and judgements are no code.
+    for name in ("README.md", "docs/records/new.json", "tests/mutants/judged.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("new")
     assert machine._diff() is None and not machine._commit().endswith("+dirty")
     result = set()
     for text in ("2", "3"):

@@ -19,10 +19,6 @@ pytest.importorskip("bayes_opt")
 FIRST = {"threshold_mb": 25.0}
 
 
-def _tuner(seed: int = 0) -> Tuner:
-    return Tuner(FIRST, seed=seed)
-
-
 class Alone:
     """A communicator of one rank whose clock the test moves."""
 
@@ -56,14 +52,14 @@ def _tune(tuner: Tuner) -> tuple[list[int], list[float], float]:
 
 
 def test_samples_are_taken_and_the_best_installed_at_the_worked_steps():
-    sampled, _, _ = _tune(_tuner())
+    sampled, _, _ = _tune(Tuner(FIRST, seed=0))
     assert sampled == [6, 11, 16, 21, 26, 31, 36, 41, 46, 51]
-    assert Tuned(Dear.Options(fusion="tuned"), _tuner(), Alone()).last_step == 52
+    assert Tuned(Dear.Options(fusion="tuned"), Tuner(FIRST, seed=0), Alone()).last_step == 52
 
 
 def test_what_was_tried_and_what_stayed_is_told():
     communicator = Alone()
-    tuned = Tuned(Dear.Options(fusion="tuned"), _tuner(), communicator)
+    tuned = Tuned(Dear.Options(fusion="tuned"), Tuner(FIRST, seed=0), communicator)
     assert tuned.findings() == {"tuner": {"tried": [], "threshold_mb": None, "wall_s": 0.0}}
     for _ in range(tuned.last_step):
         communicator.now_s += _step_s(tuned.options.threshold_mb)
@@ -77,7 +73,7 @@ def test_what_was_tried_and_what_stayed_is_told():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_it_stays_within_bounds_and_ends_near_the_best(seed):
-    tuner = _tuner(seed=seed)
+    tuner = Tuner(FIRST, seed=seed)
     _, tried, chosen = _tune(tuner)
     assert tried[0] == 25.0
     assert all(LEAST_MB <= threshold <= MOST_MB for threshold in tried)

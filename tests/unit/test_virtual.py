@@ -66,20 +66,25 @@ def waits(found):
     return [(wait.moment, wait.layer, round(wait.seconds, 9)) for wait in found.waits]
 
 
-def test_messages_beside_the_backward_pass():
-    # b from 1 to 3, a from 4 to 6; forward 3, backward 4, 2 more, update 0.5.
-    result = predicted(stated("wfbp"))
-    assert result.step_s == pytest.approx(9.5)
-    assert result.exposed_s == pytest.approx(2) and waits(result) == [("pass", None, 2)]
+QUEUE = Overlap(
+    transfers=(Transfer(kind="average", starts="gradient", awaited="layer", steps_later=1),),
+    updates="layer",
+)
 
 
-def test_messages_after_the_backward_pass():
-    assert predicted(stated("allreduce")).step_s == pytest.approx(11.5)
-
-
-def test_gradients_in_one_message_wait_for_the_last_of_them():
-    result = predicted(stated("ddp"), grouped(PASSES, [[0, 1]]))
-    assert result.step_s == pytest.approx(11.5) and result.exposed_s == pytest.approx(4)
+@pytest.mark.parametrize(
+    ("algorithm", "groups", "exposed_s"),
+    [
+        ("wfbp", [[0], [1]], 2),  # b from 1 to 3, a from 4 to 6
+        ("allreduce", [[0], [1]], 4),  # after the backward pass
+        ("ddp", [[0, 1]], 4),  # gradients in one message wait for the last of them
+    ],
+)
+def test_messages_beside_and_after_the_backward_pass(algorithm, groups, exposed_s):
+    result = predicted(stated(algorithm), grouped(PASSES, groups))
+    assert result.step_s == pytest.approx(3 + 4 + exposed_s + 0.5)
+    assert result.exposed_s == pytest.approx(exposed_s)
+    assert {(wait.moment, wait.layer) for wait in result.waits} == {("pass", None)}
 
 
 def test_halves_beside_both_passes():
@@ -102,29 +107,17 @@ def test_what_runs_first_overtakes_between_two_chunks():
     # b takes 6 s from 1 on. a is ready at 4, takes over at 5, when a chunk of b has ended, and ends
     # at 7; b ends at 9. The next forward pass begins at 4: layer a is updated at 7 and runs to
     # 8.125; b is there at 9.
-    large = Passes(
-        forward_s=PASSES.forward_s,
-        backward_s=PASSES.backward_s,
-        update_s=PASSES.update_s,
-        gradients=(Gradient(name="b", nbytes=300, ready_s=1.0, layer=1), PASSES.gradients[1]),
-    )
+    b, a = PASSES.gradients
+    large = dataclasses.replace(PASSES, gradients=(dataclasses.replace(b, nbytes=300), a))
     messages = grouped(large, [[0], [1]])
     result = predicted(stated("bytescheduler"), messages, large, chunk_bytes=100)
     assert waits(result) == [("layer", 0, 3), ("layer", 1, 0.875)]
     assert result.step_s == pytest.approx(3 + 0.125 + 1 + 0.875 + 0.375 + 2 + 4)
-    queue = Overlap(
-        transfers=(Transfer(kind="average", starts="gradient", awaited="layer", steps_later=1),),
-        updates="layer",
-    )
-    assert waits(predicted(queue, messages, large)) == [("layer", 0, 5)]
+    assert waits(predicted(QUEUE, messages, large)) == [("layer", 0, 5)]
 
 
 def test_gradients_in_one_message_are_awaited_before_the_first_layer_that_reads_one_of_them():
-    queue = Overlap(
-        transfers=(Transfer(kind="average", starts="gradient", awaited="layer", steps_later=1),),
-        updates="layer",
-    )
-    result = predicted(queue, grouped(PASSES, [[0, 1]]))
+    result = predicted(QUEUE, grouped(PASSES, [[0, 1]]))
     assert waits(result) == [("layer", 0, 4)] and result.step_s == pytest.approx(4 + 0.5 + 3 + 4)
 
 
@@ -207,8 +200,7 @@ def test_units_are_gathered_before_each_pass_and_scattered_after_the_second():
         ("gradient", None, 3),
     ]
 
-
-def test_units_that_stay_whole_are_gathered_once():
+    # Units that stay whole are gathered once.
     result = predicted(stated("fsdp", stage=2), UNITS, SHARDED)
     assert result.step_s == pytest.approx(4 + 6 + 8 + 6 + 0.5)
     assert {wait.moment for wait in result.waits} == {"layer", "gradient"}
@@ -232,8 +224,7 @@ def test_a_gather_ahead_that_nobody_awaits_at_once_hides_behind_the_layer_before
 
 def test_the_first_layer_that_the_backward_pass_reaches_is_gathered_as_it_begins():
     each = messages_of(
-        SHARDED,
-        [Bundle(nbytes=g.nbytes, names=(g.name,), some=True) for g in SHARDED.gradients],
+        SHARDED, [Bundle(nbytes=g.nbytes, names=(g.name,), some=True) for g in SHARDED.gradients]
     )
     result = predicted(ahead("ahead", "ahead"), each, SHARDED)
     # head and two at once; then one, and stem.
@@ -243,10 +234,6 @@ def test_the_first_layer_that_the_backward_pass_reaches_is_gathered_as_it_begins
 def cycles(**given):
     rule = {"cycle_s": 1e-3, "fusion_bytes": 1000, "agreement_bytes": 0} | given
     return Unstated("a thread decides", Cycles(**rule))
-
-
-def test_cycles_that_end_at_once_are_messages_beside_the_backward_pass():
-    assert predicted(cycles()).step_s == pytest.approx(9.5, abs=5e-3)
 
 
 def test_what_arrives_waits_for_the_next_cycle():
@@ -259,15 +246,21 @@ def test_what_arrives_waits_for_the_next_cycle():
     assert result.step_s == pytest.approx(10)
 
 
-def test_cycles_send_as_many_bytes_as_the_plan_says():
+def test_cycles_send_as_many_bytes_as_the_plan_says_beside_the_backward_pass():
+    assert predicted(cycles()).step_s == pytest.approx(9.5, abs=5e-3)
     # b from 1 to 2 s, a from 4 to 5 s of the backward pass.
     halves = grouped(PASSES, [[0], [1]], share=0.5)
     assert predicted(cycles(), halves).step_s == pytest.approx(3 + 5 + 0.5, abs=5e-3)
 
 
-@pytest.mark.parametrize(("fusion_bytes", "sent"), [(1000, 1), (150, 2), (0, 2)])
-def test_what_is_ready_is_fused_up_to_the_size_of_the_buffer(fusion_bytes, sent):
-    # Both are ready when the cycle begins; each buffer takes 3 s.
+@pytest.mark.parametrize(
+    ("fusion_bytes", "fused_s", "sent_s"),
+    [(1000, None, 3), (150, None, 6), (0, None, 6), (1000, 5.0, 5), (150, 5.0, 6)],
+)
+def test_what_is_ready_is_fused_up_to_the_size_of_the_buffer_and_only_that_is_copied(
+    fusion_bytes, fused_s, sent_s
+):
+    # Both are ready when the cycle begins; each buffer takes 3 s, or a copied one `fused_s`.
     at_once = Passes(
         forward_s=(20.0,),
         backward_s=0.0,
@@ -275,23 +268,8 @@ def test_what_is_ready_is_fused_up_to_the_size_of_the_buffer(fusion_bytes, sent)
         gradients=tuple(Gradient(name=n, nbytes=100, ready_s=0.0, layer=0) for n in "ba"),
     )
     costs = {"all_reduce": lambda nbytes: 3.0 if nbytes else 0.0}
-    rule = cycles(fusion_bytes=fusion_bytes)
-    result = predicted(rule, grouped(at_once, [[0], [1]]), at_once, costs)
-    assert result.step_s == pytest.approx(20 + 3 * sent, abs=5e-3)
-
-
-@pytest.mark.parametrize(("fusion_bytes", "sent_s"), [(1000, 5), (150, 6)])
-def test_only_what_is_fused_is_copied(fusion_bytes, sent_s):
-    at_once = Passes(
-        forward_s=(20.0,),
-        backward_s=0.0,
-        update_s=0.0,
-        gradients=tuple(Gradient(name=n, nbytes=100, ready_s=0.0, layer=0) for n in "ba"),
-    )
-    costs = {
-        "all_reduce": lambda nbytes: 3.0 if nbytes else 0.0,
-        "fused_all_reduce": lambda nbytes: 5.0,
-    }
+    if fused_s:
+        costs["fused_all_reduce"] = lambda nbytes: fused_s
     rule = cycles(fusion_bytes=fusion_bytes)
     result = predicted(rule, grouped(at_once, [[0], [1]]), at_once, costs)
     assert result.step_s == pytest.approx(20 + sent_s, abs=5e-3)
@@ -358,43 +336,38 @@ def test_compressing_is_not_modelled_but_halves_of_bytes_are():
         share_on_wire(algorithm_options("wfbp", {"compression": "topk"}))
 
 
-def test_a_wait_for_nothing_is_an_error_and_no_loop():
-    with pytest.raises(UserError, match="an event that never comes"):
-        Events().run_until(lambda: False)
-
-
-def test_heads_of_channels_take_turns_by_age_and_a_channel_is_a_queue():
+def sending(**given):
+    """Events, a link, a function that sends on a channel, and the names that have ended, when."""
     events, ended = Events(), []
-    link = Link(events)
+    link = Link(events, **given)
 
-    def send(name, channel, priority=0.0):
+    def send(name, nbytes, seconds, channel, priority):
         def then():
             ended.append((name, events.now_s))
 
-        link.send(lambda nbytes: 1.0, 1, channel=channel, priority=priority, then=then)
+        link.send(lambda _: seconds, nbytes, channel=channel, priority=priority, then=then)
 
-    send("first", 0)
-    send("behind", 0, priority=9)
-    send("beside", 1)
+    return events, link, send, ended
+
+
+def test_heads_of_channels_take_turns_by_age_and_a_channel_is_a_queue():
+    events, link, send, ended = sending()
+    send("first", 1, 1.0, 0, 0.0)
+    send("behind", 1, 1.0, 0, 9)
+    send("beside", 1, 1.0, 1, 0.0)
     events.run_for(10)
     # What is under way ends with its chunk; then the head of the urgent queue is the most urgent.
     assert ended == [("first", 1), ("behind", 2), ("beside", 3)]
     assert link.busy_s == 3
+    with pytest.raises(UserError, match="an event that never comes"):
+        events.run_until(lambda: False)
 
 
 def test_a_more_urgent_message_that_comes_as_a_chunk_ends_goes_on_at_once():
-    events, ended = Events(), []
-    link = Link(events, chunk_bytes=1)
-
-    def send(name, seconds, priority):
-        def then():
-            ended.append((name, events.now_s))
-
-        link.send(lambda _: seconds, 3, channel=int(priority), priority=priority, then=then)
-
-    send("slow", 3.0, 0)
+    events, link, send, ended = sending(chunk_bytes=1)
+    send("slow", 3, 3.0, 0, 0)
     events.run_for(1.0)
-    send("urgent", 1.0, 1)
+    send("urgent", 3, 1.0, 1, 1)
     events.run_for(10)
     assert ended == [("urgent", 2), ("slow", 4)] and link.busy_s == 4
 

@@ -6,35 +6,17 @@ import dataclasses
 import itertools
 from subprocess import CompletedProcess
 
-import pytest
-
 from bench import words
 from bench.rig import coverage, tables
 from common.harness.experiment_file import load
-from common.results.store import Comparison, append
-from tests.unit.made_record import record, with_iters, with_notes
+from tests.unit import made_record
+from tests.unit.made_record import sweep, with_iters, with_notes
 
 MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"}
 
 
-def varied(algorithm, factors, step_s=0.1, **more):
-    built = record(algorithm, step_s, **more)
-    iters = [[[step_s * factor] * 2] for factor in factors]
-    return dataclasses.replace(with_iters(built, iters), machine=MACHINE)
-
-
-@pytest.fixture
-def sweep(tmp_path):
-    """Returns a function that writes records to the folder of a sweep, and returns the folder."""
-
-    def write(records):
-        for each in records:
-            append(tmp_path / "records.jsonl", each)
-        trials = tuple(each.hash for each in records)
-        Comparison(compare_to="ddp", trials=trials).save(tmp_path)
-        return tmp_path
-
-    return write
+def varied(*given):
+    return dataclasses.replace(made_record.varied(*given), machine=MACHINE)
 
 
 def twin(record, factor=1.0):
@@ -46,18 +28,18 @@ def twin(record, factor=1.0):
     return dataclasses.replace(record, hash=f"{record.hash}-again", trial=trial)
 
 
-def test_verdicts_of_twins_are_corrected_for_the_pairs_of_a_cell(sweep, capsys):
+def test_verdicts_of_twins_are_corrected_for_the_pairs_of_a_cell(tmp_path, capsys):
     ddp, dear = varied("ddp", (1, 1.01, 0.99)), varied("dear", (1, 1.002, 0.998))
     flagged = with_notes(varied("wfbp", (1, 1, 1)), "disturbed: very")
-    folder = sweep([ddp, twin(ddp), dear, twin(dear), flagged, twin(flagged)])
+    folder = sweep(tmp_path, [ddp, twin(ddp), dear, twin(dear), flagged, twin(flagged)])
     assert words.main(["read", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "0 of 2 rows (0.0%) have a false verdict; SAME 2, UNSURE 0; 1 are flagged" in out
     assert "disturbed: very" in out
-    folder = sweep([ddp, twin(ddp), dear, twin(dear, 1.1)])
+    folder = sweep(tmp_path, [ddp, twin(ddp), dear, twin(dear, 1.1)])
     assert words.main(["read", str(folder)]) == 3
     assert "1 of 2 rows (50.0%) have a false verdict" in capsys.readouterr().out
-    assert words.main(["read", str(sweep([ddp, dear]))]) == 1
+    assert words.main(["read", str(sweep(tmp_path, [ddp, dear]))]) == 1
 
 
 def test_sweeps_of_twins_have_every_algorithm_twice_and_go_on(monkeypatch, tmp_path, capsys):
@@ -66,15 +48,11 @@ def test_sweeps_of_twins_have_every_algorithm_twice_and_go_on(monkeypatch, tmp_p
     def run(command, stdout):
         ran.append(command)
         overrides = [text for flag, text in itertools.pairwise(command) if flag == "--set"]
-        folder = tmp_path / load(words.DEFAULT, overrides).name
-        folder.mkdir(exist_ok=True)
         ddp = varied("ddp", (1, 1.01, 0.99))
         again = twin(ddp, 1.2 if len(ran) == 2 else 1.0)
         if len(ran) == 3:  # stopped before its end
             again = dataclasses.replace(again, status="interrupted")
-        for each in (ddp, again):
-            append(folder / "records.jsonl", each)
-        Comparison(compare_to="ddp", trials=(ddp.hash, again.hash)).save(folder)
+        sweep(tmp_path / load(words.DEFAULT, overrides).name, [ddp, again])
         return CompletedProcess(command, 2 if len(ran) == 3 else 1)
 
     monkeypatch.setattr(words.subprocess, "run", run)

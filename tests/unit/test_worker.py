@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -33,6 +32,12 @@ from dear.cost.bounds import StepTimes
 from dear.cost.measurement import Measurement
 from dear.training.algorithm import algorithm_class, algorithm_options
 from tests.system.made import make_trial
+
+
+@pytest.mark.parametrize(("options", "untimed"), [({}, 3), ({"delay": 3}, 5)])
+def test_as_many_steps_fill_the_pipeline_as_it_is_long(options, untimed):
+    assert untimed_in_block(algorithm_options("dadt", options).staleness()) == untimed
+
 
 SETTLING = [
     ("allreduce", {}, 0),
@@ -133,14 +138,12 @@ def test_the_canary_stands_right_before_and_right_behind_the_blocks():
 
 def test_what_goes_on_between_blocks_is_not_timed():
     alone = _Alone()
-    measure_steps(
-        lambda: alone.calls.append("step"),
-        alone,
-        blocks=3,
-        steps=1,
-        untimed=1,
-        between=lambda block: alone.calls.append(f"before block {block}"),
-    )
+
+    def between(block):
+        alone.calls.append(f"before block {block}")
+
+    given = {"blocks": 3, "steps": 1, "untimed": 1, "between": between}
+    measure_steps(lambda: alone.calls.append("step"), alone, **given)
     block = ["barrier", "step", "step"]
     assert alone.calls == [*block, "before block 1", *block, "before block 2", *block]
 
@@ -190,11 +193,6 @@ def test_the_period_of_an_algorithm_is_that_of_what_it_exchanges(algorithm, opti
     assert algorithm_class(algorithm).period(options, world, 1) == period
 
 
-@pytest.mark.parametrize(("options", "untimed"), [({}, 3), ({"delay": 3}, 5)])
-def test_as_many_steps_fill_the_pipeline_as_it_is_long(options, untimed):
-    assert untimed_in_block(algorithm_options("dadt", options).staleness()) == untimed
-
-
 class _Ticks:
     """A stopwatch by which each step takes as long as its number."""
 
@@ -224,95 +222,66 @@ def test_untimed_steps_stand_behind_each_barrier_and_are_kept():
 
 
 def test_what_a_rank_has_absorbed_adds_up_over_blocks():
-    alone, absorbed_s = _Alone(), iter([1.0, 1.5, 4.0, 4.25])
-
-    def step():
-        alone.calls.append("step")
-
-    gauge = Gauge(absorbed_s=lambda: next(absorbed_s))
-    result = measure_steps(step, alone, blocks=2, steps=2, untimed=0, gauge=gauge)
-    assert [item.absorbed_s for item in result.pressure] == [0.75]
-    result = measure_steps(step, alone, blocks=2, steps=2, untimed=0)
-    assert [item.absorbed_s for item in result.pressure] == [None]
+    absorbed_s = iter([1.0, 1.5, 4.0, 4.25])
+    for gauge, wanted in ((Gauge(absorbed_s=lambda: next(absorbed_s)), 0.75), (Gauge(), None)):
+        result = measure_steps(print, _Alone(), blocks=2, steps=2, untimed=0, gauge=gauge)
+        assert [item.absorbed_s for item in result.pressure] == [wanted]
 
 
-class _Cuda:
-    """Part of `torch.cuda` that `DeviceStopwatch` needs, with a device of a second per event."""
-
-    def __init__(self) -> None:
-        self.log, self.events = [], 0
-
-    def synchronize(self):
-        self.log.append("synchronize")
-
-    def Event(self, *, enable_timing):  # noqa: N802
-        assert enable_timing
-        return _Event(self)
-
-
-class _Event:
-    def __init__(self, cuda) -> None:
-        self._cuda = cuda
-
-    def record(self):
-        self._cuda.log.append("record")
-        self._cuda.events += 1
-        self.at_ms = 1000.0 * self._cuda.events
-
-    def elapsed_time(self, other):
-        assert self._cuda.log[-1] == "synchronize"
-        return other.at_ms - self.at_ms
-
-
-def test_the_device_is_waited_for_before_and_after_a_block_only(monkeypatch):
-    cuda, watch = _Cuda(), DeviceStopwatch()
-    monkeypatch.setattr(torch, "cuda", cuda)
-    result = measure_steps(lambda: None, _Alone(), blocks=1, steps=3, untimed=2, watch=watch)
-    around = ["synchronize", "record", "synchronize"]
-    assert cuda.log == [*around, *["record"] * 7, "synchronize"]
-    # Of the 7 the first is the barrier, and one more the begin of the block.
-    assert result.iters == [pytest.approx([1.0] * 3)]
-    assert result.untimed == [pytest.approx([1.0] * 2)]
-
-
-def test_a_step_on_a_gpu_does_not_wait_for_it(monkeypatch):
-    trial = make_trial(BASELINE, world=1, device="cuda")
-    model = torch.nn.Linear(2, 1)
-    workload = Workload(model=model, inputs=(torch.ones(1, 2),), targets=(), criterion=torch.sum)
-    log, ticks = [], itertools.count()
+@pytest.fixture
+def cuda(monkeypatch):
+    """The log of a device that gets on by 1, 2, 3, ... s from one event to the next."""
+    log = []
 
     class Event:
-        """The device gets on by 1, 2, 3, ... ms from one to the next."""
-
         def __init__(self, enable_timing):
             assert enable_timing
 
         def record(self):
-            self.ms = sum(range(next(ticks) + 1))
+            log.append("record")
+            self.ms = 1000.0 * sum(range(log.count("record")))
 
         def elapsed_time(self, later):
-            return float(later.ms - self.ms)
+            assert log[-1] == "synchronize"
+            return later.ms - self.ms
 
-    monkeypatch.setattr(training.runtime, "communicator", _Alone)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: log.append(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: log.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    return log
+
+
+def test_the_device_is_waited_for_before_and_after_a_block_only(cuda):
+    watch = DeviceStopwatch()
+    result = measure_steps(lambda: None, _Alone(), blocks=1, steps=3, untimed=2, watch=watch)
+    around = ["synchronize", "record", "synchronize"]
+    assert cuda == [*around, *["record"] * 7, "synchronize"]
+    # Of the 7 the first is the barrier, and one more the begin of the block.
+    assert result.untimed == [pytest.approx([2.0, 3.0])]
+    assert result.iters == [pytest.approx([5.0, 6.0, 7.0])]
+
+
+def test_a_step_on_a_gpu_does_not_wait_for_it(monkeypatch, cuda):
+    trial = make_trial(BASELINE, world=1, device="cuda")
+    model = torch.nn.Linear(2, 1)
+    workload = Workload(model=model, inputs=(torch.ones(1, 2),), targets=(), criterion=torch.sum)
+    monkeypatch.setattr(training.runtime, "communicator", _Alone)
     trained = training.Training(trial, workload)
     trained.run(2)
     trained.unmarked_step()
-    assert log == [], "events are recorded, and nobody waits for them"
+    assert set(cuda) == {"record"}, "nobody waits for the events"
     first, second = trained.parts()
-    assert len(log) == 1
-    assert (first.forward_s, first.backward_s, first.update_s) == (0.001, 0.002, 0.003)
-    assert (second.forward_s, second.step_s) == (0.005, 0.018)
+    assert cuda.count("synchronize") == 1
+    assert (first.forward_s, first.backward_s, first.update_s) == (1, 2, 3)
+    assert (second.forward_s, second.step_s) == (5, 18)
     assert first.exposed_comm_s is None, "streams wait, which nobody sees"
     result = training.typical([first, second], 1.0, waits_seen=True)
-    assert (result.exposed_comm_s, result.step_s) == (None, pytest.approx(0.012))
+    assert (result.exposed_comm_s, result.step_s) == (None, pytest.approx(12))
     trained.forget_parts()
     assert trained.parts() == []
     trained.warm_up(1)  # what a step takes there can only be said of finished ones
-    assert len(log) == 6
+    assert cuda.count("synchronize") == 6
     trained.finish()
-    assert len(log) == 7
+    assert cuda.count("synchronize") == 7
 
 
 def step(forward, backward, update, waiting):
@@ -342,13 +311,8 @@ def test_a_straggler_does_not_count_and_the_parts_add_up():
 @pytest.mark.parametrize(
     ("count", "middle"),
     [
-        (1, [0]),
-        (2, [0, 1]),
-        (3, [1]),
-        (4, [1, 2]),
-        (5, [1, 2, 3]),
-        (7, [2, 3, 4]),
-        (8, [2, 3, 4, 5]),
+        *((1, [0]), (2, [0, 1]), (3, [1]), (4, [1, 2])),
+        *((5, [1, 2, 3]), (7, [2, 3, 4]), (8, [2, 3, 4, 5])),
     ],
 )
 def test_the_middle_half_counts_however_many_there_are(count, middle):
@@ -475,29 +439,13 @@ def test_more_steps_are_timed_where_there_are_too_few(world):
     assert calls == 1 and result == StepTimes(forward_s=2.0, backward_s=1.0, update_s=1.0)
 
 
-def _spread_of(values: list[float]) -> float:
-    model = torch.nn.Linear(3, 1, bias=False)
+def _spread_of(values: list[float], bias: bool = False) -> float:
+    """The last value, or the bias, is larger by a half on rank 1."""
+    model = torch.nn.Linear(3, 1, bias=bias)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([values]))
-        model.weight[0, 0] += runtime.rank() * 0.5
+        (model.bias.zero_()[:] if bias else model.weight[0, :1]).add_(runtime.rank() * 0.5)
     return deviation.replica_spread(model, runtime.communicator())
-
-
-def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
-    assert world(2).run(_spread_of, [1.0, 2.0, 3.0]) == [0.5, 0.5]
-    assert world(2).run(_spread_of, [1.0, math.nan, 3.0]) == [math.inf, math.inf]
-
-
-def _spread_of_the_last() -> float:
-    model = torch.nn.Linear(3, 1)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-        model.bias.fill_(runtime.rank() * 0.5)
-    return deviation.replica_spread(model, runtime.communicator())
-
-
-def test_a_difference_in_the_last_parameter_alone_is_seen(world):
-    assert world(2).run(_spread_of_the_last) == [0.5, 0.5]
 
 
 def _spread_without_collectives() -> float:
@@ -508,8 +456,11 @@ def _spread_without_collectives() -> float:
         return deviation.replica_spread(torch.nn.Linear(1, 1), communicator)
 
 
-def test_replicas_that_agree_to_the_bit_are_not_sent(world):
-    assert world(2).run(_spread_without_collectives) == [0.0, 0.0]
+def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
+    assert world(2).run(_spread_of, [1.0, 2.0, 3.0]) == [0.5, 0.5]
+    assert world(2).run(_spread_of, [1.0, math.nan, 3.0]) == [math.inf, math.inf]
+    assert world(2).run(_spread_of, [1.0, 1.0, 1.0], True) == [0.5, 0.5], "in the last alone"
+    assert world(2).run(_spread_without_collectives) == [0.0, 0.0], "equal bits are not sent"
 
 
 def test_the_farthest_tensor_counts_and_rounding_is_no_error():

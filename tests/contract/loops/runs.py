@@ -50,13 +50,14 @@ class Subject:
 
 
 class Run:
-    """One rank's run of a loop. What it sees is compared with the same run by plain torch."""
+    """This rank's run of a loop. What it sees is compared with the same run by plain torch."""
 
     def __init__(self, rank: int, size: int, subject: Subject) -> None:
         self.rank, self.size, self.subject = rank, size, subject
         self.averages = subject.meaning.averages_gradients
         """True if `p.grad` is an average after `synchronize()`."""
         self.seen: Seen = []
+        self.optimizers: list[Any] = []
 
     def see(self, what: nn.Module | torch.Tensor) -> None:
         state = what.state_dict() if isinstance(what, nn.Module) else {"": what}
@@ -64,31 +65,6 @@ class Run:
 
     def wrap(self, model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
         """Returns the optimizer, by default SGD with momentum, that trains with the algorithm."""
-        raise NotImplementedError
-
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the mean of all ranks' values."""
-        raise NotImplementedError
-
-    def from_root(self, model: nn.Module, optimizer: Any) -> None:
-        """Gives all ranks the state that rank 0 has."""
-        raise NotImplementedError
-
-    def resumed(self, model: nn.Module, optimizer: Any, resume: Callable[[], Any]) -> Any:
-        """Returns the model and optimizer of `resume`; plain torch goes on as if nothing was."""
-        raise NotImplementedError
-
-    compiled: Callable[[nn.Module], nn.Module]
-
-
-class OnRank(Run):
-    """Run of this process, which is a rank."""
-
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(dear.rank(), dear.size(), subject)
-        self.optimizers: list[Any] = []
-
-    def wrap(self, model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
         optimizer = make_sgd(model) if optimizer is None else optimizer
         chosen = {**dict(self.subject.options), **options}
         dear.DistributedOptimizer(optimizer, model, algorithm=self.subject.name, **chosen)
@@ -98,13 +74,16 @@ class OnRank(Run):
         return optimizer
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the mean of all ranks' values."""
         return dear.allreduce(value)
 
     def from_root(self, model: nn.Module, optimizer: Any) -> None:
+        """Gives all ranks the state that rank 0 has."""
         dear.broadcast_parameters(model.state_dict())
         dear.broadcast_optimizer_state(optimizer)
 
     def resumed(self, model: nn.Module, optimizer: Any, resume: Callable[[], Any]) -> Any:
+        """Returns the model and optimizer of `resume`; plain torch goes on as if nothing was."""
         return resume()
 
     @staticmethod
@@ -149,12 +128,8 @@ def _take_turns(optimizer: Any) -> None:
 
 
 def on_rank(subject: Subject, loop: Loop) -> Seen | str:
-    """Returns what the loop saw on this rank, or the text of its UserError.
-
-    Raises:
-        AssertionError: the loop ended with another error.
-    """
-    run = OnRank(subject)
+    """Returns what the loop saw on this rank, or the text of its error."""
+    run = Run(dear.rank(), dear.size(), subject)
     try:
         loop(run)
         run.close()
@@ -337,7 +312,6 @@ class InThread(Run):
     def __init__(self, rank: int, size: int, subject: Subject, meeting: Meeting) -> None:
         super().__init__(rank, size, subject)
         self.meeting = meeting
-        self.optimizers: list[Any] = []
 
     def wrap(self, model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
         optimizer = make_sgd(model) if optimizer is None else optimizer
@@ -372,6 +346,11 @@ class InThread(Run):
     def compiled(model: nn.Module) -> nn.Module:
         return model
 
+    def close(self) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, _Met):
+                optimizer.close()
+
 
 def by_threads(subject: Subject, size: int, loop: Loop) -> list[Seen]:
     """Returns what the loop sees on each rank, with plain torch and the algorithm's reference."""
@@ -382,9 +361,7 @@ def by_threads(subject: Subject, size: int, loop: Loop) -> list[Seen]:
         with meeting.lock:
             try:
                 loop(rank)
-                for optimizer in rank.optimizers:
-                    if isinstance(optimizer, _Met):
-                        optimizer.close()
+                rank.close()
             except BaseException as error:
                 meeting.errors.append(error)
                 meeting.lock.notify_all()

@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -86,6 +86,8 @@ class Run:
         """Returns the model and optimizer of `resume`; plain torch goes on as if nothing was."""
         return resume()
 
+    workers: ClassVar = {"num_workers": 1, "multiprocessing_context": "fork"}
+
     @staticmethod
     def compiled(model: nn.Module) -> nn.Module:
         return torch.compile(model, backend="eager")
@@ -144,10 +146,10 @@ def on_rank(subject: Subject, loop: Loop) -> Seen | str:
 
 
 class Meeting:
-    """Place where threads wait for each other. One of them runs at a time."""
+    """Place where threads wait for each other; one of them runs at a time, and hands it on."""
 
     def __init__(self, size: int) -> None:
-        self.lock = threading.Condition()
+        self._turns = {rank: threading.Semaphore(0) for rank in range(size)}
         self._size, self._rounds = size, 0
         self._values: dict[int, Any] = {}
         self._results: Sequence[Any] = ()
@@ -160,14 +162,27 @@ class Meeting:
             values, self._values = [self._values[r] for r in range(self._size)], {}
             self._results = act(values)
             self._rounds += 1
-            self.lock.notify_all()
         else:
             now = self._rounds
-            if not self.lock.wait_for(lambda: self._rounds > now or self.errors, 30.0):
-                raise AssertionError("the loops of the ranks do not meet")
-            if self.errors:
-                raise AssertionError("another rank failed")
+            self.hand_on(rank)
+            self._turns[rank].acquire()
+            if self.errors or self._rounds == now:
+                raise AssertionError("another rank failed, or the loops of the ranks do not meet")
         return self._results[rank]
+
+    def run(self, rank: int, loop: Callable[[], None]) -> None:
+        self._turns[rank].acquire()
+        try:
+            loop()
+        except BaseException as error:
+            self.errors.append(error)
+        del self._turns[rank]
+        self.hand_on(rank)
+
+    def hand_on(self, rank: int) -> None:
+        later = [other for other in self._turns if other > rank] or [*self._turns]
+        for next_one in later[:1]:
+            self._turns[next_one].release()
 
 
 class _Held(nn.Module):
@@ -342,6 +357,8 @@ class InThread(Run):
     def resumed(self, model: nn.Module, optimizer: Any, resume: Callable[[], Any]) -> Any:
         return model, optimizer
 
+    workers: ClassVar = {}
+
     @staticmethod
     def compiled(model: nn.Module) -> nn.Module:
         return model
@@ -357,18 +374,15 @@ def by_threads(subject: Subject, size: int, loop: Loop) -> list[Seen]:
     meeting = Meeting(size)
     runs = [InThread(rank, size, subject, meeting) for rank in range(size)]
 
-    def run(rank: InThread) -> None:
-        with meeting.lock:
-            try:
-                loop(rank)
-                rank.close()
-            except BaseException as error:
-                meeting.errors.append(error)
-                meeting.lock.notify_all()
+    def whole(run: InThread) -> None:
+        loop(run)
+        run.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in runs]
+    given = [(run.rank, functools.partial(whole, run)) for run in runs]
+    threads = [threading.Thread(target=meeting.run, args=args) for args in given]
     for thread in threads:
         thread.start()
+    meeting.hand_on(size)
     for thread in threads:
         thread.join()
     if meeting.errors:

@@ -164,9 +164,7 @@ def workers(run: Run) -> None:
     x = torch.cat([batch(run.rank, step)[0] for step in range(STEPS)])
     y = torch.cat([batch(run.rank, step)[1] for step in range(STEPS)])
     for _ in range(2):
-        for inputs, classes in DataLoader(
-            TensorDataset(x, y), 6, num_workers=1, multiprocessing_context="fork"
-        ):
+        for inputs, classes in DataLoader(TensorDataset(x, y), 6, **run.workers):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), classes).backward()
             optimizer.step()

@@ -22,6 +22,7 @@ from dear.errors import UserError
 from dear.topology import matrix, uniform
 from tests.contract.loops import message
 from tests.ranks import RankPool, on_ranks
+from tests.system.processes import finished
 
 T = bf.topology_util
 
@@ -356,13 +357,13 @@ def test_variables_of_bluefog_have_an_effect_or_are_named(hide, form, fusion, bu
     }
     given |= {"ALLREDUCE_BY_MPI": "1", "NODES_PER_MACHINE": "1"}
     env = {**os.environ, **{f"BLUEFOG_{name}": value for name, value in given.items()}}
-    done = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True)
+    done = finished([sys.executable, "-c", LOGGED], env=env)
     lines = done.stderr.splitlines()
     named = [line.split("=")[0].split("BLUEFOG_")[1] for line in lines if "no effect" in line]
     assert named == ["ALLREDUCE_BY_MPI", "CYCLE_TIME", "WIN_TIMEOUT_S"]
     assert re.fullmatch(f"{form}DEBUG: {buckets}", lines[-1]), done.stderr
     env["BLUEFOG_LOG_LEVEL"] = "loud"
-    done = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True)
+    done = finished([sys.executable, "-c", LOGGED], env=env)
     assert "unknown BLUEFOG_LOG_LEVEL 'loud'" in done.stderr.splitlines()[-1]
 
 

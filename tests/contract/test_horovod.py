@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from dear.errors import Unavailable, UserError
 from dear.training.algorithm import algorithm_class, algorithm_options
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import make_model, make_sgd, message, train_both, wrap
+from tests.system.processes import finished
 
 
 def _with(options: dict[str, Any]) -> dict[str, Any]:
@@ -238,14 +238,11 @@ def test_adasum_adds_what_the_gradients_do_not_share():
     if not hvd.mpi_built():
         pytest.skip("this Horovod is built without MPI")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    done = subprocess.run(
+    done = finished(
         [
             *("mpirun", *root, "--oversubscribe", "-np", "2"),
             *(sys.executable, "-m", "tests.contract.adasum_program"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        ]
     )
     assert done.returncode == 0, done.stderr
     results = {name: torch.tensor(values) for name, values in json.loads(done.stdout).items()}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from common.emulation import sandbox
 from plots import throughput
-from tests.system.processes import ROOT, python
+from tests.system.processes import ROOT, finished, python
 from tests.system.sweeps import Driver
 
 ALGORITHM = ROOT / "examples" / "bring_your_own_algorithm.py"
@@ -43,7 +42,7 @@ def mine(tmp_path) -> Path:
 def state() -> str:
     """Returns the repository's state by git; logs and figures are ignored."""
     words = ["git", "status", "--porcelain"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    return finished(words).stdout
 
 
 @pytest.mark.skipif(bool(sandbox.unable()), reason=f"no virtual hosts: {sandbox.unable()}")

@@ -20,7 +20,7 @@ from common.emulation.cluster import EmulatedCluster
 from common.emulation.hosts.network import address_of
 from common.emulation.links.profile import network_profile
 from dear.errors import UserError
-from tests.system.processes import LIMIT_S, ROOT, wait_for
+from tests.system.processes import LIMIT_S, ROOT, finished, wait_for
 from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox, start
 
 users = pytest.mark.parametrize("user", ["me", "nobody"])
@@ -52,15 +52,7 @@ def outside():
 
 
 def run(outside, user, *command, **options):
-    return subprocess.run(
-        in_sandbox(user, *command),
-        cwd="/tmp",
-        env=outside.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        **options,
-    )
+    return finished(in_sandbox(user, *command), cwd="/tmp", env=outside.environment, **options)
 
 
 @needs_sandbox
@@ -156,9 +148,7 @@ def test_root_without_privileges_uses_a_user_namespace(outside):
         pytest.skip("needs root and setpriv")
     drop = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-all", "--"]
     command = [*drop, *in_sandbox("me", "cat", "/proc/self/uid_map")]
-    done = subprocess.run(
-        command, cwd=ROOT, env=outside.environment, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = finished(command, env=outside.environment)
     if "forbidden" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.stdout.split() == ["0", "0", "1"], done.stderr
@@ -172,9 +162,7 @@ def test_where_a_new_proc_is_forbidden_the_old_one_serves(outside):
     inner = "from common.emulation import sandbox; print(sandbox.inside())"
     command = ["unshare", "--mount", "sh", "-c", script, "sh"]
     command += in_sandbox("nobody", "/usr/bin/python3", "-c", inner)
-    done = subprocess.run(
-        command, cwd="/tmp", env=outside.environment, capture_output=True, text=True
-    )
+    done = finished(command, cwd="/tmp", env=outside.environment)
     assert (done.stdout, done.stderr) == ("True\n", "")
     outside.check_clean()
 
@@ -206,14 +194,7 @@ def test_the_setting_that_forbids_is_named_and_the_status_says_failed(outside):
     script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv "$@"'
     drop = ["--bounding-set", "-sys_admin", "--"]
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, "sh", *drop]
-    done = subprocess.run(
-        [*command, *in_sandbox("me", "true")],
-        cwd=ROOT,
-        env=outside.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    done = finished([*command, *in_sandbox("me", "true")], env=outside.environment)
     if any(words in done.stderr for words in ("write error", "cannot create", "unshare failed")):
         pytest.skip(f"cannot set it up: {done.stderr.strip()}")
     assert done.returncode == 125
@@ -223,7 +204,7 @@ def test_the_setting_that_forbids_is_named_and_the_status_says_failed(outside):
 
 def test_a_wrong_command_line_is_a_mistake():
     command = [sys.executable, "-m", "common.emulation.sandbox", "true"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = finished(command)
     assert done.returncode == 2 and done.stderr.startswith("usage:")
 
 

@@ -50,6 +50,11 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+TUNED = {"fusion_threshold_mb": 0.0, "autotune": True, "autotune_log": "/dev/null"}
+TUNED |= {f"autotune_{k}": n for k, n in (("warmup_samples", 1), ("steps_per_sample", 4))}
+TUNED["autotune_samples"] = 5
+
+
 @pytest.mark.parametrize(
     ("options", "at_start"),
     [
@@ -57,17 +62,7 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
             {"fusion_threshold_mb": 0.5, "cycle_time_ms": 2.0, "cache_capacity": 0},
             ["524288", "2.0", "0", *[None] * 5],
         ),
-        (
-            {
-                "fusion_threshold_mb": 0.0,
-                "autotune": True,
-                "autotune_log": "/dev/null",
-                "autotune_warmup_samples": 1,
-                "autotune_steps_per_sample": 4,
-                "autotune_samples": 5,
-            },
-            ["0", None, None, "1", "/dev/null", "1", "4", "5"],
-        ),
+        (TUNED, ["0", None, None, "1", "/dev/null", "1", "4", "5"]),
     ],
 )
 def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, options, at_start):

@@ -212,42 +212,39 @@ PROGRAM = str(ROOT / "tests" / "system" / "emulation_program.py")
 
 
 def run_program(outside, user, name):
-    process = start(outside, user, PROGRAM, name)
+    process = start(outside, user, PROGRAM, *name.split())
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     outside.check_clean()
     return process.returncode, stdout, stderr
 
 
+HOSTS = "hosts_have_names_addresses_and_memory_of_their_own"
+QUICK = [
+    *(("me", HOSTS), ("nobody", HOSTS), ("me", "the_switch_delays")),
+    ("me", "what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one"),
+    *(("me", "a_transfer_tells_what_a_byte_costs"), ("me", "what_is_urgent_has_the_link_first")),
+]
+SLOW = [
+    *itertools.product(
+        ("me", "nobody"),
+        (
+            "links_have_the_speed_asked_for tc",
+            "links_have_the_speed_asked_for switch",
+            "the_switch_loses_frames",
+        ),
+    ),
+    ("me", "a_cut_link_carries_nothing_until_it_is_restored tc"),
+    ("me", "a_cut_link_carries_nothing_until_it_is_restored switch"),
+    ("nobody", "the_switch_delays"),
+    ("me", "sites_are_far_from_each_other_and_share_a_line"),
+    ("me", "a_dead_switch_is_told_and_replaced"),
+    ("me", "there_may_be_65_hosts"),
+]
+
+
 @needs_sandbox
 @pytest.mark.parametrize(
-    ("user", "promise"),
-    [
-        ("me", "hosts_have_names_addresses_and_memory_of_their_own"),
-        ("nobody", "hosts_have_names_addresses_and_memory_of_their_own"),
-        *(
-            pytest.param(user, promise, marks=pytest.mark.full)
-            for user, promise in itertools.product(
-                ("me", "nobody"),
-                (
-                    "the_kernel_gives_links_the_speed_asked_for",
-                    "the_switch_gives_links_the_speed_asked_for",
-                    "the_switch_loses_frames",
-                ),
-            )
-        ),
-        pytest.param("me", "the_kernel_carries_nothing_over_a_cut_link", marks=pytest.mark.full),
-        pytest.param("me", "the_switch_carries_nothing_over_a_cut_link", marks=pytest.mark.full),
-        ("me", "the_switch_delays"),
-        pytest.param("nobody", "the_switch_delays", marks=pytest.mark.full),
-        pytest.param(
-            "me", "sites_are_far_from_each_other_and_share_a_line", marks=pytest.mark.full
-        ),
-        ("me", "what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one"),
-        pytest.param("me", "a_dead_switch_is_told_and_replaced", marks=pytest.mark.full),
-        ("me", "a_transfer_tells_what_a_byte_costs"),
-        ("me", "what_is_urgent_has_the_link_first"),
-        pytest.param("me", "there_may_be_65_hosts", marks=pytest.mark.full),
-    ],
+    ("user", "promise"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW)]
 )
 def test_in_a_sandbox(outside, user, promise):
     assert run_program(outside, user, promise) == (0, "", "")

@@ -163,7 +163,6 @@ def _saved(model, optimizer):
 
 @on_ranks(2)
 def test_going_back_to_a_checkpoint_drops_what_was_held_back_since():
-    """The same objects go back to an earlier state."""
     model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)
     steps(model, optimizer, mine(), range(0, 3))
@@ -276,7 +275,6 @@ def test_sparse_gradients_train_as_dense_ones(world, kind, size, delay):
 
 @on_ranks(2)
 def test_sparse_adam_updates_the_entries_of_all_ranks():
-    """Only the entries that some rank has are updated."""
     torch.manual_seed(4)
     model = nn.Embedding(6, 2, sparse=True)
     start = model.weight.detach().clone()

@@ -236,7 +236,6 @@ def test_p8_a_factor_of_zero_mixes_nothing_and_optimizers_hear_of_averages() -> 
 )
 @on_ranks(4)
 def test_p14_a_resumed_model_goes_on_with_the_same_bits(topology: str, views: bool) -> None:
-    """New objects go on with the same bits: optimizers, schedules, step, phase, averages."""
     schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_max=8, t_warmup=3)
 
     def make():
@@ -296,7 +295,6 @@ def test_a_checkpoint_from_elsewhere_is_refused() -> None:
 
 @on_ranks(2)
 def test_p9_p11_channels_last_types_frozen_parameters_and_buffers() -> None:
-    """channels_last, several dtypes, a frozen parameter that differs at first, a buffer, too."""
     torch.manual_seed(dear.rank())
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 3)).to(
         memory_format=torch.channels_last

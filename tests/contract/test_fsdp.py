@@ -210,7 +210,6 @@ def test_checkpoints_are_whole_and_fit_other_groups() -> None:
 
 @on_ranks(2)
 def test_zeroing_drops_what_was_not_sent() -> None:
-    """Gradients accumulated without being sent, then zeroed, are gone."""
     model, wanted = make_model(), make_model()
     optimizer, serial = wrap(make_sgd(model), model, "fsdp", **_LAYERS), make_sgd(wanted)
     with optimizer.no_sync():

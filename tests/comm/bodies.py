@@ -306,6 +306,7 @@ def meet_again(folder: str, ports: list[int]) -> None:
             dist.init_process_group("comm_core", init_method=f"tcp://127.0.0.1:{ports[1]}", **place)
         elif how == "env":
             names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[2])}
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of the pool: rank 0 serves here
             os.environ.update(names, RANK=str(rank), WORLD_SIZE=str(n))
             dist.init_process_group("cpu:comm_core", init_method="env://")
         else:

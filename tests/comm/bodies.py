@@ -297,6 +297,7 @@ def meet_again(folder: str, ports: list[int]) -> None:
     rank, n = me()
     place, stores = {"rank": rank, "world_size": n}, []
     dist.destroy_process_group()
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the pool's; here rank 0 serves
     for turn, how in enumerate(("file", "file", "file", "store", "tcp", "env", "file")):
         store = dist.FileStore(f"{folder}/{turn}", n)
         if how == "store":
@@ -306,7 +307,6 @@ def meet_again(folder: str, ports: list[int]) -> None:
             dist.init_process_group("comm_core", init_method=f"tcp://127.0.0.1:{ports[1]}", **place)
         elif how == "env":
             names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[2])}
-            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of the pool: rank 0 serves here
             os.environ.update(names, RANK=str(rank), WORLD_SIZE=str(n))
             dist.init_process_group("cpu:comm_core", init_method="env://")
         else:

@@ -7,12 +7,13 @@ import gc
 import importlib
 import inspect
 import multiprocessing
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
 from dear.training.algorithm import algorithm_names, load_plugin, plugin_of
@@ -41,12 +42,15 @@ class RankPool:
         backend: str = "gloo",
         environments: list[dict[str, str]] | None = None,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory()
+        # At a store in a file ranks look every 10 ms, which is what a group of theirs would cost.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+        meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this process serves it
         self._timeout_s = timeout_s
         self._ranks = Ranks()
         for rank in range(world_size):
-            place = rank_env(rank, world_size, store=Path(self._folder.name, "store"))
-            env = {**(environments[rank] if environments else {}), **place}
+            more = environments[rank] if environments else {}
+            env = {**more, **meeting, **rank_env(rank, world_size)}
             self._ranks.function(_serve, backend, timeout_s, plugins(), env=env, piped=True)
         self.pipes = self._ranks.pipes
         self.broken = False
@@ -82,7 +86,6 @@ class RankPool:
         for pipe in self.pipes.values():
             pipe.close()
         self._ranks.stop(patience_s=5.0)
-        self._folder.cleanup()
 
 
 def plugins() -> list[Path]:

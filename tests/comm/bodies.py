@@ -296,6 +296,7 @@ def meet_again(folder: str, ports: list[int]) -> None:
     rank, n = me()
     place, stores = {"rank": rank, "world_size": n}, []
     dist.destroy_process_group()
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the pool's; here rank 0 serves
     for turn, how in enumerate(("file", "file", "file", "store", "tcp", "env", "file")):
         store = dist.FileStore(f"{folder}/{turn}", n)
         if how == "store":

@@ -21,7 +21,8 @@ from dear.comm.neighbors import Round
 from dear.errors import UserError
 from dear.topology import matrix, uniform
 from tests.contract.loops import message
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
+from tests.system.processes import finished
 
 T = bf.topology_util
 
@@ -38,14 +39,6 @@ def expected(graph):
     return list(matrix(graph).T @ range(4))
 
 
-def _averages(graph, weighted):
-    assert bf.set_topology(graph, is_weighted=weighted)
-    kept = x()
-    result = bf.neighbor_allreduce(kept)
-    assert torch.equal(kept, x())
-    return result
-
-
 @pytest.mark.parametrize(
     ("graph", "weighted"),
     [
@@ -60,26 +53,27 @@ def _averages(graph, weighted):
         (T.FullyConnectedGraph(4), False),
     ],
 )
-def test_neighbor_allreduce_averages_over_the_topology_b1_to_b8(bluefog_pool, graph, weighted):
-    wanted = expected(graph if weighted else uniform(graph))
-    assert first(bluefog_pool.run(_averages, graph, weighted)) == pytest.approx(wanted)
+@on_ranks(4, "bluefog")
+def test_neighbor_allreduce_averages_over_the_topology_b1_to_b8(graph, weighted):
+    assert bf.set_topology(graph, is_weighted=weighted)
+    kept = x()
+    wanted = expected(graph if weighted else uniform(graph))[bf.rank()]
+    assert first([bf.neighbor_allreduce(kept)]) == pytest.approx([wanted])
+    assert torch.equal(kept, x())
 
 
-def _weights_change():
+@on_ranks(4, "bluefog")
+def test_is_weighted_takes_effect_with_an_equal_graph_b26():
     graph = T.StarGraph(4)
     bf.set_topology(graph, is_weighted=True)
     before = bf.neighbor_allreduce(x())
     bf.set_topology(graph, is_weighted=False)
-    return before, bf.neighbor_allreduce(x())
+    wanted = [expected(graph)[bf.rank()], expected(uniform(graph))[bf.rank()]]
+    assert first([before, bf.neighbor_allreduce(x())]) == pytest.approx(wanted)
 
 
-def test_is_weighted_takes_effect_with_an_equal_graph_b26(bluefog_pool):
-    results = bluefog_pool.run(_weights_change)
-    assert first(before for before, _ in results) == pytest.approx(expected(T.StarGraph(4)))
-    assert first(two for _, two in results) == pytest.approx(expected(uniform(T.StarGraph(4))))
-
-
-def _dynamic():
+@on_ranks(4, "bluefog")
+def test_weights_and_edges_of_a_call_b10_b15_b16():
     bf.set_topology(T.ExponentialTwoGraph(4))
     value, peers = x(), T.GetDynamicOnePeerSendRecvRanks(bf.load_topology(), bf.rank())
     for _ in range(2):
@@ -87,58 +81,38 @@ def _dynamic():
         value = bf.neighbor_allreduce(
             value, self_weight=0.5, src_weights=dict.fromkeys(receive, 0.5), dst_weights=send
         )
-    moved = bf.neighbor_allreduce(
-        x(),
-        self_weight=0.0,
-        src_weights={(bf.rank() - 1) % 4: 1.0},
-        dst_weights=[(bf.rank() + 1) % 4],
-    )
+    before, after = (bf.rank() - 1) % 4, (bf.rank() + 1) % 4
+    alone = {"self_weight": 0.0}
+    moved = bf.neighbor_allreduce(x(), **alone, src_weights={before: 1.0}, dst_weights=[after])
     with pytest.raises(ValueError, match="give both or neither"):
         bf.neighbor_allreduce(x(), self_weight=0.5)
     with pytest.raises(UserError, match="neighbor_weights is the older name of src_weights"):
         bf.neighbor_allreduce(x(), src_weights={}, neighbor_weights={})
-    older = bf.neighbor_allreduce(
-        x(),
-        self_weight=0.0,
-        neighbor_weights={(bf.rank() - 1) % 4: 1.0},
-        send_neighbors=[(bf.rank() + 1) % 4],
-        enable_topo_check=False,
-    )
+    older = {"neighbor_weights": {before: 1.0}, "send_neighbors": [after]}
+    older = bf.neighbor_allreduce(x(), **alone, **older, enable_topo_check=False)
     assert torch.equal(older, moved)
     assert bf.broadcast_object({"rank": bf.rank()}, root_rank=2) == {"rank": 2}
     others = [rank for rank in range(4) if rank != bf.rank()]
-    product = bf.neighbor_allreduce(
-        x(),
-        self_weight=0.0,
-        src_weights=dict.fromkeys(others, 0.5),
-        dst_weights=dict.fromkeys(others, 2.0),
-    )
-    partial = bf.neighbor_allreduce(x(), self_weight=0.25, src_weights={(bf.rank() - 1) % 4: 0.75})
-    return value, moved, product, partial
+    more = {"src_weights": dict.fromkeys(others, 0.5), "dst_weights": dict.fromkeys(others, 2.0)}
+    product = bf.neighbor_allreduce(x(), **alone, **more)
+    partial = bf.neighbor_allreduce(x(), self_weight=0.25, src_weights={before: 0.75})
+    wanted = [1.5, before, 6 - bf.rank(), 0.25 * bf.rank() + 0.75 * before]
+    assert first([value, moved, product, partial]) == wanted
 
 
-def test_weights_and_edges_of_a_call_b10_b15_b16(bluefog_pool):
-    averaged, moved, product, partial = zip(*bluefog_pool.run(_dynamic), strict=True)
-    assert first(averaged) == [1.5] * 4
-    assert first(moved) == [3, 0, 1, 2]
-    assert first(product) == [6 - rank for rank in range(4)]
-    assert first(partial) == [0.25 * r + 0.75 * ((r - 1) % 4) for r in range(4)]
-
-
-def _shapes():
+@on_ranks(4, "bluefog")
+def test_any_shape_and_half_precision():
     bf.set_topology(T.FullyConnectedGraph(4))
     scalar = bf.neighbor_allreduce(torch.tensor(float(bf.rank())))
     image = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
     same = bf.neighbor_allreduce(image)
     half = bf.neighbor_allreduce(torch.full((5,), float(bf.rank()), dtype=torch.bfloat16))
-    return scalar.dim() == 0 and scalar.item() == 1.5, torch.equal(same, image), half[0].item()
+    assert scalar.dim() == 0 and scalar.item() == 1.5
+    assert torch.equal(same, image) and half[0].item() == 1.5
 
 
-def test_any_shape_and_half_precision(bluefog_pool):
-    assert bluefog_pool.run(_shapes) == [(True, True, 1.5)] * 4
-
-
-def _collectives():
+@on_ranks(4, "bluefog")
+def test_collectives_of_all_ranks_and_of_a_machine():
     rank = bf.rank()
     handle = bf.allreduce_nonblocking(x())
     mean = bf.synchronize(handle)
@@ -153,37 +127,29 @@ def _collectives():
     while not bf.poll(done):
         assert time.monotonic() < until
     bf.wait(done)
-    return (*first([mean, in_place, local, copied]), rows[:, 1].tolist())
+    wanted = [1.5, 6.0, (0.5, 0.5, 2.5, 2.5)[rank], 2.0]
+    assert first([mean, in_place, local, copied]) == wanted
+    assert rows[:, 1].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0]
 
 
-def test_collectives_of_all_ranks_and_of_a_machine(bluefog_pool):
-    rows = [0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0]
-    wanted = [(1.5, 6.0, local, 2.0, rows) for local in (0.5, 0.5, 2.5, 2.5)]
-    assert bluefog_pool.run(_collectives) == wanted
-
-
-def _gathered():
+@on_ranks(4, "bluefog")
+def test_neighbor_allgather_in_order_b27():
     bf.set_topology(T.ExponentialTwoGraph(4))
     rank = bf.rank()
     rows = bf.neighbor_allgather(torch.full((rank + 1,), float(rank)))
-    chosen = bf.neighbor_allgather(
-        torch.full((1, 2), float(rank)),
-        src_ranks=[(rank + 1) % 4, (rank - 1) % 4],
-        dst_ranks=[(rank + 1) % 4, (rank - 1) % 4],
-    )
-    return rows.tolist(), chosen[:, 0].tolist()
+    peers = [(rank + 1) % 4, (rank - 1) % 4]
+    own = torch.full((1, 2), float(rank))
+    chosen = bf.neighbor_allgather(own, src_ranks=peers, dst_ranks=peers)
+    sources = sorted([(rank - 1) % 4, (rank - 2) % 4])
+    assert rows.tolist() == [float(s) for s in sources for _ in range(s + 1)]
+    assert chosen[:, 0].tolist() == peers
 
 
-def test_neighbor_allgather_in_order_b27(bluefog_pool):
-    for rank, (rows, chosen) in enumerate(bluefog_pool.run(_gathered)):
-        sources = sorted([(rank - 1) % 4, (rank - 2) % 4])
-        assert rows == [float(s) for s in sources for _ in range(s + 1)]
-        assert chosen == [(rank + 1) % 4, (rank - 1) % 4]
-
-
-def _machines():
+@on_ranks(4, "bluefog")
+def test_hierarchical_average_b29():
     bf.set_machine_topology(T.RingGraph(2))
-    facts = (bf.local_size(), bf.local_rank(), bf.machine_size(), bf.machine_rank())
+    rank, facts = bf.rank(), (bf.local_size(), bf.local_rank(), bf.machine_size())
+    assert (*facts, bf.machine_rank()) == (2, rank % 2, 2, rank // 2)
     value = bf.hierarchical_neighbor_allreduce(x(5))
     weighted = bf.hierarchical_neighbor_allreduce(
         x(5),
@@ -192,44 +158,27 @@ def _machines():
         dst_machine_weights=[1 - bf.machine_rank()],
         enable_topo_check=True,
     )
-    return facts, bf.in_neighbor_machine_ranks(), value[4].item(), weighted[4].item()
+    assert bf.in_neighbor_machine_ranks() == [1 - rank // 2]
+    assert first([value, weighted]) == [1.5, (1.0, 2.0)[rank // 2]]
 
 
-def test_hierarchical_average_b29(bluefog_pool):
-    wanted = [
-        ((2, rank % 2, 2, rank // 2), [1 - rank // 2], 1.5, (1.0, 2.0)[rank // 2])
-        for rank in range(4)
-    ]
-    assert bluefog_pool.run(_machines) == wanted
-
-
-def _gossip():
+@on_ranks(4, "bluefog")
+def test_pair_gossip_takes_two():
     if bf.rank() in (1, 2):
         mean = bf.pair_gossip(x(), 3 - bf.rank())
         weighted = bf.pair_gossip(x(), 3 - bf.rank(), self_weight=0.75, pair_weight=0.25)
-        return mean[0].item(), weighted[0].item()
-    return None
+        assert first([mean, weighted]) == [1.5, {1: 1.25, 2: 1.75}[bf.rank()]]
 
 
-def test_pair_gossip_takes_two(bluefog_pool):
-    assert bluefog_pool.run(_gossip) == [None, (1.5, 1.25), (1.5, 1.75), None]
-
-
-def _infer():
+@on_ranks(4, "bluefog")
+def test_peers_are_inferred_with_weights_of_irregular_graphs():
     rank = bf.rank()
     targets = [1, 2] if rank == 0 else [0]
     sources, weights = bf.InferSourceFromDestinationRanks(targets, True)
-    back = bf.InferDestinationFromSourceRanks(sources)
-    return sources, back, weights.sum(axis=0).tolist(), weights[0].tolist()
-
-
-def test_peers_are_inferred_with_weights_of_irregular_graphs(bluefog_pool):
-    results = bluefog_pool.run(_infer)
-    assert [sources for sources, *_ in results] == [[1, 2, 3], [0], [0], []]
-    assert [back for _, back, *_ in results] == [[1, 2], [0], [0], [0]]
-    for _, _, columns, row in results:
-        assert columns == pytest.approx([1.0] * 4)
-        assert row == pytest.approx([0.25, 0.5, 0.5, 0.0])
+    assert sources == [[1, 2, 3], [0], [0], []][rank]
+    assert bf.InferDestinationFromSourceRanks(sources) == targets
+    assert weights.sum(axis=0).tolist() == pytest.approx([1.0] * 4)
+    assert weights[0].tolist() == pytest.approx([0.25, 0.5, 0.5, 0.0])
 
 
 def _next(steps=1):
@@ -251,10 +200,7 @@ def _uneven():
 INTEGERS = torch.ones(2, dtype=torch.int64)
 REFUSED = [
     (lambda: bf.neighbor_allreduce(x(), self_weight=0.5), "self_weight is given without src_"),
-    (
-        lambda: bf.neighbor_allreduce(x(), src_weights={0: 0.5}),
-        "src_weights is given without self",
-    ),
+    (lambda: bf.neighbor_allreduce(x(), src_weights={0: 0.5}), "src_weights is given without self"),
     (lambda: bf.neighbor_allreduce(x(), dst_weights=[0]), "dst_weights are given without"),
     (
         lambda: bf.neighbor_allreduce(x(), self_weight=0.5, src_weights={_next(2): 0.5}),
@@ -285,31 +231,24 @@ REFUSED = [
 ]
 
 
-def _refusals():
+@on_ranks(4, "bluefog")
+def test_bad_calls_are_refused_in_one_line_b17():
     bf.set_topology(T.RingGraph(4))
     bf.win_create(x(), "once")
-    return [message(call) for call, _ in REFUSED]
+    for call, words in REFUSED:
+        line = message(call)
+        assert words in line and bool(words) == bool(line) and "\n" not in line
 
 
-def test_bad_calls_are_refused_in_one_line_b17(bluefog_pool):
-    for lines in bluefog_pool.run(_refusals):
-        assert not any("\n" in line for line in lines)
-        for line, (_, words) in zip(lines, REFUSED, strict=True):
-            assert words in line and bool(words) == bool(line)
-
-
-def _suspended():
+@on_ranks(4, "bluefog")
+def test_everything_goes_on_while_suspended():
     bf.suspend()
     bf.suspend()
     handle = bf.allreduce_nonblocking(x())
-    meanwhile = bf.allreduce(x())[0].item(), bf.synchronize(handle)[0].item()
+    assert first([bf.allreduce(x()), bf.synchronize(handle)]) == [1.5, 1.5]
     bf.resume()
     bf.resume()
-    return meanwhile, bf.allreduce(x())[0].item()
-
-
-def test_everything_goes_on_while_suspended(bluefog_pool):
-    assert bluefog_pool.run(_suspended) == [((1.5, 1.5), 1.5)] * 4
+    assert first([bf.allreduce(x())]) == [1.5]
 
 
 def test_lists_that_contradict_each_other_are_a_user_error():
@@ -418,13 +357,13 @@ def test_variables_of_bluefog_have_an_effect_or_are_named(hide, form, fusion, bu
     }
     given |= {"ALLREDUCE_BY_MPI": "1", "NODES_PER_MACHINE": "1"}
     env = {**os.environ, **{f"BLUEFOG_{name}": value for name, value in given.items()}}
-    done = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True)
+    done = finished([sys.executable, "-c", LOGGED], env=env)
     lines = done.stderr.splitlines()
     named = [line.split("=")[0].split("BLUEFOG_")[1] for line in lines if "no effect" in line]
     assert named == ["ALLREDUCE_BY_MPI", "CYCLE_TIME", "WIN_TIMEOUT_S"]
     assert re.fullmatch(f"{form}DEBUG: {buckets}", lines[-1]), done.stderr
     env["BLUEFOG_LOG_LEVEL"] = "loud"
-    done = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True)
+    done = finished([sys.executable, "-c", LOGGED], env=env)
     assert "unknown BLUEFOG_LOG_LEVEL 'loud'" in done.stderr.splitlines()[-1]
 
 

@@ -15,6 +15,7 @@ from dear.bluefog.ddp import DecentralizedDataParallel, LocalStepRandomBatchSamp
 from dear.comm import runtime
 from dear.topology import matrix, uniform
 from tests.contract.loops import leftovers, message
+from tests.ranks import on_ranks
 
 LR, GAMMA, STEPS = 0.1, 0.5, 5
 T = bf.topology_util
@@ -142,34 +143,36 @@ def test_a_step_from_the_mean_uses_no_older_values(bluefog_pool):
         torch.testing.assert_close(pair[1], after)
 
 
-def _mistakes():
+@on_ranks(4, "bluefog")
+def test_what_cannot_be_is_said():
     model, inner = wrapped(None)
-    lines = [
-        message(partial(model.set_topology, {"topology": "ring"})),
-        message(partial(model.set_topology, T.RingGraph(3))),
-        message(partial(DecentralizedDataParallel, inner, optim_fn, param_as_bucket_view=False)),
-        message(partial(DecentralizedDataParallel, torch.nn.ReLU(), optim_fn)),
-    ]
+    for words, call in [
+        (
+            "topology must be a networkx.DiGraph, got str",
+            partial(model.set_topology, {"topology": "ring"}),
+        ),
+        (
+            "the nodes must be the ranks 0 to 3, got 3 nodes",
+            partial(model.set_topology, T.RingGraph(3)),
+        ),
+        (
+            "param_as_bucket_view=False",
+            partial(DecentralizedDataParallel, inner, optim_fn, param_as_bucket_view=False),
+        ),
+        ("nothing to train", partial(DecentralizedDataParallel, torch.nn.ReLU(), optim_fn)),
+    ]:
+        assert words in message(call)
     model.eval()
     with torch.no_grad():
         model(batch(0, 0))  # no training has begun
     model.set_topology(T.StarGraph(4))
     model.train()
     model(batch(0, 0)).sum().backward()
-    lines.append(message(partial(model.set_topology, T.RingGraph(4))))
-    lines.append(message(partial(copy.deepcopy, model)))
+    late = message(partial(model.set_topology, T.RingGraph(4)))
+    assert "the topology cannot change after training has begun" in late
+    assert "copy or save its state_dict()" in message(partial(copy.deepcopy, model))
     model.close()
     assert not leftovers(inner)
-    return lines
-
-
-def test_what_cannot_be_is_said(bluefog_pool):
-    kind, size, views, nothing, late, whole = bluefog_pool.run(_mistakes)[0]
-    assert "topology must be a networkx.DiGraph, got str" in kind
-    assert "the nodes must be the ranks 0 to 3, got 3 nodes" in size
-    assert "param_as_bucket_view=False" in views and "nothing to train" in nothing
-    assert "the topology cannot change after training has begun" in late
-    assert "copy or save its state_dict()" in whole
 
 
 def test_its_sampler_is_there_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -79,16 +80,9 @@ def test_the_largest_of_the_sum_are_found_by_pairs_and_the_rest_is_kept(world, s
     kept = sum(residual for _, _, residual, _ in ranks)
     assert torch.allclose(means[0] * size + kept, total, atol=1e-5)
     # As by hand: neighbours first, then pairs of them.
-    held = []
-    for gradient, *_ in ranks:
-        largest = gradient.abs().topk(count).indices
-        held.append(torch.zeros(numel).index_copy_(0, largest, gradient[largest]))
+    held = [_largest(gradient, count) for gradient, *_ in ranks]
     while len(held) > 1:
-        sums = [part + other for part, other in zip(held[::2], held[1::2], strict=True)]
-        held = []
-        for part in sums:
-            largest = part.abs().topk(count).indices
-            held.append(torch.zeros(numel).index_copy_(0, largest, part[largest]))
+        held = [_largest(a + b, count) for a, b in zip(held[::2], held[1::2], strict=True)]
     assert torch.allclose(means[0], held[0] / size, atol=1e-6)
     # A round per doubling, not a message per rank.
     row = count * (4 + 4) + 8
@@ -147,12 +141,11 @@ def test_velocities_travel_and_are_masked(world, size, compression, masking):
 @pytest.mark.parametrize("algorithm", ["allreduce", "wfbp", "dear"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_all_velocities_are_the_momentum_of_the_optimizer(world, algorithm, size):
-    for far in world(size).run(_far_from_momentum, algorithm):
-        assert far < 1e-5
+    world(size).run(_as_with_momentum, algorithm)
 
 
-def _far_from_momentum(algorithm: str) -> float:
-    """Distance of training that sends everything from training with the optimizer's momentum."""
+def _as_with_momentum(algorithm: str) -> None:
+    """Training that sends everything is training with the optimizer's momentum."""
     corrected, plain = make_model(), make_model()
     options = {"compression": "eftopk", "density": 1.0, "momentum_correction": 0.9}
     sgd = torch.optim.SGD(corrected.parameters(), lr=0.05)
@@ -166,17 +159,14 @@ def _far_from_momentum(algorithm: str) -> float:
         steps(model, stepped, mine(), range(5))
         stepped.synchronize()
     pairs = zip(corrected.parameters(), plain.parameters(), strict=True)
-    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+    assert max(float((ours - theirs).abs().max()) for ours, theirs in pairs) < 1e-5
 
 
-def _refused() -> str:
+@on_ranks(3)
+def test_a_tournament_needs_pairs() -> None:
     model = make_model()
-    return message(lambda: wrap(make_sgd(model), model, "wfbp", compression="gtopk"))
-
-
-def test_a_tournament_needs_pairs(world):
-    for line in world(3).run(_refused):
-        assert line == "compression='gtopk': the number of ranks must be a power of 2, got 3"
+    line = message(lambda: wrap(make_sgd(model), model, "wfbp", compression="gtopk"))
+    assert line == "compression='gtopk': the number of ranks must be a power of 2, got 3"
 
 
 def test_half_precision_on_the_wire_is_near(world):
@@ -194,22 +184,20 @@ def test_half_precision_on_the_wire_is_near(world):
             assert all(1e-7 < off < most for off in far.values()), far
 
 
-def _large(algorithm: str, compression: str) -> list[float]:
+def _large(algorithm: str) -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    wrap(optimizer, model, algorithm, compression=compression)
+    wrap(optimizer, model, algorithm, compression="fp16")
     model(torch.tensor([[40000.0, -40000.0]])).sum().backward()
     optimizer.synchronize()
-    gradient = model.weight.grad.view(-1).tolist()
+    assert model.weight.grad.view(-1).tolist() == [40000.0, -40000.0]
     optimizer.close()
-    return gradient
 
 
 @pytest.mark.parametrize("algorithm", ["allreduce", "dear", "horovod"])
 def test_half_precision_does_not_overflow_in_the_sum(world, algorithm):
     skip_if_unavailable(algorithm)
-    for gradient in world(2, algorithm).run(_large, algorithm, "fp16"):
-        assert gradient == [40000.0, -40000.0]
+    world(2, algorithm).run(_large, algorithm)
     if algorithm == "horovod":
         for far in world(2, algorithm).run(_far, [(algorithm, {"compression": "fp16"})]):
             assert all(1e-7 < off < 1e-3 for off in far.values())
@@ -231,31 +219,27 @@ def test_error_feedback_equals_its_reference(world, algorithm, options, micros):
     assert far_from_reference(world(2), 2, algorithm, options, script) < 2e-5
 
 
-def _replicas(cases: list[tuple[str, dict[str, Any]]]) -> dict[str, tuple[float, float]]:
-    results = {}
-    for name, options in cases:
-        model = make_model()
-        optimizer = wrap(make_sgd(model), model, name, **options)
-        steps(model, optimizer, mine(), range(5))
-        optimizer.synchronize()
-        results[f"{name} {options}"] = moved_and_spread(model, optimizer)
-    return results
+_SPARSE: list[dict[str, Any]] = [
+    {"compression": "gaussian", "density": 0.05},
+    {"compression": "eftopk", "density": 0.01, "density_warmup_steps": 3},
+    {"compression": "signum"},
+    {"compression": "efsignum"},
+]
+_HALF = [("dear", {"compression": "bf16", "update": u}) for u in ("sharded", "replicated")]
 
 
-def test_replicas_are_bitwise_equal(world):
-    cases = [
-        (name, options)
-        for name in ("wfbp", "mgwfbp", "dear", "ddp")
-        for options in (
-            {"compression": "gaussian", "density": 0.05},
-            {"compression": "eftopk", "density": 0.01, "density_warmup_steps": 3},
-            {"compression": "signum"},
-            {"compression": "efsignum"},
-        )
-    ]
-    cases += [("dear", {"compression": "bf16", "update": u}) for u in ("sharded", "replicated")]
-    for results in world(3).run(_replicas, cases):
-        assert all(moved > 1e-3 and spread == 0.0 for moved, spread in results.values()), results
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [*itertools.product(("wfbp", "mgwfbp", "dear", "ddp"), _SPARSE), *_HALF],
+)
+@on_ranks(3)
+def test_replicas_are_bitwise_equal(algorithm: str, options: dict[str, Any]) -> None:
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, algorithm, **options)
+    steps(model, optimizer, mine(), range(5))
+    optimizer.synchronize()
+    moved, spread = moved_and_spread(model, optimizer)
+    assert moved > 1e-3 and spread == 0.0
 
 
 @on_ranks(2)
@@ -280,9 +264,8 @@ def test_new_groups_of_dear_keep_what_has_not_travelled() -> None:
         step == after[param][0] == 2 and torch.equal(rest, after[param][1])
         for param, (step, rest) in before.items()
     )
-    some = any(rest.any() for _, rest in before.values())
     optimizer.close()
-    assert all((same and len(before) == len(after), some))
+    assert same and len(before) == len(after) and any(rest.any() for _, rest in before.values())
 
 
 @on_ranks(2)
@@ -296,13 +279,9 @@ def test_a_parameter_that_nobody_uses_is_left_alone_and_so_is_what_is_kept_of_it
     optimizer.zero_grad()
     model[:4](torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    seen = [
-        model[4].weight.grad is None,
-        torch.equal(model[4].weight, values),
-        torch.equal(carrier.compressor.residual, rest),
-    ]
+    assert model[4].weight.grad is None and torch.equal(model[4].weight, values)
+    assert torch.equal(carrier.compressor.residual, rest)
     optimizer.close()
-    assert seen == [True] * 3
 
 
 @on_ranks(2)

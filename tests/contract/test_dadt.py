@@ -23,7 +23,8 @@ from tests.contract.loops import make_model, message, mine, steps, wrap
 from tests.ranks import on_ranks
 
 
-def _wrap(model, optimizer, **options):
+def _wrap(model, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     return wrap(optimizer, model, "dadt", **options)
 
 
@@ -49,7 +50,7 @@ class _Residual(nn.Module):
 @on_ranks(2)
 def test_a8_no_gradient_is_written_to_whoever_shares_it():
     model = _Residual()
-    optimizer = _wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = _wrap(model)
     mine = torch.arange(4.0) + 10 * dear.rank()
     for _ in range(3):
         optimizer.zero_grad()
@@ -69,9 +70,7 @@ def test_a9_two_optimizers_at_a_time():
     plain = copy.deepcopy(models)
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in plain]
     serials = [_serial(m, sgd[i], i + 1) for i, m in enumerate(plain)]
-    optimizers = [
-        _wrap(m, torch.optim.SGD(m.parameters(), lr=0.1), delay=i + 1) for i, m in enumerate(models)
-    ]
+    optimizers = [_wrap(m, delay=i + 1) for i, m in enumerate(models)]
     for step in range(5):
         x = torch.randn(dear.size(), 2, 3, generator=torch.Generator().manual_seed(step))
         for optimizer in [*optimizers, *sgd]:
@@ -93,10 +92,7 @@ def test_a_pass_that_is_discarded_before_step_leaves_no_trace():
     model = nn.Linear(3, 2)
     plain = copy.deepcopy(model)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer, serial = (
-        _wrap(model, torch.optim.SGD(model.parameters(), lr=0.1)),
-        _serial(plain, sgd, 1),
-    )
+    optimizer, serial = _wrap(model), _serial(plain, sgd, 1)
     for step in range(5):
         x = torch.full((1, 3), 1.0 + step)
         optimizer.zero_grad()
@@ -115,7 +111,7 @@ def test_a_pass_that_is_discarded_before_step_leaves_no_trace():
 def _refusals():
     model = nn.Linear(3, 2)
     assert "LBFGS" in message(lambda: _wrap(model, torch.optim.LBFGS(model.parameters())))
-    optimizer = _wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = _wrap(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
     def backward():
@@ -167,7 +163,6 @@ def _saved(model, optimizer):
 
 @on_ranks(2)
 def test_going_back_to_a_checkpoint_drops_what_was_held_back_since():
-    """The same objects go back to an earlier state."""
     model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)
     steps(model, optimizer, mine(), range(0, 3))
@@ -207,22 +202,18 @@ def test_states_are_understood_by_plain_optimizers_and_theirs_here():
     optimizer.close()
 
 
-def _broadcast():
+@on_ranks(2)
+def test_the_state_that_is_broadcast_contains_what_is_held_back():
     model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)
     steps(model, optimizer, mine(), range(0, 3))
     if dear.rank() == 0:
         optimizer._engine._held[0].gradients()[model[0].bias].fill_(7.0)
     dear.broadcast_optimizer_state(optimizer)
-    held = optimizer.state_dict()[PENDING]
+    held = [entry["gradients"][1].tolist() for entry in optimizer.state_dict()[PENDING]]
     optimizer.close()
-    return [entry["gradients"][1].tolist() for entry in held]
-
-
-def test_the_state_that_is_broadcast_contains_what_is_held_back(world):
-    first, second = world(2).run(_broadcast)
-    assert first == second
-    assert first[0] == [7.0] * 8
+    assert held[0] == [7.0] * 8
+    assert runtime.communicator().gather_objects(held) == [held] * 2
 
 
 class _Words(nn.Module):
@@ -284,7 +275,6 @@ def test_sparse_gradients_train_as_dense_ones(world, kind, size, delay):
 
 @on_ranks(2)
 def test_sparse_adam_updates_the_entries_of_all_ranks():
-    """Only the entries that some rank has are updated."""
     torch.manual_seed(4)
     model = nn.Embedding(6, 2, sparse=True)
     start = model.weight.detach().clone()
@@ -300,13 +290,13 @@ def test_sparse_adam_updates_the_entries_of_all_ranks():
 
 def _changing():
     words = nn.Embedding(6, 2, sparse=True)
-    optimizer = _wrap(words, torch.optim.SGD(words.parameters(), lr=0.1))
+    optimizer = _wrap(words)
     words(torch.tensor([1])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     assert "is dense now, but was sparse" in message(lambda: words.weight.sum().backward())
     words = nn.Embedding(6, 2, sparse=True)
-    optimizer = _wrap(words, torch.optim.SGD(words.parameters(), lr=0.1))
+    optimizer = _wrap(words)
     words.weight.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -315,7 +305,7 @@ def _changing():
     )
     optimizer.zero_grad()
     words = nn.Embedding(6, 2, sparse=True)
-    optimizer = _wrap(words, torch.optim.SGD(words.parameters(), lr=0.1))
+    optimizer = _wrap(words)
     words(torch.tensor([1])).sum().backward()
     words.weight.grad.mul_(2)
     assert "optimizer.synchronize()" in message(lambda: optimizer.step())
@@ -327,7 +317,7 @@ def test_a_gradient_must_stay_of_one_kind(own_pool):
 
 def _differing():
     words = nn.Embedding(6, 2, sparse=True)
-    optimizer = _wrap(words, torch.optim.SGD(words.parameters(), lr=0.1))
+    optimizer = _wrap(words)
     loss = words(torch.tensor([1])).sum() if dear.rank() else words.weight.sum()
     assert "sparse on some ranks and dense on others" in message(lambda: loss.backward())
     assert optimizer is not None
@@ -338,6 +328,7 @@ def test_a_gradient_must_be_of_one_kind_on_all_ranks(own_pool):
 
 
 def _workload(delay, steps):
+    """Returns how far training is from the harness's, and whether anything moved."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     task = Workload(model=model, inputs=(torch.ones(2, 4),), targets=(), criterion=torch.mean)
@@ -345,7 +336,7 @@ def _workload(delay, steps):
     start = deviation.snapshot(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     wanted, _ = plain_steps(task, optimizer, steps, delay)
-    optimizer = _wrap(other, torch.optim.SGD(other.parameters(), 0.1), delay=delay)
+    optimizer = _wrap(other, delay=delay)
     for _ in range(steps):
         optimizer.zero_grad()
         other(torch.ones(2, 4)).mean().backward()
@@ -370,7 +361,7 @@ def test_the_harness_compares_with_the_delayed_schedule(world, delay):
 def _sent(options):
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)), nn.Linear(64, 512))
-    optimizer = _wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    optimizer = _wrap(model, **options)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(1, 64)).sum().backward()
@@ -398,9 +389,7 @@ def test_a6_gradients_share_buffers_up_to_their_size_in_the_order_of_arrival(wor
 def _timeline(path):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    optimizer = _wrap(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), timeline=path, buffer_mb=0.0
-    )
+    optimizer = _wrap(model, timeline=path, buffer_mb=0.0)
     for _ in range(4):
         optimizer.zero_grad()
         model(torch.ones(1, 64)).sum().backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,6 +20,7 @@ from dear.buckets.grouping import by_buffer
 from dear.comm import runtime
 from dear.errors import UserError
 from tests.contract.loops import message
+from tests.system.processes import finished
 
 
 @pytest.fixture(params=["comm_core", "gloo"])
@@ -459,13 +459,10 @@ def test_a_timeline_has_dadts_phases(pool, tmp_path):
 def test_a_script_runs_over_mpi(tmp_path):
     report = tmp_path / "report.json"
     mpirun = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    done = subprocess.run(
+    done = finished(
         [*mpirun, sys.executable, "-m", "tests.contract.dadt_program", "mpi", str(report)],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1", "DEAR_STORE": str(tmp_path / "store")},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(report.read_text())

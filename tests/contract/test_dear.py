@@ -96,38 +96,29 @@ def _drop(optimizer: Any, model: nn.Module) -> None:
     model[2].bias.grad = None
 
 
-def _changed_too_early(changes: list[Any]) -> list[str]:
-    lines = []
-    for change in changes:
-        model = make_model()
-        optimizer = wrap(make_sgd(model), model, "dear")
-        step = partial(steps, model, optimizer, mine(), range(1), before_step=change)
-        lines.append(message(step))
-    return lines
+@pytest.mark.parametrize("change", [_clip, _change_one_value, _replace, _drop])
+@on_ranks(2)
+def test_dear_refuses_gradients_changed_without_synchronize(change: Any) -> None:
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, "dear")
+    step = partial(steps, model, optimizer, mine(), range(1), before_step=change)
+    assert "synchronize()" in message(step)
 
 
-def test_dear_refuses_gradients_changed_without_synchronize(world):
-    for lines in world(2).run(_changed_too_early, [_clip, _change_one_value, _replace, _drop]):
-        assert all("synchronize()" in line for line in lines)
-
-
-def _scaled_too_early() -> list[str]:
-    cases = product([False, True], ["", "unscale", "unscale synchronize"])
-    return [message(partial(_scale_and_step, *case)) for case in cases]
-
-
-def _scale_and_step(fused: bool, calls: str) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("calls", ["", "unscale", "unscale synchronize"])
+@on_ranks(2)
+def test_dear_refuses_a_grad_scaler_before_synchronize(fused: bool, calls: str) -> None:
     model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = wrap(make_sgd(model, fused=fused), model, "dear")
     scaler.scale(loss_of(model, dear.rank(), 0)).backward()
-    for call in calls.split():
-        optimizer.synchronize() if call == "synchronize" else scaler.unscale_(optimizer)
-    scaler.step(optimizer)
 
+    def step() -> None:
+        for call in calls.split():
+            optimizer.synchronize() if call == "synchronize" else scaler.unscale_(optimizer)
+        scaler.step(optimizer)
 
-def test_dear_refuses_a_grad_scaler_before_synchronize(world):
-    for lines in world(2).run(_scaled_too_early):
-        assert all("synchronize()" in line for line in lines)
+    assert "synchronize()" in message(step)
 
 
 def _with_hooks(model: nn.Module) -> torch.optim.Optimizer:
@@ -174,11 +165,8 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return getattr(torch.optim, name)(groups, **options)
 
 
-def _far(names: list[str], options: dict[str, Any]) -> list[tuple[float, str]]:
-    return [_far_of(name, options) for name in names]
-
-
-def _far_of(name: str, options: dict[str, Any]) -> tuple[float, str]:
+def _far(name: str, options: dict[str, Any]) -> tuple[bool, bool]:
+    """Returns whether the optimizer equals serial, and whether its state is whole."""
     model, wanted = make_model(), make_model()
     optimizer, serial = make_optimizer(name, model), make_optimizer(name, wanted)
     wrap(optimizer, model, "dear", **options)
@@ -199,50 +187,40 @@ def _far_of(name: str, options: dict[str, Any]) -> tuple[float, str]:
             for states in (got["state"], whole["state"])
         ]
         far = max(far, error(*as_tensors))
-    return far, "whole" if held else "sharded"
+    return far < 1e-5, bool(held)
 
 
-def test_element_wise_optimizers_are_sharded_and_equal_serial(world):
-    for seen in world(3).run(_far, list(_ELEMENT_WISE), {"threshold_mb": 0.0002}):
-        assert max(far for far, _ in seen) < 1e-5
-        assert {held for _, held in seen} == {"sharded"}
+@pytest.mark.parametrize("name", _ELEMENT_WISE)
+def test_element_wise_optimizers_are_sharded_and_equal_serial(world, name):
+    assert world(3).run(_far, name, {"threshold_mb": 0.0002}) == [(True, False)] * 3
 
 
-def test_the_same_optimizers_may_be_replicated(world):
-    for seen in world(2).run(_far, ["Rprop", "Adagrad"], {"update": "replicated"}):
-        assert max(far for far, _ in seen) < 1e-5
-        assert {held for _, held in seen} == {"whole"}
+@pytest.mark.parametrize("name", ["Rprop", "Adagrad"])
+def test_the_same_optimizers_may_be_replicated(world, name):
+    assert world(2).run(_far, name, {"update": "replicated"}) == [(True, True)] * 2
 
 
-class Halving(torch.optim.SGD):
-    """A user's class that says what it is."""
+class Whole(torch.optim.SGD):
+    """A user's class that does not say that it works element by element."""
+
+
+class Halving(Whole):
+    """One that does."""
 
     element_wise = True
 
 
-class Whole(torch.optim.SGD):
-    """A user's class that does not."""
-
-
-def _chosen(kind: type[torch.optim.Optimizer]) -> bool:
+@pytest.mark.parametrize("kind", [Halving, Whole])
+@on_ranks(2)
+def test_a_class_may_declare_that_it_works_element_by_element(kind: type[Whole]) -> None:
     model = make_model()
     optimizer = wrap(kind(model.parameters(), lr=0.1, momentum=0.9), model, "dear")
     steps(model, optimizer, mine(), range(1))
     whole = any(param in optimizer.state for param in model.parameters())
     optimizer.close()
-    return not whole
-
-
-def test_a_class_may_declare_that_it_works_element_by_element(world):
-    assert world(2).run(_chosen, Halving) == [True, True]
-    assert world(2).run(_chosen, Whole) == [False, False]
-
-
-@on_ranks(2)
-def test_sharding_is_refused_to_others() -> None:
-    model = make_model()
-    optimizer = Whole(model.parameters(), lr=0.1)
-    assert "element by element" in message(lambda: wrap(optimizer, model, "dear", update="sharded"))
+    assert whole == (kind is Whole)
+    refused = message(lambda: wrap(kind(model.parameters(), 0.1), model, "dear", update="sharded"))
+    assert ("element by element" in refused) == whole
 
 
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
@@ -273,31 +251,20 @@ def test_the_arguments_of_the_seed_are_understood() -> None:
 
 
 _CALLS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
+_HALVES = {"reduce_scatter": 1, "all_gather": 1}
 
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
         ({"small_kb": 8}, {"all_reduce": 1}),
-        ({"small_kb": 0}, {"reduce_scatter": 1, "all_gather": 1}),
+        ({"small_kb": 0}, _HALVES),
         # Weights of 192, 256 and 128 bytes, biases of 32, 32 and 16: the last one to arrive is
         # small, or is not.
-        (
-            {"small_kb": 0.2, "fusion": "none"},
-            {"all_reduce": 5, "reduce_scatter": 1, "all_gather": 1},
-        ),
-        (
-            {"small_kb": 0.05, "fusion": "none"},
-            {"all_reduce": 3, "reduce_scatter": 3, "all_gather": 3},
-        ),
-        (
-            {"small_kb": 0, "compression": "fp16"},
-            {"reduce_scatter": 1, "all_gather": 1},
-        ),
-        (
-            {"small_kb": 8, "update": "replicated", "compression": "bf16"},
-            {"all_reduce": 1},
-        ),
+        ({"small_kb": 0.2, "fusion": "none"}, {"all_reduce": 5} | _HALVES),
+        ({"small_kb": 0.05, "fusion": "none"}, dict.fromkeys(_CALLS[:3], 3)),
+        ({"small_kb": 0, "compression": "fp16"}, _HALVES),
+        ({"small_kb": 8, "update": "replicated", "compression": "bf16"}, {"all_reduce": 1}),
         ({"small_kb": 8, "compression": "topk"}, {"all_gather": 1}),
         # The owner alone would see the sums of the marks.
         (
@@ -318,14 +285,12 @@ def test_marks_of_used_parameters_travel_in_the_last_message_where_they_can(
 
 @on_ranks(2)
 def test_marks_travel_beside_a_large_message_which_is_not_copied() -> None:
-    separate = {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1}
     # 164 gradients and 6 marks for each of 2 ranks: 704 bytes.
-    for limit, wanted in ((703, separate), (704, {"reduce_scatter": 1, "all_gather": 1})):
+    for limit, wanted in ((703, {"all_reduce": 1} | _HALVES), (704, _HALVES)):
         with mock.patch.object(halves, "COPIED_BYTES", limit):
             assert _messages({"small_kb": 0}) == wanted
             # What travels in another type is copied anyway.
-            staged = {"reduce_scatter": 1, "all_gather": 1}
-            assert _messages({"small_kb": 0, "compression": "bf16"}) == staged
+            assert _messages({"small_kb": 0, "compression": "bf16"}) == _HALVES
 
 
 def _messages(options: dict[str, Any]) -> dict[str, int]:
@@ -443,14 +408,12 @@ def test_a_rank_with_gradients_for_a_bucket_does_not_wait_for_the_marks() -> Non
     carrier.finish_reduce()
 
 
-def _norms(options: dict[str, Any]) -> list[float]:
-    """Returns several norms, where all is used and where something is not."""
-    cases = product([1.0, 2.0, 3.5, math.inf], [False, True])
-    return [norm for case in cases for norm in _norms_of(*case, options)]
+def _norms(kind: float, branches: bool, options: dict[str, Any]) -> list[float]:
+    """Returns the norm of each step; it is the same as serially.
 
-
-def _norms_of(kind: float, branches: bool, options: dict[str, Any]) -> list[float]:
-    """Returns the norm of each step; it is the same as serially."""
+    Args:
+        branches: something is not used.
+    """
     loop: dict[str, Any] = {"which": range(4)}
     if branches:
         loop["loss_of"] = partial(models.loss_of, "branches")
@@ -476,8 +439,9 @@ def _norms_of(kind: float, branches: bool, options: dict[str, Any]) -> list[floa
 
 @pytest.mark.parametrize(("size", "small_kb"), [(1, 0), (3, 0), (3, 0.1), (3, 8)])
 def test_clipping_equals_serial_and_returns_the_norm_to_every_rank(world, size, small_kb):
-    norms = world(size).run(_norms, {"small_kb": small_kb})
-    assert all(norm == norms[0] for norm in norms)
+    for case in product([1.0, 2.0, 3.5, math.inf], [False, True]):
+        norms = world(size).run(_norms, *case, {"small_kb": small_kb})
+        assert all(norm == norms[0] for norm in norms)
 
 
 def _loss_of_all_but(silent: int, first: int, model: Any, rank: int, step: int) -> Any:

@@ -79,18 +79,14 @@ def test_a_checkpoint_goes_on_in_another_world_and_in_plain_torch(world, number,
     assert max(world(1).run(_resumed, name, later, 4, checkpoints[1], late)) < 1e-5
 
 
-def _plain(name: str, total: int) -> bytes:
-    model = make_model()
-    optimizer = make_optimizer(name, model)
-    steps(model, optimizer, range(total), range(2))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
 def test_a_checkpoint_of_plain_torch_goes_on(world, name):
-    saved = _plain(name, 4)
+    model = make_model()
+    optimizer = make_optimizer(name, model)
+    steps(model, optimizer, range(4), range(2))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = file.getvalue()
     for number, options in enumerate(_OPTIONS):
         assert max(world(2).run(_resumed, name, options, 4, saved, number % 2 == 0)) < 1e-5
 

@@ -131,8 +131,8 @@ def _refusals_of(change: Any) -> list[str]:
     return lines
 
 
-def _consensus() -> list[float]:
-    """Models without updates come together; their average stays."""
+@on_ranks(4)
+def test_p5_pure_mixing_reaches_the_mean_in_log2_steps() -> None:
     model = nn.Linear(40, 30)
     with torch.no_grad():
         for param in model.parameters():
@@ -151,12 +151,7 @@ def _consensus() -> list[float]:
     optimizer.synchronize()
     seen.append(GlobalAverage(communicator, model.parameters()).apply())
     optimizer.close()
-    return seen
-
-
-def test_p5_pure_mixing_reaches_the_mean_in_log2_steps(world):
-    wanted = [[0, 1, 1.5, 1.5, 0], [1, 2, 1.5, 1.5, 0], [2, 1, 1.5, 1.5, 0], [3, 2, 1.5, 1.5, 0]]
-    assert world(4).run(_consensus) == wanted
+    assert seen == [dear.rank(), (1, 2, 1, 2)[dear.rank()], 1.5, 1.5, 0]
 
 
 @pytest.mark.parametrize("topology", ["complete", "one-peer-exp", "uneven"])
@@ -164,19 +159,16 @@ def test_it_runs_on_gloo(world, topology):
     assert _far(world(4, "gloo"), 4, "decentralized", topology=topology, bucket_mb=TINY) < 1e-5
 
 
-def _changed_between(combine: str) -> str:
+@pytest.mark.parametrize(("combine", "words"), [("awc", "step()"), ("atc", "")])
+@on_ranks(2)
+def test_parameters_changed_while_they_are_sent_are_refused(combine: str, words: str) -> None:
     model = make_model()
     optimizer = wrap(make_sgd(model), model, "neighbor", combine=combine)
     loss_of(model, dear.rank(), 0).backward()
     model.load_state_dict(make_model().state_dict())
     line = message(optimizer.step)
     optimizer.close()
-    return line
-
-
-def test_parameters_changed_while_they_are_sent_are_refused(world):
-    assert all("step()" in line for line in world(2).run(_changed_between, "awc"))
-    assert world(2).run(_changed_between, "atc") == ["", ""]
+    assert words in line and bool(words) == bool(line)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -187,16 +179,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def _refused() -> list[str]:
+@pytest.mark.parametrize(("algorithm", "options", "words"), REFUSED)
+@on_ranks(3)
+def test_worlds_that_do_not_fit_are_refused(algorithm: str, options: Any, words: str) -> None:
     model = make_model()
-    optimizer = make_sgd(model)
-    return [message(partial(wrap, optimizer, model, name, **how)) for name, how, _ in REFUSED]
-
-
-def test_worlds_that_do_not_fit_are_refused(world):
-    for lines in world(3).run(_refused):
-        assert all(word in line for (_, _, word), line in zip(REFUSED, lines, strict=True))
-        assert not any("\n" in line for line in lines)
+    line = message(partial(wrap, make_sgd(model), model, algorithm, **options))
+    assert words in line and "\n" not in line
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
@@ -207,7 +195,8 @@ def test_rounds_of_a_schedule_are_those_in_which_something_is_sent(every):
     assert [list(part.destinations) for part in parts] == [[1], [2], [4], [8]]
 
 
-def _groups_left() -> list[int]:
+@on_ranks(4)
+def test_groups_are_gone_when_the_optimizer_is_closed() -> None:
     counted = []
     for _ in range(3):
         model = make_model()
@@ -215,9 +204,4 @@ def _groups_left() -> list[int]:
         counted.append(len(dist.distributed_c10d._world.pg_map))
         optimizer.close()
         counted.append(len(dist.distributed_c10d._world.pg_map))
-    return counted
-
-
-def test_groups_are_gone_when_the_optimizer_is_closed(world):
-    for counted in world(4).run(_groups_left):
-        assert len(set(counted[1::2])) == 1 and counted[1] < counted[0]
+    assert len(set(counted[1::2])) == 1 and counted[1] < counted[0]

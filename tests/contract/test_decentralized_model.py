@@ -103,7 +103,9 @@ class Copied(Wrapped):
     views = False
 
 
-def _p7(views: bool) -> list[float]:
+@pytest.mark.parametrize("views", [True, False])
+@on_ranks(4)
+def test_p7_constant_gradients_on_a_complete_graph(views: bool) -> None:
     rank = dear.rank()
     assert initialize_dist() == (rank, dear.size())
     model = DecentralizedDataParallel(Scalar(float(rank)), _sgd, param_as_bucket_view=views)
@@ -112,14 +114,8 @@ def _p7(views: bool) -> list[float]:
         model(float(rank)).backward()
         seen.append(next(model.parameters()).item())
     model.close()
-    return seen
-
-
-@pytest.mark.parametrize("views", [True, False])
-def test_p7_constant_gradients_on_a_complete_graph(world, views):
-    for rank, seen in enumerate(world(4).run(_p7, views)):
-        # All started with rank 0's value, 0.
-        assert seen == [-rank, -1.5 - rank, -3.0 - rank, -4.5 - rank]
+    # All started with rank 0's value, 0.
+    assert seen == [-rank, -1.5 - rank, -3.0 - rank, -4.5 - rank]
 
 
 @pytest.mark.parametrize(
@@ -144,42 +140,37 @@ def test_p13_equals_the_reference_wherever_gradients_are_cleared(
     assert far(world(size), size, "decentralized", options, script, kind) < 2e-5
 
 
-def _global_average() -> list:
+@on_ranks(4)
+def test_p9_the_global_average_its_distance_and_the_way_back() -> None:
     rank = dear.rank()
     model = Scalar()
     model.register_buffer("seen", torch.tensor([0.0, 0.0], dtype=torch.bfloat16))
     model.register_buffer("count", torch.tensor(0))
     wrapped = DecentralizedDataParallel(model, _sgd, sync_buffer_in_global_avg=True)
-    values = []
     with torch.no_grad():
         model.x.fill_(rank)
         model.seen.fill_(rank)
         model.count.fill_(rank)
     distance = wrapped.global_avg(return_d2c=True)  # before the first step, too
-    values.append([distance, model.x.item(), model.seen[0].item(), model.count.item()])
+    # Parameter and two buffer elements; whole numbers are left as they are.
+    assert distance == pytest.approx(abs(1.5 - rank) * 3**0.5)
+    assert [model.x.item(), model.seen[0].item(), model.count.item()] == [1.5, 1.5, rank]
     for forbidden in (wrapped.global_avg, lambda: wrapped(0.0).backward()):
         with pytest.raises(UserError, match="revert"):
             forbidden()
     wrapped.revert_global_avg()
-    values.append([model.x.item(), model.seen[0].item()])
+    assert [model.x.item(), model.seen[0].item()] == [rank, rank]
     with pytest.raises(UserError, match="nothing to revert"):
         wrapped.revert_global_avg()
-    values.append(wrapped.global_avg(will_revert=False))
-    values.append(model.x.item())
+    assert wrapped.global_avg(will_revert=False) is None and model.x.item() == 1.5
     wrapped.close()
-    return values
 
 
-def test_p9_the_global_average_its_distance_and_the_way_back(world):
-    for rank, values in enumerate(world(4).run(_global_average)):
-        distance, *averages = values[0]
-        # Parameter and two buffer elements; whole numbers are left as they are.
-        assert distance == pytest.approx(abs(1.5 - rank) * 3**0.5)
-        assert averages == [1.5, 1.5, rank]
-        assert values[1:] == [[rank, rank], None, 1.5]
-
-
-def _average_in_between(revert: bool) -> list[float]:
+@pytest.mark.parametrize("revert", [True, False])
+@on_ranks(4)
+def test_training_goes_on_as_before_after_a_reverted_average_or_from_one_that_is_kept(
+    revert: bool,
+) -> None:
     rank = dear.rank()
     model = DecentralizedDataParallel(Scalar(), _sgd, topology="one-peer-exp")
     seen = []
@@ -191,15 +182,7 @@ def _average_in_between(revert: bool) -> list[float]:
             if revert:
                 model.revert_global_avg()
     model.close()
-    return seen
-
-
-@pytest.mark.parametrize("revert", [True, False])
-def test_training_goes_on_as_before_after_a_reverted_average_or_from_one_that_is_kept(
-    world, revert
-):
-    steps = _one_peer(4, [0.0] * 4, average_after=None if revert else 1)
-    assert world(4).run(_average_in_between, revert) == steps
+    assert seen == _one_peer(4, [0.0] * 4, average_after=None if revert else 1)[rank]
 
 
 def _one_peer(count: int, start: list[float], average_after: int | None) -> list[list[float]]:
@@ -225,7 +208,8 @@ class Hooked(torch.optim.SGD):
         self.heard = [*getattr(self, "heard", ()), (list(edge.ranks), weight)]
 
 
-def _hooked() -> list:
+@on_ranks(4)
+def test_p8_a_factor_of_zero_mixes_nothing_and_optimizers_hear_of_averages() -> None:
     optimizers = []
 
     def make(params):
@@ -238,17 +222,13 @@ def _hooked() -> list:
     model.set_adaptive_factor(0.0)
     before = next(model.parameters()).item()
     model(0.0).backward()
-    unmixed = next(model.parameters()).item() == before
+    assert next(model.parameters()).item() == before
     with pytest.raises(UserError, match="adaptive factor"):
         model.set_adaptive_factor(1.5)
     model.close()
-    return [optimizers[0].heard, unmixed, len(optimizers)]
-
-
-def test_p8_a_factor_of_zero_mixes_nothing_and_optimizers_hear_of_averages(world):
-    heard = world(4).run(_hooked)
-    assert heard[0] == [[([0, 3], 0.5), ([0, 1], 0.5), ([0, 3], 0.5)], True, 1]
-    assert heard[2] == [[([1, 2], 0.5), ([2, 3], 0.5), ([1, 2], 0.5)], True, 1]
+    pairs = [[[0, 3], [0, 1]], [[1, 2], [0, 1]], [[1, 2], [2, 3]], [[0, 3], [2, 3]]][dear.rank()]
+    (optimizer,) = optimizers
+    assert optimizer.heard == [(pairs[step % 2], 0.5) for step in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +236,6 @@ def test_p8_a_factor_of_zero_mixes_nothing_and_optimizers_hear_of_averages(world
 )
 @on_ranks(4)
 def test_p14_a_resumed_model_goes_on_with_the_same_bits(topology: str, views: bool) -> None:
-    """New objects go on with the same bits: optimizers, schedules, step, phase, averages."""
     schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_max=8, t_warmup=3)
 
     def make():
@@ -316,7 +295,6 @@ def test_a_checkpoint_from_elsewhere_is_refused() -> None:
 
 @on_ranks(2)
 def test_p9_p11_channels_last_types_frozen_parameters_and_buffers() -> None:
-    """channels_last, several dtypes, a frozen parameter that differs at first, a buffer, too."""
     torch.manual_seed(dear.rank())
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 3)).to(
         memory_format=torch.channels_last

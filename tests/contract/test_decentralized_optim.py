@@ -104,13 +104,8 @@ def test_p12_only_weights_decay(make, decay, kind):
     groups = {g["weight_decay"]: [id(p) for p in g["params"]] for g in optimizer.param_groups}
     names = {id(param): name for name, param in model.named_parameters()}
     assert [names[p] for p in groups[decay]] == ["0.weight"]
-    assert [names[p] for p in groups[0.0]] == [
-        "0.bias",
-        "1.weight",
-        "1.bias",
-        "2.weight",
-        "2.bias",
-    ]
+    others = ["0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert [names[p] for p in groups[0.0]] == others
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     assert optimizer.param_groups[0].get("accum_iter", 4) == 4
@@ -144,10 +139,7 @@ def test_p11_cosine_with_warmup():
         (lambda p: AccumAdam([p], accum_iter=0), "accum_iter"),
         (lambda p: AccumAdam([p], lr=-1.0), "lr"),
         (lambda p: AccumAdam([p], betas=(0.9, 1.0)), "betas"),
-        (
-            lambda p: lr_scheduler_fn_cosine_with_warmup(torch.optim.SGD([p], lr=1.0), 5, 5),
-            "t_warmup",
-        ),
+        (lambda p: lr_scheduler_fn_cosine_with_warmup(torch.optim.SGD([p], 1.0), 5, 5), "t_warmup"),
     ],
 )
 def test_arguments_out_of_range(call, words):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 from typing import get_args
@@ -22,6 +21,7 @@ from dear.training.algorithm import (
 )
 from tests.contract.algorithms import dears_own
 from tests.contract.loops import make_model, make_sgd
+from tests.system.processes import finished
 
 _FOLDER = Path(dear.algorithms.__file__).parent
 
@@ -38,7 +38,7 @@ sys.exit(f"imported {sorted(loaded)}" if loaded else 0)
 
 
 def test_listing_algorithms_and_their_options_imports_no_torch():
-    ended = subprocess.run([sys.executable, "-c", _LIST_ALL], capture_output=True, text=True)
+    ended = finished([sys.executable, "-c", _LIST_ALL])
     assert ended.returncode == 0, ended.stderr
     assert [line.split()[0] for line in ended.stdout.splitlines()] == dears_own()
 

@@ -49,36 +49,29 @@ def test_ranks_hold_parts_and_give_back_the_whole(stage: int) -> None:
     optimizer = wrap(make_sgd(model), model, "fsdp", stage=stage, **_LAYERS)
     steps(model, optimizer, mine(), range(2))
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    seen = {
-        "parameters": sum(param.to_local().numel() for param in held) < total,
-        "gradients": all(isinstance(param.grad, DTensor) for param in held),
-        "state": all(isinstance(optimizer.state[p]["momentum_buffer"], DTensor) for p in held),
-        "emptied": all(param.numel() == 0 for param in parameters),
-        "named": [type(param) is DTensor or isinstance(param, DTensor) for param in held],
-        "groups": sum(type(module).__name__.startswith("FSDP") for module in model.modules()),
-    }
+    assert sum(param.to_local().numel() for param in held) < total
+    assert all(isinstance(param, DTensor) and isinstance(param.grad, DTensor) for param in held)
+    assert all(isinstance(optimizer.state[p]["momentum_buffer"], DTensor) for p in held)
+    assert all(param.numel() == 0 for param in parameters)
+    # Three layers and the whole.
+    assert sum(type(module).__name__.startswith("FSDP") for module in model.modules()) == 4
     state = model.state_dict()
-    seen["whole"] = all(type(value) is torch.Tensor for value in state.values())
+    assert all(type(value) is torch.Tensor for value in state.values())
     optimizer.synchronize()
-    seen["spread"] = replica_spread(model, runtime.communicator())
-    seen["plain"] = not any(isinstance(param, DTensor) for param in model.parameters())
+    assert replica_spread(model, runtime.communicator()) == 0.0
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
     with torch.no_grad():  # what is written to whole parameters stays
         for param in model.parameters():
             param.mul_(2)
     doubled = model.state_dict()
-    seen["written"] = all(torch.equal(doubled[name], 2 * state[name]) for name in state)
+    assert all(torch.equal(doubled[name], 2 * state[name]) for name in state)
     optimizer.close()
-    seen["same objects"] = all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    seen["pointed back"] = all(a is b for a, b in zip(parameters, held, strict=True))
-    seen["leftovers"] = leftovers(model)
-    seen["classes"] = [type(module).__name__ for module in model]
-    assert seen.pop("classes") == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
-    assert seen.pop("leftovers") == []
-    assert seen.pop("spread") == 0.0
-    assert seen.pop("groups") == 4  # three layers and the whole
-    assert all(seen.pop("named"))
-    assert all(seen.values()), seen
+    for back in (model.parameters(), held):
+        assert all(a is b for a, b in zip(parameters, back, strict=True))
+    assert leftovers(model) == []
+    classes = [type(module).__name__ for module in model]
+    assert classes == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
 
 
 @on_ranks(2)
@@ -217,7 +210,6 @@ def test_checkpoints_are_whole_and_fit_other_groups() -> None:
 
 @on_ranks(2)
 def test_zeroing_drops_what_was_not_sent() -> None:
-    """Gradients accumulated without being sent, then zeroed, are gone."""
     model, wanted = make_model(), make_model()
     optimizer, serial = wrap(make_sgd(model), model, "fsdp", **_LAYERS), make_sgd(wanted)
     with optimizer.no_sync():
@@ -230,36 +222,25 @@ def test_zeroing_drops_what_was_not_sent() -> None:
     assert far < 1e-5
 
 
-def _refused() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_sharded_is_refused_and_left_as_it_was() -> None:
     model = make_model()
     biases = [param for param in model.parameters() if param.dim() == 1]
     weights = [param for param in model.parameters() if param.dim() == 2]
     first = wrap(torch.optim.SGD(biases, 0.1), model, "fsdp")
     second = message(lambda: wrap(torch.optim.SGD(weights, 0.1), model, "fsdp"))
+    assert "sharded already" in second
     first.close()
     pieces = nn.ModuleList([nn.Linear(2, 2)])
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    fused = make_sgd(model, fused=True)
-    return [
-        second,
-        message(lambda: wrap(make_sgd(pieces), pieces, "fsdp")),
-        message(lambda: wrap(lbfgs, model, "fsdp")),
-        message(lambda: wrap(fused, model, "fsdp")),
-        message(lambda: wrap(make_sgd(model), model, "fsdp", min_mb=-1)),
-        message(lambda: wrap(make_sgd(model), model, "fsdp", stage=1)),
-        str([*leftovers(model), *leftovers(pieces), *map(type, model)]),
-    ]
-
-
-def test_what_cannot_be_sharded_is_refused_and_left_as_it_was(world):
-    for second, pieces, lbfgs, fused, size, stage, left in world(2).run(_refused):
-        assert "sharded already" in second
-        assert "fully_shard refuses this model" in pieces
-        assert "LBFGS" in lbfgs
-        assert "fused=False" in fused
-        assert "option of fsdp 'min_mb'" in size
-        assert "option of fsdp 'stage': unknown value 1" in stage
-        assert "FSDP" not in left and "hooks" not in left
+    for words, optimizer, what, options in [
+        ("fully_shard refuses this model", make_sgd(pieces), pieces, {}),
+        ("LBFGS", torch.optim.LBFGS(model.parameters()), model, {}),
+        ("fused=False", make_sgd(model, fused=True), model, {}),
+        ("option of fsdp 'stage': unknown value 1", make_sgd(model), model, {"stage": 1}),
+    ]:
+        assert words in message(partial(wrap, optimizer, what, "fsdp", **options))
+    left = str([*leftovers(model), *leftovers(pieces), *map(type, model)])
+    assert "FSDP" not in left and "hooks" not in left
 
 
 def _embedded(max_norm: float | None = None) -> nn.Module:

@@ -141,47 +141,37 @@ def test_three_blocks_equal_the_reference(own_pool):
     assert far(own_pool(6), 6, "hierarchical", {"local_size": 2}, Script()) < 1e-5
 
 
-def _refused() -> list[str]:
-    model = make_model()
-    optimizer = make_sgd(model)
-    wrap = partial(dear.DistributedOptimizer, optimizer, model, algorithm="hierarchical")
-    return [message(partial(wrap, local_size=2)), message(_odd)]
+@on_ranks(3)
+def test_what_cannot_be_in_blocks_is_refused() -> None:
+    model, legs = make_model(), Hierarchy(runtime.communicator(), 3)
+    wrap = partial(dear.DistributedOptimizer, make_sgd(model), model, algorithm="hierarchical")
+    for words, call in (
+        ("3 ranks cannot be split into blocks of 2", partial(wrap, local_size=2)),
+        (
+            "3 ranks of a block cannot share 4 elements",
+            lambda: legs.all_reduce(torch.ones(4), op="sum"),
+        ),
+    ):
+        line = message(call)
+        assert words in line and "\n" not in line
 
 
-def _odd() -> None:
-    Hierarchy(runtime.communicator(), 3).all_reduce(torch.ones(4), op="sum")
-
-
-def test_what_cannot_be_in_blocks_is_refused(world):
-    for lines in world(3).run(_refused):
-        assert "3 ranks cannot be split into blocks of 2" in lines[0]
-        assert "the 3 ranks of a block cannot share 4 elements" in lines[1]
-        assert not any("\n" in line for line in lines)
-
-
-@pytest.mark.parametrize(("options", "name"), [({"local_size": 2}, "three legs"), ({}, None)])
-def test_it_tells_what_its_legs_take_together(world, options, name):
-    for stated, taken_s in world(4).run(_timed, options):
-        assert stated == name
-        assert len(taken_s) == (2 if name else 0)
-        assert all(0 < seconds < PATIENCE_S for seconds in taken_s)
-
-
-def _timed(options: dict[str, Any]) -> tuple[str | None, list[float]]:
+@pytest.mark.parametrize(("options", "stated"), [({"local_size": 2}, "three legs"), ({}, None)])
+@on_ranks(4, "comm_core")
+def test_it_tells_what_its_legs_take_together(options: dict[str, Any], stated: str | None) -> None:
     model = make_model()
     optimizer = make_sgd(model)
     optimizer = dear.DistributedOptimizer(optimizer, model, algorithm="hierarchical", **options)
     sender = optimizer.sender()
-    if sender is None:
-        optimizer.close()
-        return None, []
-    before = runtime.communicator().bytes_sent
-    taken_s = [sender.timed(4096, tensors)() for tensors in (1, 2)]
-    # What test_between_blocks_a_rank_sends_its_share_only counts, for each of the two calls.
-    assert runtime.communicator().bytes_sent - before == 2 * (4096 + 2048 + 2048)
-    steps(model, optimizer, mine(), range(1))
+    assert (sender and sender.name) == stated
+    if sender is not None:
+        before = runtime.communicator().bytes_sent
+        taken_s = [sender.timed(4096, tensors)() for tensors in (1, 2)]
+        # What test_between_blocks_a_rank_sends_its_share_only counts, for each of the two calls.
+        assert runtime.communicator().bytes_sent - before == 2 * (4096 + 2048 + 2048)
+        assert all(0 < seconds < PATIENCE_S for seconds in taken_s)
+        steps(model, optimizer, mine(), range(1))
     optimizer.close()
-    return sender.name, taken_s
 
 
 @on_ranks(4, "comm_core")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from dear.errors import Unavailable, UserError
 from dear.training.algorithm import algorithm_class, algorithm_options
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import make_model, make_sgd, message, train_both, wrap
+from tests.system.processes import finished
 
 
 def _with(options: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +50,11 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+TUNED = {"fusion_threshold_mb": 0.0, "autotune": True, "autotune_log": "/dev/null"}
+TUNED |= {f"autotune_{k}": n for k, n in (("warmup_samples", 1), ("steps_per_sample", 4))}
+TUNED["autotune_samples"] = 5
+
+
 @pytest.mark.parametrize(
     ("options", "at_start"),
     [
@@ -57,17 +62,7 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
             {"fusion_threshold_mb": 0.5, "cycle_time_ms": 2.0, "cache_capacity": 0},
             ["524288", "2.0", "0", *[None] * 5],
         ),
-        (
-            {
-                "fusion_threshold_mb": 0.0,
-                "autotune": True,
-                "autotune_log": "/dev/null",
-                "autotune_warmup_samples": 1,
-                "autotune_steps_per_sample": 4,
-                "autotune_samples": 5,
-            },
-            ["0", None, None, "1", "/dev/null", "1", "4", "5"],
-        ),
+        (TUNED, ["0", None, None, "1", "/dev/null", "1", "4", "5"]),
     ],
 )
 def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, options, at_start):
@@ -238,14 +233,11 @@ def test_adasum_adds_what_the_gradients_do_not_share():
     if not hvd.mpi_built():
         pytest.skip("this Horovod is built without MPI")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    done = subprocess.run(
+    done = finished(
         [
             *("mpirun", *root, "--oversubscribe", "-np", "2"),
             *(sys.executable, "-m", "tests.contract.adasum_program"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        ]
     )
     assert done.returncode == 0, done.stderr
     results = {name: torch.tensor(values) for name, values in json.loads(done.stdout).items()}

@@ -124,8 +124,8 @@ def test_an_algorithm_that_states_nothing_is_told_what_to_write():
 ALL = [[0, 1, 2, 3]]
 FROM_BEHIND = [[3], [2], [1], [0]]
 FROM_FRONT = [[0], [1], [2], [3]]
-
-
+ALIKE = {"small_kb": 0, "first_mb": 0.00095}
+START_UP = {"alpha_s": 1e-4}
 TOGETHER = [
     ("wfbp", {}, {}, FROM_BEHIND),
     # A message costs 10 layers' time: gradients wait for each other. Or next to nothing.
@@ -140,42 +140,22 @@ TOGETHER = [
     ("mgs", {"density": 1.0}, {"alpha_s": 1e-2}, ALL),
     ("mgs", {"density": 1.0}, {"alpha_s": 1e-9}, FROM_BEHIND),
     ("dear", NONE, {}, [*FROM_BEHIND, *FROM_FRONT]),
-    (
-        "dear",
-        {"small_kb": 0, "threshold_mb": 0.00095, "first_mb": 0.00095},
-        {},
-        [[3], [0, 1, 2], [0, 1, 2], [3]],
-    ),
+    ("dear", {**ALIKE, "threshold_mb": 0.00095}, {}, [[3], [0, 1, 2], [0, 1, 2], [3]]),
     ("dear", {"small_kb": 0, "fusion": "nearby_layers", "nearby_layers": -1}, {}, [*ALL, *ALL]),
     # One layer is at most 0.2 KB.
     ("dear", {"fusion": "none", "small_kb": 0.2}, {}, [[3], [2], [1], [0], [0], [2], [3]]),
     ("dear", {}, {}, ALL),
     # A start-up takes as long as 10 KB, more than all layers; or 1 KB; or 0.2 KB, about a layer.
-    ("dear", {"small_kb": 0}, {"alpha_s": 1e-4, "beta_s": 1e-8}, [*ALL, *ALL]),
-    (
-        "dear",
-        {"small_kb": 0},
-        {"alpha_s": 1e-4, "beta_s": 1e-7},
-        [[3], [2], [0, 1], [0, 1], [2], [3]],
-    ),
-    (
-        "dear",
-        {"small_kb": 0},
-        {"alpha_s": 1e-4, "beta_s": 5e-7},
-        [[3], [2], [1], [0], [0], [1], [2], [3]],
-    ),
+    ("dear", {"small_kb": 0}, START_UP | {"beta_s": 1e-8}, [*ALL, *ALL]),
+    ("dear", {"small_kb": 0}, START_UP | {"beta_s": 1e-7}, [[3], [2], [0, 1], [0, 1], [2], [3]]),
+    ("dear", {"small_kb": 0}, START_UP | {"beta_s": 5e-7}, [*FROM_BEHIND, *FROM_FRONT]),
     ("dadt", {"buffer_mb": 0.0}, {}, FROM_BEHIND),
     ("dadt", {"buffer_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
     ("dadt", {}, {}, ALL),
     ("ddp", {}, {}, ALL),
     ("ddp", {"bucket_cap_mb": LAYER_MB}, {}, FROM_BEHIND),
     ("fsdp", {"min_mb": 0.0, "stage": 2}, {}, [*FROM_FRONT, *FROM_BEHIND]),
-    (
-        "fsdp",
-        {"min_mb": 0.0},
-        {},
-        [*FROM_FRONT, [3], [2], [3], [1], [2], [0], [1], [0]],
-    ),
+    ("fsdp", {"min_mb": 0.0}, {}, [*FROM_FRONT, [3], [2], [3], [1], [2], [0], [1], [0]]),
     ("bytescheduler", {}, {}, FROM_BEHIND),
     ("decentralized", {"bucket_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
     ("neighbor", {"bucket_mb": 0.0005}, {}, [[0, 1], [2], [3]]),

@@ -173,11 +173,7 @@ def sends_everything(patch: Patch) -> None:
     patch.setattr(mgwfbp, "make_carrier", lambda options, comm, *_: carriers.Dense(comm))
 
 
-@cut(
-    "ddp",
-    BEHIND,
-    bucket_cap_mb=LAYER_MB,
-)
+@cut("ddp", BEHIND, bucket_cap_mb=LAYER_MB)
 def reduces_behind_the_pass(patch: Patch) -> None:
     whole = lambda self, replica: AveragingEngine(replica, replica.params, overlap=False)  # noqa: E731
     patch.setattr(ddp.Ddp, "engine", whole)

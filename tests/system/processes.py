@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,17 @@ def wait_for(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
     return value
 
 
-def python(*words: object, timeout: float = 280.0, **options: Any) -> subprocess.CompletedProcess:
-    """Python with these arguments, from the project's folder to its end."""
-    command = [sys.executable, *map(str, words)]
+def finished(
+    command: Sequence[str | Path], *, cwd: Path | str = ROOT, timeout: float = 280.0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """A program that has ended, and what it has printed."""
     fixed = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    return subprocess.run(command, cwd=ROOT, timeout=timeout, **fixed, **options)
+    return subprocess.run(command, cwd=cwd, timeout=timeout, **fixed, **options)
+
+
+def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, from the project's folder to its end."""
+    return finished([sys.executable, *map(str, words)], **options)
 
 
 def alive(pid: int) -> bool:

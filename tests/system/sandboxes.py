@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.emulation import sandbox
-from tests.system.processes import ROOT, wait_for
+from tests.system.processes import ROOT, finished, wait_for
 from tests.system.sweeps import processes_of
 
 _NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--"]
@@ -51,7 +51,7 @@ class Outside:
         """Links and named namespaces that anybody can see."""
         lines = []
         for command in (["ip", "netns", "list"], ["ip", "-brief", "link"]):
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            done = finished(command, check=True)
             # Names only: that another program's link goes up is nothing of ours.
             lines += [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
         return sorted(lines)
@@ -74,12 +74,10 @@ def _nobody_cannot() -> str | None:
     if shutil.which("setpriv") is None or not Path("/usr/bin/python3").exists():
         return "needs setpriv and /usr/bin/python3"
     program = "from common.emulation import cluster, sandbox; print(sandbox.unable() or '')"
-    done = subprocess.run(
+    done = finished(
         [*_NOBODY, "/usr/bin/python3", "-c", program],
         cwd="/tmp",
         env=os.environ | {"HOME": "/tmp", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
     )
     if done.returncode:
         return f"nobody cannot run the code: {done.stderr.strip().splitlines()[-1]}"

@@ -48,6 +48,12 @@ class Driver:
         """Runs it to its end."""
         return python(*self.command(*flags), **more)
 
+    def measured(self, *flags: str, **more: Any) -> list[dict]:
+        """Runs it to its end, which must be a good one; returns the records."""
+        done = self.run(*flags, **more)
+        assert done.returncode == 0, done.stderr + done.stdout
+        return self.records()
+
     def show(self, *flags: str) -> subprocess.CompletedProcess:
         return python("benchmarks.py", "show", *flags, "--logs", self.logs)
 

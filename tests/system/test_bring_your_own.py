@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from common.emulation import sandbox
 from plots import throughput
-from tests.system.processes import ROOT, python
+from tests.system.processes import ROOT, finished, python
 from tests.system.sweeps import Driver
 
 ALGORITHM = ROOT / "examples" / "bring_your_own_algorithm.py"
@@ -26,7 +25,7 @@ def model():
 def batch(batch_size):
     return torch.randn(batch_size, WIDTH), torch.randint(4, (batch_size,))
 """
-SHORT = "measure={repeats: 2, warmup_steps: 1, steps_per_iter: 3, check_steps: 1}"
+SHORT = "measure={repeats: 1, warmup_steps: 1, steps_per_iter: 3, check_steps: 1}"
 
 
 @pytest.fixture
@@ -42,8 +41,7 @@ def mine(tmp_path) -> Path:
 
 def state() -> str:
     """Returns the repository's state by git; logs and figures are ignored."""
-    words = ["git", "status", "--porcelain"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    return finished(["git", "status", "--porcelain"]).stdout
 
 
 @pytest.mark.skipif(bool(sandbox.unable()), reason=f"no virtual hosts: {sandbox.unable()}")
@@ -81,11 +79,8 @@ def test_one_command_from_a_file_to_a_table(tmp_path, mine, monkeypatch):
 
 
 def test_a_model_from_a_file_computes_in_every_rank(tmp_path, mine):
-    driver = Driver(tmp_path)
     flags = ("--model-file", mine / "net.py", "--batch", "4", "-k", "n=2 ddp|n=2 dear")
-    done = driver.run(*map(str, flags))
-    assert done.returncode == 0, done.stderr + done.stdout
-    for record in driver.records():
+    for record in Driver(tmp_path).measured(*map(str, flags), "--set", SHORT):
         assert record["status"] == "ok" and record["check"]["matches_reference"]
         assert record["trial"]["model"] == "net.py"
         assert record["trial"]["brought"]["source"] == f"file:{mine / 'net.py'}"

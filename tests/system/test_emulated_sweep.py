@@ -86,9 +86,7 @@ def test_real_training_on_virtual_hosts(tmp_path):
 
 @pytest.mark.full
 def test_replayed_compute_and_time_scale(replayed):
-    done = replayed.run()
-    assert done.returncode == 0, done.stderr + done.stdout
-    (record,) = replayed.records()
+    (record,) = replayed.measured()
     assert record["fabric"]["time_scale"] == 2.0 and record["status"] == "ok"
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
     (steps,) = repeats(record)
@@ -132,9 +130,7 @@ def test_a_cell_finds_its_time_scale_and_is_measured_at_twice_that(tmp_path):
 def test_ranks_of_one_host_and_an_axis_of_networks(tmp_path):
     driver = Driver(tmp_path, TINY)
     flags = ["--ranks-per-host", "2", "--set", "networks=[1gbe, 100mbit]", "-k", "dear"]
-    done = driver.run(*flags)
-    assert done.returncode == 0, done.stderr + done.stdout
-    fast, slow = driver.records()
+    fast, slow = driver.measured(*flags)
     assert [fast["trial"]["network"], slow["trial"]["network"]] == ["1gbe", "100mbit"]
     assert fast["trial"]["world_size"] == slow["trial"]["world_size"] == 4
     assert fast["trial"]["ranks_per_host"] == 2
@@ -149,9 +145,7 @@ def test_a_link_cut_for_a_while_delays_but_does_not_fail(replayed):
         "-k",
         "link_down",
     ]
-    done = replayed.run(*flags)
-    assert done.returncode == 0, done.stderr + done.stdout
-    (record,) = replayed.records()
+    (record,) = replayed.measured(*flags)
     assert record["status"] == "ok" and record["check"]["replicas_agree"]
     assert [event["ok"] for event in record["fabric"]["fault_events"]] == [True, True]
     assert record["fabric"]["fault_events"][0]["host"] == "h1"
@@ -203,9 +197,7 @@ def test_a_trial_whose_switch_dies_fails_and_the_next_has_another_switch(replaye
 @pytest.mark.full
 def test_two_sites(tmp_path):
     driver = Driver(tmp_path, TINY.replace("hosts: 2, network: 1gbe", "hosts: 4, network: wan"))
-    done = driver.run("-k", "dear")
-    assert done.returncode == 0, done.stderr + done.stdout
-    (record,) = driver.records()
+    (record,) = driver.measured("-k", "dear")
     assert record["status"] == "ok" and record["check"]["replicas_agree"]
     delays = {(row["source"], row["target"]): row for row in record["fabric"]["network"]["delays"]}
     assert delays["h1", "h2"]["requested_us"] == 20000
@@ -219,9 +211,7 @@ def test_two_sites(tmp_path):
 def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(replayed):
     slow = "{kind: slow_host, host: 1, factor: 3}"
     rate = "{kind: link_rate, host: 0, rate: 500mbit}"
-    done = replayed.run("--set", f"faults=[{slow}, {rate}]")
-    assert done.returncode == 0, done.stderr + done.stdout
-    plain, slowed, limited = replayed.records()
+    plain, slowed, limited = replayed.measured("--set", f"faults=[{slow}, {rate}]")
     median = [sorted(repeats(record)[0])[1] for record in (plain, slowed, limited)]
     # Compute alone takes 0.76 s on the slow host; 2 x 102 MB / 2 through 0.5 Gb/s take 1.6 s.
     assert median[1] > 0.7 and median[2] > 1.2

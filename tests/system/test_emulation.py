@@ -20,7 +20,7 @@ from common.emulation.cluster import EmulatedCluster
 from common.emulation.hosts.network import address_of
 from common.emulation.links.profile import network_profile
 from dear.errors import UserError
-from tests.system.processes import LIMIT_S, ROOT, wait_for
+from tests.system.processes import LIMIT_S, ROOT, finished, wait_for
 from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox, start
 
 users = pytest.mark.parametrize("user", ["me", "nobody"])
@@ -52,15 +52,7 @@ def outside():
 
 
 def run(outside, user, *command, **options):
-    return subprocess.run(
-        in_sandbox(user, *command),
-        cwd="/tmp",
-        env=outside.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        **options,
-    )
+    return finished(in_sandbox(user, *command), cwd="/tmp", env=outside.environment, **options)
 
 
 @needs_sandbox
@@ -156,9 +148,7 @@ def test_root_without_privileges_uses_a_user_namespace(outside):
         pytest.skip("needs root and setpriv")
     drop = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-all", "--"]
     command = [*drop, *in_sandbox("me", "cat", "/proc/self/uid_map")]
-    done = subprocess.run(
-        command, cwd=ROOT, env=outside.environment, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = finished(command, env=outside.environment)
     if "forbidden" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.stdout.split() == ["0", "0", "1"], done.stderr
@@ -172,9 +162,7 @@ def test_where_a_new_proc_is_forbidden_the_old_one_serves(outside):
     inner = "from common.emulation import sandbox; print(sandbox.inside())"
     command = ["unshare", "--mount", "sh", "-c", script, "sh"]
     command += in_sandbox("nobody", "/usr/bin/python3", "-c", inner)
-    done = subprocess.run(
-        command, cwd="/tmp", env=outside.environment, capture_output=True, text=True
-    )
+    done = finished(command, cwd="/tmp", env=outside.environment)
     assert (done.stdout, done.stderr) == ("True\n", "")
     outside.check_clean()
 
@@ -206,14 +194,7 @@ def test_the_setting_that_forbids_is_named_and_the_status_says_failed(outside):
     script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv "$@"'
     drop = ["--bounding-set", "-sys_admin", "--"]
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, "sh", *drop]
-    done = subprocess.run(
-        [*command, *in_sandbox("me", "true")],
-        cwd=ROOT,
-        env=outside.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    done = finished([*command, *in_sandbox("me", "true")], env=outside.environment)
     if any(words in done.stderr for words in ("write error", "cannot create", "unshare failed")):
         pytest.skip(f"cannot set it up: {done.stderr.strip()}")
     assert done.returncode == 125
@@ -223,7 +204,7 @@ def test_the_setting_that_forbids_is_named_and_the_status_says_failed(outside):
 
 def test_a_wrong_command_line_is_a_mistake():
     command = [sys.executable, "-m", "common.emulation.sandbox", "true"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = finished(command)
     assert done.returncode == 2 and done.stderr.startswith("usage:")
 
 
@@ -231,42 +212,39 @@ PROGRAM = str(ROOT / "tests" / "system" / "emulation_program.py")
 
 
 def run_program(outside, user, name):
-    process = start(outside, user, PROGRAM, name)
+    process = start(outside, user, PROGRAM, *name.split())
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     outside.check_clean()
     return process.returncode, stdout, stderr
 
 
+HOSTS = "hosts_have_names_addresses_and_memory_of_their_own"
+QUICK = [
+    *(("me", HOSTS), ("nobody", HOSTS), ("me", "the_switch_delays")),
+    ("me", "what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one"),
+    *(("me", "a_transfer_tells_what_a_byte_costs"), ("me", "what_is_urgent_has_the_link_first")),
+]
+SLOW = [
+    *itertools.product(
+        ("me", "nobody"),
+        (
+            "links_have_the_speed_asked_for tc",
+            "links_have_the_speed_asked_for switch",
+            "the_switch_loses_frames",
+        ),
+    ),
+    ("me", "a_cut_link_carries_nothing_until_it_is_restored tc"),
+    ("me", "a_cut_link_carries_nothing_until_it_is_restored switch"),
+    ("nobody", "the_switch_delays"),
+    ("me", "sites_are_far_from_each_other_and_share_a_line"),
+    ("me", "a_dead_switch_is_told_and_replaced"),
+    ("me", "there_may_be_65_hosts"),
+]
+
+
 @needs_sandbox
 @pytest.mark.parametrize(
-    ("user", "promise"),
-    [
-        ("me", "hosts_have_names_addresses_and_memory_of_their_own"),
-        ("nobody", "hosts_have_names_addresses_and_memory_of_their_own"),
-        *(
-            pytest.param(user, promise, marks=pytest.mark.full)
-            for user, promise in itertools.product(
-                ("me", "nobody"),
-                (
-                    "the_kernel_gives_links_the_speed_asked_for",
-                    "the_switch_gives_links_the_speed_asked_for",
-                    "the_switch_loses_frames",
-                ),
-            )
-        ),
-        pytest.param("me", "the_kernel_carries_nothing_over_a_cut_link", marks=pytest.mark.full),
-        pytest.param("me", "the_switch_carries_nothing_over_a_cut_link", marks=pytest.mark.full),
-        ("me", "the_switch_delays"),
-        pytest.param("nobody", "the_switch_delays", marks=pytest.mark.full),
-        pytest.param(
-            "me", "sites_are_far_from_each_other_and_share_a_line", marks=pytest.mark.full
-        ),
-        ("me", "what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one"),
-        pytest.param("me", "a_dead_switch_is_told_and_replaced", marks=pytest.mark.full),
-        ("me", "a_transfer_tells_what_a_byte_costs"),
-        ("me", "what_is_urgent_has_the_link_first"),
-        pytest.param("me", "there_may_be_65_hosts", marks=pytest.mark.full),
-    ],
+    ("user", "promise"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW)]
 )
 def test_in_a_sandbox(outside, user, promise):
     assert run_program(outside, user, promise) == (0, "", "")

@@ -21,6 +21,7 @@ from common.models.datasets.digits import load_digits
 from common.models.datasets.mnist import load_mnist, read_idx
 from dear.training.algorithm import algorithm_class, algorithm_names
 from tests.system.made import idx, write_cifar, write_mnist
+from tests.system.processes import finished
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "mnist" / "train.py"
@@ -41,9 +42,7 @@ def last_accuracy(output: str) -> float:
 
 def run(*command: str, **options) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, **options
-    )
+    return finished(command, env=env, **options)
 
 
 def train_in_ranks(folder: Path, *flags: str, script: Path = SCRIPT) -> str:
@@ -146,13 +145,7 @@ def test_it_runs_under_mpirun():
 @pytest.mark.full
 def test_the_shell_script_starts_as_many_workers_as_it_is_told():
     env = {**os.environ, "nworkers": "2", "method": "allreduce"}
-    done = subprocess.run(
-        [str(ROOT / "mnist.sh"), "--epochs", "1"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = finished([str(ROOT / "mnist.sh"), "--epochs", "1"], env=env)
     assert done.returncode == 0, done.stderr
     assert "2 process(es), allreduce" in done.stdout
     assert "data: scikit-learn's 8x8 digits, 1618 images" in done.stdout
@@ -206,12 +199,9 @@ EXACT = ["exact diffusion", "gradient tracking", "push-DIGing (directed)"]
 
 def run_ranks(script: str, *flags: str, ranks: int) -> subprocess.CompletedProcess:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
+    return finished(
         [sys.executable, *(launcher if ranks > 1 else []), str(FOLDER / script), *flags],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
     )
 
 

@@ -22,7 +22,7 @@ from common.harness import cli
 from common.results.records import Failure, Record
 from common.results.records.trust import Check
 from dear.errors import UserError
-from tests.system.processes import alive, wait_for
+from tests.system.processes import alive, finished, wait_for
 
 
 class Clock:
@@ -285,13 +285,7 @@ def test_the_script_says_in_one_line_that_there_is_no_gpu(tmp_path):
     else:
         pytest.skip("there is an NVIDIA driver here")
     environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
-    done = subprocess.run(
-        [SCRIPTS[0], tmp_path / "venv"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = finished([SCRIPTS[0], tmp_path / "venv"], env=environment)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (

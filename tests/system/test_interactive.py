@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import uuid
 
@@ -16,7 +15,7 @@ import pytest
 from dear import interactive
 from dear.comm.environment import rank_facts
 from dear.errors import UserError
-from tests.system.processes import ROOT, wait_for
+from tests.system.processes import ROOT, finished, wait_for
 from tests.system.sweeps import processes_of
 
 NOTEBOOK = ROOT / "examples" / "notebooks" / "consensus.ipynb"
@@ -110,7 +109,7 @@ def test_the_notebook_gives_what_readers_see_and_leaves_no_process_behind(tmp_pa
     command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute"]
     command += ["--output-dir", str(tmp_path), str(NOTEBOOK)]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        done = finished(command, env=environment)
         assert done.returncode == 0, f"{done.stderr}\n(pip install -r examples/requirements.txt?)"
         wait_for(lambda: not processes_of(mark))
     finally:
@@ -138,9 +137,7 @@ def test_the_notebook_names_no_machine():
 
 def _ibfrun(environment, *arguments):
     command = [sys.executable, "-c", "from dear.bluefog.run import interactive as i; exit(i())"]
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = finished([*command, *arguments], env=environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -169,13 +166,7 @@ def test_ibfrun_starts_engines_that_average_and_stops_them(tmp_path):
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     try:
         _ibfrun(environment, "start", "-np", "2")
-        done = subprocess.run(
-            [sys.executable, "-c", IN_A_NOTEBOOK],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        done = finished([sys.executable, "-c", IN_A_NOTEBOOK], env=environment)
         assert done.stdout.strip() == "[(0, 2, 0.5), (1, 2, 0.5)]", done.stderr
         _ibfrun(environment, "stop")
         wait_for(lambda: not processes_of(mark))

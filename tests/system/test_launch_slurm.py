@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.launch_stub import place, stub_job
-from tests.system.processes import ROOT, alive, wait_for
+from tests.system.processes import ROOT, alive, finished, wait_for
 
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 START_S = 60.0
@@ -125,9 +125,7 @@ def _daemon(command: list[str], folder: Path, env: dict[str, str]) -> Iterator[N
 
 
 def _idle(env: dict[str, str]) -> bool:
-    done = subprocess.run(
-        ["sinfo", "--noheader", "--format=%t"], env=env, capture_output=True, text=True, timeout=30
-    )
+    done = finished(["sinfo", "--noheader", "--format=%t"], env=env)
     return done.stdout.strip() == "idle"
 
 
@@ -192,7 +190,7 @@ def outcome_of(process: subprocess.Popen) -> dict:
 
 
 def queue(slurm) -> str:
-    done = subprocess.run(["squeue", "--noheader"], env=slurm, capture_output=True, text=True)
+    done = finished(["squeue", "--noheader"], env=slurm)
     return done.stdout
 
 
@@ -258,15 +256,12 @@ def test_a_sweep_runs_in_slurm(slurm, tmp_path):
         "launcher: slurm\nbaseline: false\nthreads_per_rank: 1\ntimeout_s: 300\n"
         "measure: {repeats: 1, warmup_steps: 1, steps_per_iter: 2, check_steps: 2}\n"
     )
-    done = subprocess.run(
+    done = finished(
         [
             *(sys.executable, "benchmarks.py", "run", str(experiment)),
             *("--logs", str(tmp_path / "logs"), "--no-plot"),
         ],
-        cwd=ROOT,
         env=slurm,
-        capture_output=True,
-        text=True,
         timeout=380,
     )
     assert done.returncode == 0, done.stdout + done.stderr

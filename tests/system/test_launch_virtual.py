@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from common.launch.hosts import Host
 from common.launch.job import Job, make_launcher
 from dear.training.algorithm import algorithm_class
 from tests.system.launch_stub import place, stub_job
-from tests.system.processes import ROOT
+from tests.system.processes import finished
 from tests.system.sweeps import write_trial
 
 # A busy machine needs several seconds for a few processes of Python, and a minute for torch.
@@ -41,11 +40,8 @@ def launch(folder: Path, launcher: str, mode: str | None = None, **given) -> dic
         pytest.skip("no mpirun here")
     call = f"run_job({str(folder)!r}, {launcher!r}, {mode!r}, **{given!r})"
     code = f"from tests.system.test_launch_virtual import run_job; {call}"
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-m", "common.emulation.sandbox", "--", sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
         timeout=380,
     )
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from common.launch.local import LocalLauncher
 from common.results.records import Record
 from common.results.validity import flag_text
 from dear.training.algorithm import algorithm_class
-from tests.system.processes import ROOT, python
+from tests.system.processes import ROOT, finished, python
 from tests.system.sweeps import Driver, write_trial
 
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
@@ -40,13 +40,8 @@ def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.C
     if path is not None:
         env["PATH"] = path
     short = ["--set", "measure.warmup_steps=1", "--set", "measure.steps_per_iter=2"]
-    return subprocess.run(
-        [str(SCRIPT), "--logs", str(logs), *short],
-        cwd=SCRIPT.parent,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=380,
+    return finished(
+        [str(SCRIPT), "--logs", str(logs), *short], cwd=SCRIPT.parent, env=env, timeout=380
     )
 
 
@@ -55,13 +50,11 @@ def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.C
 def test_mpirun_runs_a_trial_on_the_hosts_of_a_hostfile(driver, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# this machine\nlocalhost slots=2\n")
-    done = driver.run(
+    (record,) = driver.measured(
         *("--set", "launcher=mpirun", "--set", f"hostfile={hostfile}"),
         *("-k", "n=2", "-k", "dear", "--set", "measure.repeats=1", *PATIENT),
         timeout=380,
     )
-    assert done.returncode == 0, done.stderr
-    (record,) = driver.records()
     assert record["results"][0]["started_by"] == "Open MPI"
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
 
@@ -188,12 +181,8 @@ def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
     ],
 )
 def test_a_mistake_in_what_a_script_is_given_is_one_line(command, variables, words):
-    done = subprocess.run(
-        [ROOT / command.split()[0], *command.split()[1:]],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=100,
+    done = finished(
+        [ROOT / command.split()[0], *command.split()[1:]], env={**os.environ, **variables}
     )
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -208,6 +197,6 @@ def test_a_python_without_packages_is_named_before_anything_starts(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     for name in ("mnist.sh", "dear/horovod_mpi_cj.sh"):
         env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-        done = subprocess.run(tmp_path / name, env=env, capture_output=True, text=True, timeout=60)
+        done = finished(tmp_path / name, env=env)
         assert done.returncode == 2
         assert re.fullmatch(r"error: \S+ has no torch and .*make bench.*\n", done.stderr)

@@ -23,9 +23,7 @@ def driver(tmp_path):
 
 
 def test_a_sweep_records_every_trial(driver):
-    done = driver.run("--set", "algorithms=[wfbp, dear]")
-    assert done.returncode == 0, done.stderr
-    records = driver.records()
+    records = driver.measured("--set", "algorithms=[wfbp, dear]")
     assert {r["trial"]["algorithm"] for r in records} == {"none", "wfbp", "dear"}
     for record in records:
         assert record["status"] == "ok"
@@ -280,9 +278,7 @@ virtual = pytest.mark.skipif(bool(sandbox.unable()), reason=f"no virtual hosts: 
 @pytest.mark.full
 def test_a_slow_host_is_left_behind_and_a_killed_rank_is_survived_and_named(tmp_path):
     driver = Driver(tmp_path, EMULATED)
-    done = driver.run()
-    assert done.returncode == 0, done.stderr + done.stdout
-    calm, slow, killed = driver.records()
+    calm, slow, killed = driver.measured()
     assert [r["status"] for r in (calm, slow, killed)] == ["ok"] * 3
 
     steps = [rank["steps"] for rank in slow["results"][0]["learning"]["ranks"]]

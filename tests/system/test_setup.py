@@ -14,6 +14,7 @@ import pytest
 
 from dear.errors import Unavailable
 from dear.training.algorithm import algorithm_class
+from tests.system.processes import finished
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,12 +33,9 @@ def test_a_failed_horovod_build_is_one_line_and_no_failure(tmp_path, bare_path):
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
-    done = subprocess.run(
+    done = finished(
         [str(ROOT / "scripts" / "horovod.sh"), str(venv)],
         env={"PATH": bare_path, "HOME": str(tmp_path), "HOROVOD_WHEELS": str(tmp_path / "none")},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
@@ -65,9 +63,7 @@ def test_without_pip_the_packages_are_linked(tmp_path):
         assert "going on with what is there" in done.stdout and "linking it" in done.stdout
         assert done.returncode != 0  # there is no torch in there
     code = "import dear, comm_core"
-    done = subprocess.run(
-        [venv / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = finished([venv / "bin" / "python", "-c", code], cwd=tmp_path)
     # The comm core is found, and then asks for torch.
     assert "No module named 'torch'" in done.stderr
     assert "comm_core/__init__.py" in done.stderr
@@ -80,17 +76,14 @@ def test_the_packages_of_a_python_that_is_a_virtual_environments_stay_visible(tm
     done = _set_up(venv, PIP_NO_INDEX="1")
     assert done.returncode == 0, done.stderr
     code = "import importlib.util as u; print(u.find_spec('torch').origin)"
-    printed = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True)
+    printed = finished([venv / "bin" / "python", "-c", code])
     assert printed.stdout.startswith(sys.prefix)
 
 
 def _set_up(venv, **env):
-    return subprocess.run(
+    return finished(
         [str(ROOT / "scripts" / "setup.sh"), str(venv), "--what-can-be"],
         env={**os.environ, "PYTHON": sys.executable, **env},
-        capture_output=True,
-        text=True,
-        timeout=250,
     )
 
 
@@ -99,12 +92,9 @@ def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
     (tmp_path / "ready").touch()
     (tmp_path / "comm-core-built").touch()
     (tmp_path / "horovod-tried").touch()
-    done = subprocess.run(
+    done = finished(
         ["make", "--no-print-directory", "--dry-run", "bench", f"VENV={tmp_path}"],
-        cwd=ROOT,
         env={**os.environ, "MAKEFLAGS": "", "MAKELEVEL": make_level},
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert done.stdout.split() == [f"{tmp_path}/bin/python", "benchmarks.py"]
@@ -113,12 +103,9 @@ def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
 def test_the_first_table_does_not_wait_for_horovod(tmp_path):
     for done in ("ready", "comm-core-built"):
         (tmp_path / done).touch()
-    done = subprocess.run(
+    done = finished(
         ["make", "--no-print-directory", "--dry-run", "bench", f"VENV={tmp_path}"],
-        cwd=ROOT,
         env={**os.environ, "MAKEFLAGS": ""},
-        capture_output=True,
-        text=True,
         check=True,
     )
     first, horovod, _, whole = done.stdout.splitlines()
@@ -138,13 +125,7 @@ def test_it_runs_in_the_projects_environment_whatever_python_starts_it(tmp_path,
     venv.create(bare)
     if has == "an environment":
         (tmp_path / ".venv").symlink_to(sys.prefix)
-    done = subprocess.run(
-        [bare / "bin" / "python", tmp_path / "benchmarks.py", "run", "--quiet"],
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = finished([bare / "bin" / "python", tmp_path / "benchmarks.py", "run", "--quiet"], env={})
     if has == "none":
         assert (done.returncode, done.stdout) == (2, "")
         lacks = "no torch and no numpy and no yaml and no psutil"
@@ -162,11 +143,5 @@ def test_an_environment_that_is_a_wrapper_is_tried_once(tmp_path):
     wrapper.parent.mkdir(parents=True)
     wrapper.write_text(f'#!/bin/sh\necho once\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "benchmarks.py", "list"],
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = finished([sys.executable, tmp_path / "benchmarks.py", "list"], env={})
     assert done.stdout == "once\n" and "No module named 'common'" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -464,14 +465,10 @@ def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_
 
 def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
     moved = CostCheck(residual=0.01, noise=0.0, drift=0.5)
-    launches = []
-
-    def run(trial, job):
-        launches.append(trial)
-        check = moved if len(launches) == 1 else None
-        return ended_well(dataclasses.replace(GOOD, cost_check=check))
-
-    line.fabric.run = run
+    checks = itertools.chain([moved], itertools.repeat(None))
+    line.fabric.run = lambda trial, job: ended_well(
+        dataclasses.replace(GOOD, cost_check=next(checks))
+    )
     assert line.run(*ONE_CELL) == 0
     assert [record.first.cost_check for record in line.records] == [moved] * 2
     doubtful = "costs of collectives are doubtful: they changed by +50% during the trial"
@@ -530,10 +527,6 @@ def test_costs_of_another_fabric_are_no_word_on_this_one():
 
 
 # --- parts of a sweep -----------------------------------------------------------------------------
-
-
-def titles(line):
-    return {record.id for record in line.records}
 
 
 def test_shards_are_whole_cells_and_together_the_sweep(line, tmp_path, capsys):

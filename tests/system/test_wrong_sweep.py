@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from tests.contract.wrong_programs import FEW_TENSORS, PROGRAMS
-from tests.system.processes import ROOT
+from tests.system.processes import ROOT, finished
 from tests.system.sweeps import Driver
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -113,12 +112,10 @@ class OwnTree(Driver):
     def verdicts(self) -> dict[str, dict]:
         """Verdicts of a run, by label."""
         paths = os.pathsep.join([str(self.tree), str(self.tree / "common")])
-        done = subprocess.run(
+        done = finished(
             [sys.executable, *self.command()],
             cwd=self.tree,
             env={**os.environ, "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
             timeout=850,
         )
         self.status, self.output = done.returncode, done.stdout + done.stderr

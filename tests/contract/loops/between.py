@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
 
 from tests.contract.loops import make_model, make_sgd
-from tests.contract.loops.passes import STEPS, loss_of, train, trained
+from tests.contract.loops.passes import STEPS, loss_of, ordinary_but, train, trained
 from tests.contract.loops.runs import Run
 
 
@@ -76,152 +76,94 @@ def lookahead_around(run: Run) -> None:
     run.see(model)
 
 
-def clamped(run: Run) -> None:
-    model = make_model()
-
-    @torch.no_grad()
-    def clamp(step: int) -> None:
-        for param in model.parameters():
-            param.clamp_(-0.1, 0.1)
-
-    trained(run, model, after=clamp)
+@ordinary_but("after")
+@torch.no_grad()
+def clamped(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    for param in model.parameters():
+        param.clamp_(-0.1, 0.1)
 
 
-def data_assigned(run: Run) -> None:
-    model = make_model()
-
-    def halve(step: int) -> None:
-        for param in model.parameters():
-            param.data = 0.5 * param.data
-
-    trained(run, model, after=halve)
+@ordinary_but("after")
+def data_assigned(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    for param in model.parameters():
+        param.data = 0.5 * param.data
 
 
-def as_vector(run: Run) -> None:
-    model = make_model()
-
-    @torch.no_grad()
-    def halve(step: int) -> None:
-        vector_to_parameters(0.5 * parameters_to_vector(model.parameters()), model.parameters())
-
-    trained(run, model, after=halve)
+@ordinary_but("after")
+@torch.no_grad()
+def as_vector(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    vector_to_parameters(0.5 * parameters_to_vector(model.parameters()), model.parameters())
 
 
-def deep_copied(run: Run) -> None:
-    model = make_model()
-    trained(run, model, after=lambda step: run.see(copy.deepcopy(model)(torch.ones(1, 6))))
+@ordinary_but("after")
+def deep_copied(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    run.see(copy.deepcopy(model)(torch.ones(1, 6)))
 
 
-def saved_whole(run: Run) -> None:
-    model = make_model()
-
-    def save(step: int) -> None:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        run.see(torch.load(file, weights_only=False)(torch.ones(1, 6)))
-
-    trained(run, model, after=save)
+@ordinary_but("after")
+def saved_whole(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    run.see(torch.load(file, weights_only=False)(torch.ones(1, 6)))
 
 
 # --- gradients before a step ----------------------------------------------------------------------
 
 
-def clipped(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-    train(run, model, optimizer, before=lambda step: optimizer.clip_grad_norm_(0.05))
-    run.see(model)
+@ordinary_but("before")
+def clipped(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.clip_grad_norm_(0.05)
 
 
-def clipped_by_torch(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-
-    def clip(step: int) -> None:
-        optimizer.synchronize()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-    train(run, model, optimizer, before=clip)
-    run.see(model)
+@ordinary_but("before")
+def clipped_by_torch(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.synchronize()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
-def clipped_as_ever(run: Run) -> None:
+@ordinary_but("before")
+def clipped_as_ever(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
     """Clipping, without a word to the optimizer."""
-    model = make_model()
-    optimizer = run.wrap(model)
-
-    def clip(step: int) -> None:
-        if not hasattr(optimizer, "_engine"):
-            optimizer.synchronize()  # plain torch clips the average
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-    train(run, model, optimizer, before=clip)
-    run.see(model)
+    if not hasattr(optimizer, "_engine"):
+        optimizer.synchronize()  # plain torch clips the average
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
-def clipped_by_value(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-
-    def clip(step: int) -> None:
-        optimizer.synchronize()
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-
-    train(run, model, optimizer, before=clip)
-    run.see(model)
+@ordinary_but("before")
+def clipped_by_value(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.synchronize()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
 
-def changed_by_hand(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-
-    def change(step: int) -> None:
-        optimizer.synchronize()
-        for param in model.parameters():
-            param.grad.mul_(0.5)
-
-    train(run, model, optimizer, before=change)
-    run.see(model)
+@ordinary_but("before")
+def changed_by_hand(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.synchronize()
+    for param in model.parameters():
+        param.grad.mul_(0.5)
 
 
-def replaced_by_hand(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-
-    def change(step: int) -> None:
-        optimizer.synchronize()
-        for param in model.parameters():
-            param.grad = 0.5 * param.grad
-
-    train(run, model, optimizer, before=change)
-    run.see(model)
+@ordinary_but("before")
+def replaced_by_hand(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.synchronize()
+    for param in model.parameters():
+        param.grad = 0.5 * param.grad
 
 
-def changed_unsynchronized(run: Run) -> None:
+@ordinary_but("before")
+def changed_unsynchronized(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
     """A linear change of gradients, without a word to the optimizer."""
-    model = make_model()
-
-    def change(step: int) -> None:
-        for param in model.parameters():
-            param.grad.mul_(0.5)
-
-    trained(run, model, before=change)
+    for param in model.parameters():
+        param.grad.mul_(0.5)
 
 
-def no_backward(run: Run) -> None:
+@ordinary_but("passes")
+def no_backward(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
     """Gradients come from `autograd.grad`."""
-    model = make_model()
-    optimizer = run.wrap(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        params = list(model.parameters())
-        for param, grad in zip(
-            params, torch.autograd.grad(loss_of(run, model, step), params), strict=True
-        ):
-            param.grad = grad
-        optimizer.step()
-    run.see(model)
+    params = list(model.parameters())
+    gradients = torch.autograd.grad(loss_of(run, model, step), params)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
 
 
 def zeros_kept(run: Run) -> None:
@@ -291,38 +233,27 @@ def autocast(run: Run) -> None:
     trained(run, make_model(), out=out)
 
 
-def scaled(run: Run) -> None:
-    _scaled(run, clip=False)
+def scaled_as_ever(run: Run) -> None:
+    """GradScaler, without a word to the optimizer."""
+    scaled(run, synchronize=False)
 
 
 def scaled_and_clipped(run: Run) -> None:
-    _scaled(run, clip=True)
+    scaled(run, clip=True)
 
 
-def _scaled(run: Run, clip: bool) -> None:
+def scaled(run: Run, *, synchronize: bool = True, clip: bool = False) -> None:
     model = make_model()
     optimizer = run.wrap(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for step in range(STEPS):
         optimizer.zero_grad()
         scaler.scale(loss_of(run, model, step)).backward()
-        optimizer.synchronize()
+        if synchronize:
+            optimizer.synchronize()
         if clip:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        scaler.step(optimizer)
-        scaler.update()
-    run.see(model)
-
-
-def scaled_as_ever(run: Run) -> None:
-    """GradScaler, without a word to the optimizer."""
-    model = make_model()
-    optimizer = run.wrap(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(run, model, step)).backward()
         scaler.step(optimizer)
         scaler.update()
     run.see(model)

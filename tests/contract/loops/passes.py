@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -13,17 +14,18 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.contract.loops import batch, make_model
-from tests.contract.loops.runs import Run
+from tests.contract.loops.runs import Loop, Run
 
 STEPS = 4
-Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+Out = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+Part = Callable[[Run, nn.Module, Any, int], Any]
 
 
 def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x)
 
 
-def loss_of(run: Run, model: nn.Module, step: int, out: Loss = call) -> torch.Tensor:
+def loss_of(run: Run, model: nn.Module, step: int, out: Out = call) -> torch.Tensor:
     x, y = batch(run.rank, step)
     return functional.cross_entropy(out(model, x).float(), y)
 
@@ -34,18 +36,21 @@ def train(
     optimizer: Any,
     steps: range = range(STEPS),
     *,
-    out: Loss = call,
+    out: Out = call,
+    passes: Callable[[int], Any] | None = None,
     before: Callable[[int], Any] = lambda step: None,
     after: Callable[[int], Any] = lambda step: None,
 ) -> None:
     """The ordinary loop.
 
     Args:
+        passes: called instead of a forward and a backward pass.
         before, after: called before and after each `optimizer.step()`.
     """
+    passes = passes or (lambda step: loss_of(run, model, step, out).backward())
     for step in steps:
         optimizer.zero_grad()
-        loss_of(run, model, step, out).backward()
+        passes(step)
         before(step)
         optimizer.step()
         after(step)
@@ -54,6 +59,22 @@ def train(
 def trained(run: Run, model: nn.Module, **loop: Any) -> None:
     train(run, model, run.wrap(model), **loop)
     run.see(model)
+
+
+def ordinary_but(place: str) -> Callable[[Part], Loop]:
+    """The function is what the ordinary loop does in the place of `passes`, `before` or `after`."""
+
+    def decorate(part: Part) -> Loop:
+        @functools.wraps(part)
+        def loop(run: Run) -> None:
+            model = make_model()
+            optimizer = run.wrap(model)
+            train(run, model, optimizer, **{place: functools.partial(part, run, model, optimizer)})
+            run.see(model)
+
+        return loop
+
+    return decorate
 
 
 class Net(nn.Module):
@@ -91,11 +112,8 @@ def sub_module(run: Run) -> None:
 
 
 def functional_call(run: Run) -> None:
-    trained(
-        run,
-        Net(),
-        out=lambda model, x: torch.func.functional_call(model, dict(model.named_parameters()), x),
-    )
+    call = torch.func.functional_call
+    trained(run, Net(), out=lambda model, x: call(model, dict(model.named_parameters()), x))
 
 
 def two_forwards(run: Run) -> None:
@@ -139,25 +157,18 @@ def compiled_in_place(run: Run) -> None:
 # --- several passes -----------------------------------------------------------------------------
 
 
-def accumulated(run: Run) -> None:
-    _accumulate(run, paused=False)
-
-
 def accumulated_without_sync(run: Run) -> None:
-    _accumulate(run, paused=True)
+    accumulated(run, paused=True)
 
 
-def _accumulate(run: Run, paused: bool) -> None:
+def accumulated(run: Run, paused: bool = False) -> None:
     """Seven micro-batches, three to a step; one is left for the last step."""
     model = make_model()
     optimizer = run.wrap(model)
     optimizer.zero_grad()
     for micro in range(7):
         last = micro % 3 == 2 or micro == 6
-        if paused and not last:
-            with optimizer.no_sync():
-                (loss_of(run, model, micro) / 3).backward()
-        else:
+        with optimizer.no_sync() if paused and not last else contextlib.nullcontext():
             (loss_of(run, model, micro) / 3).backward()
         if last:
             optimizer.step()
@@ -165,16 +176,11 @@ def _accumulate(run: Run, paused: bool) -> None:
     run.see(model)
 
 
-def two_passes_over_a_graph(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        out = model(batch(run.rank, step)[0])
-        out.sum().backward(retain_graph=True)
-        out.square().mean().backward()
-        optimizer.step()
-    run.see(model)
+@ordinary_but("passes")
+def two_passes_over_a_graph(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    out = model(batch(run.rank, step)[0])
+    out.sum().backward(retain_graph=True)
+    out.square().mean().backward()
 
 
 def closure(run: Run) -> None:
@@ -207,96 +213,66 @@ def lbfgs(run: Run) -> None:
     run.see(model)
 
 
-def sam(run: Run) -> None:
+@ordinary_but("passes")
+def sam(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
     """Two passes; the first one on this rank's own batch."""
-    model = make_model()
-    optimizer = run.wrap(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with optimizer.no_sync():
-            loss_of(run, model, step).backward()
-        kept = [param.detach().clone() for param in model.parameters()]
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(param.grad, alpha=0.05)
-        optimizer.zero_grad()
+    with optimizer.no_sync():
         loss_of(run, model, step).backward()
-        with torch.no_grad():
-            for param, value in zip(model.parameters(), kept, strict=True):
-                param.copy_(value)
-        optimizer.step()
-    run.see(model)
+    kept = [param.detach().clone() for param in model.parameters()]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(param.grad, alpha=0.05)
+    optimizer.zero_grad()
+    loss_of(run, model, step).backward()
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), kept, strict=True):
+            param.copy_(value)
 
 
-def sam_averaged(run: Run) -> None:
+@ordinary_but("passes")
+def sam_averaged(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
     """Two passes; the first one on the batch of all ranks."""
-    model = make_model()
-    optimizer = run.wrap(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(run, model, step).backward()
-        if run.subject.meaning.family == "synchronous":
-            optimizer.synchronize()
-        moves = [0.05 * param.grad for param in model.parameters()]
-        with torch.no_grad():
-            torch._foreach_add_(list(model.parameters()), moves)
-        optimizer.zero_grad()
-        loss_of(run, model, step).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), moves)
-        optimizer.step()
-    run.see(model)
+    loss_of(run, model, step).backward()
+    if run.subject.meaning.family == "synchronous":
+        optimizer.synchronize()
+    moves = [0.05 * param.grad for param in model.parameters()]
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), moves)
+    optimizer.zero_grad()
+    loss_of(run, model, step).backward()
+    with torch.no_grad():
+        torch._foreach_sub_(list(model.parameters()), moves)
 
 
-def penalty_before(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x = batch(run.rank, step)[0].requires_grad_()
-        out = model(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (out.square().mean() + slope.square().mean()).backward()
-        optimizer.step()
-    run.see(model)
+@ordinary_but("passes")
+def penalty_before(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    x = batch(run.rank, step)[0].requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (out.square().mean() + slope.square().mean()).backward()
 
 
-def penalty_after(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(run, model, step).backward()
-        x = batch(run.rank, step)[0].requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        slope.square().mean().backward()
-        optimizer.step()
-    run.see(model)
+@ordinary_but("passes")
+def penalty_after(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    loss_of(run, model, step).backward()
+    x = batch(run.rank, step)[0].requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.square().mean().backward()
 
 
-def penalty_of_gradients(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(run, model, step)
-        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        (loss + sum(slope.square().sum() for slope in slopes)).backward()
-        optimizer.step()
-    run.see(model)
+@ordinary_but("passes")
+def penalty_of_gradients(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    loss = loss_of(run, model, step)
+    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    (loss + sum(slope.square().sum() for slope in slopes)).backward()
 
 
-def graph_of_gradients(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model)
+@ordinary_but("passes")
+def graph_of_gradients(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a cycle of references
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(run, model, step).backward(create_graph=True)
-            sum(param.grad.square().sum() for param in model.parameters()).backward()
-            optimizer.step()
-    run.see(model)
+        loss_of(run, model, step).backward(create_graph=True)
+    sum(param.grad.square().sum() for param in model.parameters()).backward()
 
 
 def gan(run: Run) -> None:

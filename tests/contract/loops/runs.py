@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -50,13 +50,14 @@ class Subject:
 
 
 class Run:
-    """One rank's run of a loop. What it sees is compared with the same run by plain torch."""
+    """This rank's run of a loop. What it sees is compared with the same run by plain torch."""
 
     def __init__(self, rank: int, size: int, subject: Subject) -> None:
         self.rank, self.size, self.subject = rank, size, subject
         self.averages = subject.meaning.averages_gradients
         """True if `p.grad` is an average after `synchronize()`."""
         self.seen: Seen = []
+        self.optimizers: list[Any] = []
 
     def see(self, what: nn.Module | torch.Tensor) -> None:
         state = what.state_dict() if isinstance(what, nn.Module) else {"": what}
@@ -64,31 +65,6 @@ class Run:
 
     def wrap(self, model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
         """Returns the optimizer, by default SGD with momentum, that trains with the algorithm."""
-        raise NotImplementedError
-
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the mean of all ranks' values."""
-        raise NotImplementedError
-
-    def from_root(self, model: nn.Module, optimizer: Any) -> None:
-        """Gives all ranks the state that rank 0 has."""
-        raise NotImplementedError
-
-    def resumed(self, model: nn.Module, optimizer: Any, resume: Callable[[], Any]) -> Any:
-        """Returns the model and optimizer of `resume`; plain torch goes on as if nothing was."""
-        raise NotImplementedError
-
-    compiled: Callable[[nn.Module], nn.Module]
-
-
-class OnRank(Run):
-    """Run of this process, which is a rank."""
-
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(dear.rank(), dear.size(), subject)
-        self.optimizers: list[Any] = []
-
-    def wrap(self, model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
         optimizer = make_sgd(model) if optimizer is None else optimizer
         chosen = {**dict(self.subject.options), **options}
         dear.DistributedOptimizer(optimizer, model, algorithm=self.subject.name, **chosen)
@@ -98,14 +74,19 @@ class OnRank(Run):
         return optimizer
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the mean of all ranks' values."""
         return dear.allreduce(value)
 
     def from_root(self, model: nn.Module, optimizer: Any) -> None:
+        """Gives all ranks the state that rank 0 has."""
         dear.broadcast_parameters(model.state_dict())
         dear.broadcast_optimizer_state(optimizer)
 
     def resumed(self, model: nn.Module, optimizer: Any, resume: Callable[[], Any]) -> Any:
+        """Returns the model and optimizer of `resume`; plain torch goes on as if nothing was."""
         return resume()
+
+    workers: ClassVar = {"num_workers": 1, "multiprocessing_context": "fork"}
 
     @staticmethod
     def compiled(model: nn.Module) -> nn.Module:
@@ -149,12 +130,8 @@ def _take_turns(optimizer: Any) -> None:
 
 
 def on_rank(subject: Subject, loop: Loop) -> Seen | str:
-    """Returns what the loop saw on this rank, or the text of its UserError.
-
-    Raises:
-        AssertionError: the loop ended with another error.
-    """
-    run = OnRank(subject)
+    """Returns what the loop saw on this rank, or the text of its error."""
+    run = Run(dear.rank(), dear.size(), subject)
     try:
         loop(run)
         run.close()
@@ -169,10 +146,10 @@ def on_rank(subject: Subject, loop: Loop) -> Seen | str:
 
 
 class Meeting:
-    """Place where threads wait for each other. One of them runs at a time."""
+    """Place where threads wait for each other; one of them runs at a time, and hands it on."""
 
     def __init__(self, size: int) -> None:
-        self.lock = threading.Condition()
+        self._turns = {rank: threading.Semaphore(0) for rank in range(size)}
         self._size, self._rounds = size, 0
         self._values: dict[int, Any] = {}
         self._results: Sequence[Any] = ()
@@ -185,14 +162,27 @@ class Meeting:
             values, self._values = [self._values[r] for r in range(self._size)], {}
             self._results = act(values)
             self._rounds += 1
-            self.lock.notify_all()
         else:
             now = self._rounds
-            if not self.lock.wait_for(lambda: self._rounds > now or self.errors, 30.0):
-                raise AssertionError("the loops of the ranks do not meet")
-            if self.errors:
-                raise AssertionError("another rank failed")
+            self.hand_on(rank)
+            self._turns[rank].acquire()
+            if self.errors or self._rounds == now:
+                raise AssertionError("another rank failed, or the loops of the ranks do not meet")
         return self._results[rank]
+
+    def run(self, rank: int, loop: Callable[[], None]) -> None:
+        self._turns[rank].acquire()
+        try:
+            loop()
+        except BaseException as error:
+            self.errors.append(error)
+        del self._turns[rank]
+        self.hand_on(rank)
+
+    def hand_on(self, rank: int) -> None:
+        later = [other for other in self._turns if other > rank] or [*self._turns]
+        for next_one in later[:1]:
+            self._turns[next_one].release()
 
 
 class _Held(nn.Module):
@@ -337,7 +327,6 @@ class InThread(Run):
     def __init__(self, rank: int, size: int, subject: Subject, meeting: Meeting) -> None:
         super().__init__(rank, size, subject)
         self.meeting = meeting
-        self.optimizers: list[Any] = []
 
     def wrap(self, model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
         optimizer = make_sgd(model) if optimizer is None else optimizer
@@ -368,9 +357,16 @@ class InThread(Run):
     def resumed(self, model: nn.Module, optimizer: Any, resume: Callable[[], Any]) -> Any:
         return model, optimizer
 
+    workers: ClassVar = {}
+
     @staticmethod
     def compiled(model: nn.Module) -> nn.Module:
         return model
+
+    def close(self) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, _Met):
+                optimizer.close()
 
 
 def by_threads(subject: Subject, size: int, loop: Loop) -> list[Seen]:
@@ -378,20 +374,15 @@ def by_threads(subject: Subject, size: int, loop: Loop) -> list[Seen]:
     meeting = Meeting(size)
     runs = [InThread(rank, size, subject, meeting) for rank in range(size)]
 
-    def run(rank: InThread) -> None:
-        with meeting.lock:
-            try:
-                loop(rank)
-                for optimizer in rank.optimizers:
-                    if isinstance(optimizer, _Met):
-                        optimizer.close()
-            except BaseException as error:
-                meeting.errors.append(error)
-                meeting.lock.notify_all()
+    def whole(run: InThread) -> None:
+        loop(run)
+        run.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in runs]
+    given = [(run.rank, functools.partial(whole, run)) for run in runs]
+    threads = [threading.Thread(target=meeting.run, args=args) for args in given]
     for thread in threads:
         thread.start()
+    meeting.hand_on(size)
     for thread in threads:
         thread.join()
     if meeting.errors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dear.comm import runtime
 from tests.contract.loops import batch, make_model, make_sgd
-from tests.contract.loops.passes import STEPS, Net, train, trained
+from tests.contract.loops.passes import STEPS, Net, ordinary_but, train, trained
 from tests.contract.loops.runs import Run
 
 HALF = range(2)
@@ -123,45 +124,37 @@ def distributed_checkpoint(run: Run) -> None:
         _resume(run, save, _load)
 
 
-def evaluated_by_root(run: Run) -> None:
-    model = make_model()
+def _evaluated(run: Run, model: nn.Module) -> list[torch.Tensor]:
+    """Rank 0's result."""
+    if run.rank:
+        return []
+    model.eval()
+    with torch.no_grad():
+        result = model(torch.ones(2, 6))
+    model.train()
+    return [result]
 
-    def evaluate(step: int) -> None:
-        if run.rank == 0:
-            model.eval()
-            with torch.no_grad():
-                run.see(model(torch.ones(2, 6)))
-            model.train()
 
-    trained(run, model, after=evaluate)
+@ordinary_but("after")
+def evaluated_by_root(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    for result in _evaluated(run, model):
+        run.see(result)
 
 
 def normed_and_evaluated_by_root(run: Run) -> None:
     model = nn.Sequential(make_model()[:2], nn.BatchNorm1d(8), make_model()[4:])
-
-    def evaluate(step: int) -> None:
-        if run.rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(torch.ones(2, 6))
-            model.train()
-
     optimizer = run.wrap(model)
-    train(run, model, optimizer, after=evaluate)
+    train(run, model, optimizer, after=lambda step: _evaluated(run, model))
     optimizer.synchronize()
     for param in model.parameters():
         run.see(param)
 
 
-def state_read_by_root(run: Run) -> None:
+@ordinary_but("after")
+def state_read_by_root(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
     """Rank 0 saves alone."""
-    model = make_model()
-
-    def save(step: int) -> None:
-        if run.rank == 0:
-            run.see(model)
-
-    trained(run, model, after=save)
+    if run.rank == 0:
+        run.see(model)
 
 
 def workers(run: Run) -> None:
@@ -171,9 +164,7 @@ def workers(run: Run) -> None:
     x = torch.cat([batch(run.rank, step)[0] for step in range(STEPS)])
     y = torch.cat([batch(run.rank, step)[1] for step in range(STEPS)])
     for _ in range(2):
-        for inputs, classes in DataLoader(
-            TensorDataset(x, y), 6, num_workers=1, multiprocessing_context="fork"
-        ):
+        for inputs, classes in DataLoader(TensorDataset(x, y), 6, **run.workers):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), classes).backward()
             optimizer.step()
@@ -189,56 +180,57 @@ def frozen(run: Run) -> None:
     trained(run, model)
 
 
+def _changed_later(
+    run: Run,
+    model: nn.Module,
+    change: Callable[[Any], Any],
+    optimizer: Any = None,
+    *,
+    again: bool = False,
+) -> None:
+    """Training goes on after `change(optimizer)`.
+
+    Args:
+        optimizer: the plain one.
+        again: the optimizer is closed before, and wrapped again.
+    """
+    optimizer = run.wrap(model, optimizer)
+    train(run, model, optimizer, HALF)
+    if again:
+        optimizer.close()
+        model.zero_grad()
+    change(optimizer)
+    steps = rest(run, new=again)
+    if again and steps:
+        optimizer = run.wrap(model, optimizer)
+    train(run, model, optimizer, steps)
+    run.see(model)
+
+
 def frozen_later(run: Run) -> None:
     model = make_model()
-    optimizer = run.wrap(model)
-    train(run, model, optimizer, HALF)
-    model[0].requires_grad_(False)
-    train(run, model, optimizer, rest(run))
-    run.see(model)
+    _changed_later(run, model, lambda _: model[0].requires_grad_(False))
 
 
-def unfrozen_later(run: Run) -> None:
+def unfrozen_later(run: Run, again: bool = False) -> None:
     model = make_model()
     model[0].requires_grad_(False)
-    optimizer = run.wrap(model)
-    train(run, model, optimizer, HALF)
-    model[0].requires_grad_(True)
-    train(run, model, optimizer, rest(run))
-    run.see(model)
+    _changed_later(run, model, lambda _: model[0].requires_grad_(True), again=again)
 
 
 def unfrozen_and_wrapped(run: Run) -> None:
-    model = make_model()
-    model[0].requires_grad_(False)
-    optimizer = run.wrap(model)
-    train(run, model, optimizer, HALF)
-    optimizer.close()
-    model[0].requires_grad_(True)
-    if steps := rest(run, new=True):
-        train(run, model, run.wrap(model, optimizer), steps)
-    run.see(model)
+    unfrozen_later(run, again=True)
 
 
-def group_added(run: Run) -> None:
+def group_added(run: Run, again: bool = False) -> None:
     model = make_model()
-    optimizer = run.wrap(model, make_sgd(model[2:]))
-    train(run, model, optimizer, HALF)
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    train(run, model, optimizer, rest(run))
-    run.see(model)
+    group = {"params": list(model[0].parameters())}
+    add = lambda optimizer: optimizer.add_param_group(group)  # noqa: E731
+    _changed_later(run, model, add, make_sgd(model[2:]), again=again)
 
 
 def group_added_and_wrapped(run: Run) -> None:
-    model = make_model()
-    optimizer = run.wrap(model, make_sgd(model[2:]))
-    train(run, model, optimizer, HALF)
-    optimizer.close()
-    model.zero_grad()
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    if steps := rest(run, new=True):
-        train(run, model, run.wrap(model, optimizer), steps)
-    run.see(model)
+    group_added(run, again=True)
 
 
 # --- kinds of models ----------------------------------------------------------------------------
@@ -252,12 +244,12 @@ def pruned(run: Run) -> None:
 
 def pruned_later(run: Run) -> None:
     model = make_model()
-    optimizer = run.wrap(model)
-    train(run, model, optimizer, HALF)
-    optimizer.synchronize()
-    prune.l1_unstructured(model[2], "weight", 0.3)
-    train(run, model, optimizer, rest(run))
-    run.see(model)
+
+    def cut(optimizer: Any) -> None:
+        optimizer.synchronize()
+        prune.l1_unstructured(model[2], "weight", 0.3)
+
+    _changed_later(run, model, cut)
 
 
 def lazy(run: Run) -> None:
@@ -349,12 +341,12 @@ class Doubled(nn.Module):
 
 def parametrized_later(run: Run) -> None:
     model = make_model()
-    optimizer = run.wrap(model)
-    train(run, model, optimizer, HALF)
-    optimizer.synchronize()
-    parametrize.register_parametrization(model[2], "weight", Doubled())
-    train(run, model, optimizer, rest(run))
-    run.see(model)
+
+    def double(optimizer: Any) -> None:
+        optimizer.synchronize()
+        parametrize.register_parametrization(model[2], "weight", Doubled())
+
+    _changed_later(run, model, double)
 
 
 def max_norm(run: Run) -> None:

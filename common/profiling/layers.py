@@ -22,7 +22,7 @@ from dear.options import at_least, positive
 
 if TYPE_CHECKING:
     from common.models.workload import Workload
-    from common.profiling.traced import Traced
+    from common.profiling.traces.traced import Traced
 
 SEED = 1
 _WARMUP, _STEPS = 5, 20
@@ -94,8 +94,9 @@ def traced_profile(options: argparse.Namespace) -> Profile:
             raise UserError(f"--{name}: has no effect with --from-trace; leave it out")
     import torch
 
-    from common.profiling import kineto, modelled
-    from common.profiling.traced import Traced
+    from common.profiling import modelled
+    from common.profiling.traces import kineto
+    from common.profiling.traces.traced import Traced
 
     entry, batch_size, sentence_len = _sizes(options)
     trace = kineto.load(options.from_trace)

@@ -46,6 +46,11 @@ class Communicator(Account):
     _held = 0
     window_backend = "comm_core"
     """Backend of torch.distributed whose groups windows can use."""
+    core: Callable[[], Any] = staticmethod(core_module)
+    """Function that returns the module with neighbour collectives and windows, which is
+    `comm_core`; it raises `Unavailable` if the comm core is not built."""
+    worker: Callable[[str], Any] = staticmethod(functools.partial(ThreadPoolExecutor, 1))
+    """Function from a name to a pool of one thread, which runs calls one after another."""
 
     def __init__(
         self,
@@ -143,14 +148,14 @@ class Communicator(Account):
     ) -> Work:
         """Reduces `tensor` over all ranks, in place on rank `root`; scratch on other ranks."""
         queue, kind = self._queue(channel, priority, tensor), _reduce_op(op)
-        flat, target = flat_view(tensor), self._global_rank(root)
+        flat, target = flat_view(tensor), _global_rank(self, root)
         return self._start(queue, dist.reduce, self._summand(flat, op), dst=target, op=kind)
 
     def broadcast(
         self, tensor: torch.Tensor, *, root: int, channel: int = 0, priority: int = 0
     ) -> Work:
         """Copies rank `root`'s `tensor` to all ranks, in place."""
-        queue, source = self._queue(channel, priority, tensor), self._global_rank(root)
+        queue, source = self._queue(channel, priority, tensor), _global_rank(self, root)
         return self._start(queue, dist.broadcast, flat_view(tensor), src=source)
 
     def exchange(
@@ -164,26 +169,14 @@ class Communicator(Account):
         self._queue(channel, 0, send)
         group, kind = self.groups[channel], send.device.type
         staged = send.is_cuda and kind not in self.native and kind not in self.streamed
-        handle = Exchange(send, recv, self._global_rank(peer), group, staged)
+        handle = Exchange(send, recv, _global_rank(self, peer), group, staged)
         return self._work("exchange", handle, channel, group, recv, send)
-
-    def core(self) -> Any:
-        """Returns the module with neighbour collectives and windows, which is `comm_core`.
-
-        Raises:
-            Unavailable: the comm core is not built.
-        """
-        return core_module()
 
     def allocate(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Allocates a zeroed 1-D tensor like `like`, in memory that the backend reads in place."""
         if like.device.type == "cpu" and "cpu" in self.native:
             return comm_core.empty(numel, dtype=like.dtype)
         return torch.zeros(numel, dtype=like.dtype, device=like.device)
-
-    def worker(self, name: str) -> ThreadPoolExecutor:
-        """Returns a pool of one thread, which runs calls one after another."""
-        return ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def connect(self, device: torch.device, channel: int = 0) -> None:
         """Prepares a channel for exchanges in which only some of the ranks take part; collective.
@@ -207,7 +200,7 @@ class Communicator(Account):
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
         """Returns rank `root`'s picklable `value` on every rank; blocks, for set-up only."""
         box: list[T] = [value]
-        dist.broadcast_object_list(box, src=self._global_rank(root), group=self.groups[0])
+        dist.broadcast_object_list(box, src=_global_rank(self, root), group=self.groups[0])
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
@@ -215,10 +208,6 @@ class Communicator(Account):
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.groups[0])
         return values
-
-    def gather_places(self, place: tuple[int, int]) -> list[tuple[int, int]]:
-        """Returns every rank's `place` on its host: its local rank, and the ranks there; blocks."""
-        return self.gather_objects(place)
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
@@ -247,11 +236,6 @@ class Communicator(Account):
         self._held += 1
         return self._held % HELD == 0
 
-    def _global_rank(self, root: int) -> int:
-        if not 0 <= root < self.size:
-            raise UserError(f"root: must be a rank in 0..{self.size - 1}, got {root}")
-        return dist.get_global_rank(self.groups[0], root)
-
     def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
         # The division comes before the sum, as in DDP, so that the sum of half-precision gradients
         # overflows no sooner than the gradient itself.
@@ -278,6 +262,12 @@ class Communicator(Account):
         else:
             handle = call(*tensors, group=group, async_op=True, **extra)
         return self._work(call.__name__, handle, channel, group, *tensors)
+
+
+def _global_rank(communicator: Communicator, root: int) -> int:
+    if not 0 <= root < communicator.size:
+        raise UserError(f"root: must be a rank in 0..{communicator.size - 1}, got {root}")
+    return dist.get_global_rank(communicator.groups[0], root)
 
 
 class Batch:

@@ -34,6 +34,8 @@ END_S = 10.0
 
 _facts: RankFacts | None = None
 _communicator: Communicator | None = None
+_alike = False
+"""True if all hosts are known to have equally many and consecutive ranks."""
 _at_shutdown: list[Callable[[], None]] = []
 _at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -162,14 +164,17 @@ def _choose_interface(facts: RankFacts) -> None:
 
 @contextlib.contextmanager
 def joined(facts: RankFacts, communicator: Communicator) -> Iterator[None]:
-    """Returns a context in which this process is a rank of a job that somebody else has made."""
-    global _facts, _communicator
-    before = _facts, _communicator
-    _facts, _communicator = facts, communicator
+    """Returns a context in which this process is a rank of a job that somebody else has made.
+
+    All its hosts must have equally many and consecutive ranks.
+    """
+    global _facts, _communicator, _alike
+    before = _facts, _communicator, _alike
+    _facts, _communicator, _alike = facts, communicator, True
     try:
         yield
     finally:
-        _facts, _communicator = before
+        _facts, _communicator, _alike = before
 
 
 def at_end(method: Callable[[], None]) -> None:
@@ -288,7 +293,9 @@ def ranks_per_machine(communicator: Communicator) -> int:
 
     Raises `UserError` if machines have different numbers of ranks, or not consecutive ranks.
     """
-    positions = communicator.gather_places((local_rank(), local_size()))
+    if _alike:
+        return local_size()
+    positions = communicator.gather_objects((local_rank(), local_size()))
     sizes = {size for _, size in positions}
     if len(sizes) > 1:
         raise UserError(

@@ -17,8 +17,9 @@ from common.models import profile as profiles
 from common.models import registry
 from common.models.profile import Jitter
 from common.models.workload import Workload
-from common.profiling import kineto, layers, modelled
-from common.profiling.traced import Traced
+from common.profiling import layers, modelled
+from common.profiling.traces import kineto
+from common.profiling.traces.traced import Traced
 from dear.errors import UserError
 
 MAIN, ENGINE = 7, 8

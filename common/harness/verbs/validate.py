@@ -182,8 +182,9 @@ def _donor(record: Record, others: Sequence[Record], ranks: int | None = None) -
     if not fitting:
         raise UserError(f"no costs of collectives of {wanted} ranks are on record")
     foreign = [other for other in fitting if other.trial["model"] != record.trial["model"]]
-    own = [record] if record in fitting else fitting
-    return (foreign or own)[0]
+    if foreign or record not in fitting:
+        return (foreign or fitting)[0]
+    return record
 
 
 def _links(record: Record) -> tuple[object, ...]:

@@ -78,10 +78,6 @@ class VirtualCommunicator(Communicator):
     def gather_objects(self, value: T) -> list[T]:
         return [value] * self.size
 
-    def gather_places(self, place: tuple[int, int]) -> list[tuple[int, int]]:
-        local = self.network.shape.ranks_per_host
-        return [(rank % local, local) for rank in range(self.size)]
-
     def worker(self, name: str) -> Any:
         return _Worker(self.network)
 

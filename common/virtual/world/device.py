@@ -132,7 +132,7 @@ class Arithmetic(TorchDispatchMode):
 
 
 class _Rule:
-    """What an operator of torch writes to, or makes."""
+    """Writes of an operator of torch, and the tensors that it makes."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema

@@ -34,7 +34,7 @@ LONGEST = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a prediction depends on."""
+    """Setting of a prediction."""
 
     profile: Profile
     algorithm: str
@@ -69,7 +69,7 @@ class Step:
     messages: float
     """Transfers per step."""
     note: str | None = None
-    """How the step was computed, if not by the algorithm's file."""
+    """Method, if the algorithm's file did not run."""
 
 
 def predicted(setting: Setting) -> Step:
@@ -103,12 +103,12 @@ def _modelled(setting: Setting, sender: str) -> Step:
     costs = setting.costs(shape.hosts, shape.ranks_per_host)
     tensors = 7 if setting.optimizer == "adamw" else 5 if setting.momentum else 3
     update_s = update_s_of(setting.profile, tensors)
-    found = foresee(
+    step = foresee(
         setting.profile, setting.algorithm, setting.options, costs, shape.ranks, update_s
     )
     return Step(
-        step_s=found.step_s * setting.slowdown,
-        exposed_s=found.exposed_s,
+        step_s=step.step_s * setting.slowdown,
+        exposed_s=step.exposed_s,
         phases_s=(setting.profile.forward_s, setting.profile.backward_s, update_s),
         bytes_sent=setting.profile.parameter_bytes,
         transfers=(),

@@ -345,7 +345,13 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self._uses = uses
         self._place = {group: place for place, group in enumerate(uses)}
         self._level_of = self._shared_out(uses)
-        self._batches = [self._batch(part) for part in self._partitions]
+        # A batch costs the least; but it reports no end, and a credit needs the ends.
+        self._batches: list[Batch | None] = [None] * len(self._partitions)
+        for task, part in enumerate(self._partitions):
+            level = self._level_of[part.group]
+            if math.isinf(self._credit) and isinstance(part.carrier, Dense):
+                queue = (level + 1, self._levels - 1 - level)
+                self._batches[task] = Batch(self.communicator, *queue)
         self._orders, self._issuers = [], []
         for level in range(self._levels):
             self._orders.append(
@@ -355,13 +361,6 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         # From the next pass on, buckets are sent one by one as they are complete.
         self._units = [[index] for index in range(len(self.buckets))]
         self.schedule.regroup([bucket.params for bucket in self.buckets], launched)
-
-    def _batch(self, part: Partition) -> Batch | None:
-        """Returns what sends a partition at the least cost; None if its end must be reported."""
-        if self._credit < math.inf or not isinstance(part.carrier, Dense):
-            return None
-        level = self._level_of[part.group]
-        return Batch(self.communicator, level + 1, self._levels - 1 - level)
 
     def _shared_out(self, uses: Sequence[int]) -> list[int]:
         """Returns the level of each group. Groups used one after another share a level, and all

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from common.profiling.kineto import MODULE, RECORD, Event, Trace, Work, outermost
 from common.profiling.recorder import Layers, Step
+from common.profiling.traces.kineto import MODULE, RECORD, Event, Trace, Work, outermost
 
 _NODE = "autograd::engine::evaluate_function: "
 _GRADIENT = "torch::autograd::AccumulateGrad"

@@ -1,0 +1,1 @@
+"""Layer profiles from traces of torch.profiler."""

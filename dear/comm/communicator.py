@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from dear.comm.backends import backend_for, backend_of, core_module
 from dear.comm.handles import Exchange
-from dear.comm.work import Account, Work, device_type
+from dear.comm.work import Account, Work
 from dear.errors import UserError, one_of
 from dear.lazy import comm_core, dist, torch
 
@@ -226,7 +226,7 @@ class Communicator(Account):
                 f"channel {channel} does not exist: allowed are 0..{len(self.groups) - 1}; "
                 "ensure_channels() adds more"
             )
-        if priority and device_type(tensor) not in self.native:
+        if priority and tensor.device.type not in self.native:
             raise UserError(f"backend {self.backend} has no priorities; use priority=0")
         return channel, priority
 

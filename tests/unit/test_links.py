@@ -302,7 +302,7 @@ def test_a_packets_delay_counts_from_the_time_that_it_carries(monkeypatch):
     def send(port, flush):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
             for number, sent_ns in [(0, 0), (1, 10**18), (-1, 0)]:
-                end.sendto(probe._NUMBER.pack(number, sent_ns), ("127.0.0.1", port))
+                end.sendto(probe._NUMBERS.pack(number, sent_ns), ("127.0.0.1", port))
 
     monkeypatch.setattr("builtins.print", send)
     since_1970_ns, since_2001_ns = probe._listen("127.0.0.1")

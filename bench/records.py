@@ -133,6 +133,7 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER
         "started": started.isoformat(timespec="seconds"),
         "duration_s": round(time.monotonic() - began, 1),
         "missed": missed,
+        "computed": recipe.computed,
         **(_kept_evidence(work, out) if recipe.sweep is not None else {}),
         "files": catalogue.digests(out),
     }

@@ -16,6 +16,10 @@ MOST_TIME_SCALE = 10_000
 """Larger scales make the shortest sweep last for days."""
 
 
+EMULATED_ONLY = ("time_scale", "min_time_scale", "max_time_scale", "links", "congestion")
+"""Keys of `ClusterConfig` that have no meaning for a predicted cluster."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Key `cluster:` of an experiment: virtual hosts on this machine, connected by a switch; or a
@@ -57,8 +61,10 @@ class ClusterConfig:
         for key in ("engine", "inside"):
             if self.kind == "emulated" and getattr(self, key) is not None:
                 raise UserError(f"cluster.{key}: goes with cluster.kind=predicted")
-        if self.kind == "predicted" and self.time_scale is not None:
-            raise UserError("cluster.time_scale: goes with cluster.kind=emulated")
+        for field in fields(self):
+            is_set = getattr(self, field.name) != field.default
+            if self.kind == "predicted" and field.name in EMULATED_ONLY and is_set:
+                raise UserError(f"cluster.{field.name}: goes with cluster.kind=emulated")
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
         at_least("cluster.time_scale", self.time_scale, 0, MOST_TIME_SCALE)

@@ -153,6 +153,22 @@ class Profile:
             first[name] = min(first[name], call_of(alias.rpartition(".")[0]))
         return first
 
+    def slowed(self, factor: float) -> Profile:
+        """Returns the profile of a device that computes `factor` times as long."""
+        calls = tuple(
+            dataclasses.replace(
+                call, forward_s=factor * call.forward_s, backward_s=factor * call.backward_s
+            )
+            for call in self.calls
+        )
+        parameters = tuple(
+            param
+            if param.ready_s is None
+            else dataclasses.replace(param, ready_s=factor * param.ready_s)
+            for param in self.parameters
+        )
+        return dataclasses.replace(self, calls=calls, parameters=parameters)
+
     def save(self, path: Path) -> None:
         """Writes JSON with one module per line."""
         rows: dict[str, list[Any]] = {name: [name, [], []] for name in self.modules}

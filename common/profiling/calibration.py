@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
-from common.emulation.links.profile import NetworkProfile, network_file
+from common.emulation.links.profile import network_file
 from common.profiling import nccl_tests
 from common.results.tables.cells import significant
 from dear.cost.calibrated import NetworkCosts, OperationCost, OperationCosts
-from dear.cost.fit import CollectiveCost
 from dear.cost.measurement import Measurement, Operation, carried
 from dear.errors import UserError
 
@@ -26,28 +25,6 @@ _BY_LINK: tuple[Operation, ...] = (
     *("broadcast", "exchange", "sendrecv"),
 )
 """Operations in the order in which the links are estimated from them."""
-
-
-def costs_of(
-    network: NetworkProfile, world_size: int | None = None
-) -> Mapping[str, CollectiveCost]:
-    """Returns the measured costs of a network by operation, in seconds by bytes.
-
-    Args:
-        world_size: number of ranks that the costs must be of; None: any (`costs.world_size`).
-
-    Raises:
-        UserError: the network has no measured costs, or only those of another world size.
-    """
-    costs = network.costs
-    if costs is None:
-        raise UserError(f"network {network.name!r} has no measured costs; `calibrate` writes them")
-    if world_size not in (None, costs.world_size):
-        raise UserError(
-            f"network {network.name!r}: its costs are those of {costs.world_size} ranks, not of "
-            f"{world_size}"
-        )
-    return costs.collective_costs()
 
 
 def from_nccl_tests(files: Sequence[str], ranks: int | None = None) -> NetworkCosts:

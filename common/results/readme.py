@@ -132,9 +132,10 @@ def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
         f"`{text.replace('{out}', 'FOLDER')}` did not meet its requirement (see the record).\n"
         for text in manifest.get("missed", ())
     )
+    done, does = ("Computed", "computes") if manifest.get("computed") else ("Measured", "measures")
     return (
-        f"*Measured {manifest['started'][:10]} at commit {manifest['commit']} on "
-        f"{machine['cores']} cores ({machine['cpu']}). `make records ONLY={name}` measures "
+        f"*{done} {manifest['started'][:10]} at commit {manifest['commit']} on "
+        f"{machine['cores']} cores ({machine['cpu']}). `make records ONLY={name}` {does} "
         f"this [record]({_way(folder / name, place)}) again.*\n{missed}"
     )
 

@@ -32,6 +32,8 @@ class Events:
         self._waiters: list[_Waiter] = []
         """Threads that wait, in the order in which they began to."""
         self._error: BaseException | None = None
+        self._acting = False
+        """True while an event runs, which must not wait itself."""
 
     def at(self, moment_s: float, action: Callable[[], None]) -> None:
         """Schedules `action` for the time `moment_s`, or for now if that time has passed."""
@@ -39,6 +41,7 @@ class Events:
 
     def run_for(self, seconds: float) -> None:
         """Advances the clock by `seconds`, and runs all events and other threads up to then."""
+        self._refuse_event()
         end_s = self.now_s + seconds
         if self._waiters:
             # Events of the same time that were scheduled before still come first.
@@ -61,6 +64,7 @@ class Events:
         """
         if over():
             return
+        self._refuse_event()
         me = _Waiter(over)
         self._waiters.append(me)
         while True:
@@ -112,4 +116,12 @@ class Events:
 
     def _run_next(self) -> None:
         self.now_s, _, action = heapq.heappop(self._queue)
-        action()
+        self._acting = True
+        try:
+            action()
+        finally:
+            self._acting = False
+
+    def _refuse_event(self) -> None:
+        if self._acting:
+            raise RuntimeError("an event of the virtual clock must not take time, nor wait")

@@ -7,7 +7,7 @@ pass, ...) it starts and awaits the transfers of a message.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.virtual.events import Events
@@ -26,9 +26,9 @@ FUSED = "fused_all_reduce"
 """Key of the cost of an all-reduce of several tensors, with their copies to and from a buffer."""
 
 LONGEST = 64
-"""Number of steps to run if the step times do not repeat; the second half is then averaged."""
+"""Number of steps to run if the step times do not repeat. Their second half counts then."""
 PERIODS = 4
-"""Largest number of steps after which the step times may repeat."""
+"""Largest number of periods after which the step times may repeat."""
 SAME = 1e-9
 """Largest relative difference of two step times that count as equal."""
 
@@ -92,22 +92,39 @@ def _check_costs(kinds: Sequence[Kind], costs: Mapping[str, Cost]) -> None:
             raise UnmodelledError(f"no cost of {operation} is known")
 
 
+def steady(step: Callable[[], float], period: int = 1) -> int:
+    """Runs steps until their times repeat; returns how many of the last steps have the mean time.
+
+    Args:
+        step: runs a step and returns its seconds.
+        period: number of steps after which what a rank does repeats.
+    """
+    lengths: list[float] = []
+    while len(lengths) < max(LONGEST, 3 * period):
+        lengths.append(step())
+        for count in range(period, PERIODS * period + 1, period):
+            if _repeats(lengths, count):
+                return count
+    return max(1, len(lengths) // 2 // period) * period
+
+
 def _steady(rank: _Rank) -> Prediction:
     lengths: list[float] = []
     exposed: list[float] = []
-    while len(lengths) < LONGEST:
+
+    def step() -> float:
         began_s = rank.events.now_s
         rank.waits = []
         rank.step()
         lengths.append(rank.events.now_s - began_s)
         exposed.append(sum(wait.seconds for wait in rank.waits))
-        for period in range(1, PERIODS + 1):
-            if repeats(lengths, period):
-                return _mean(lengths[-period:], exposed[-period:], rank)
-    return _mean(lengths[LONGEST // 2 :], exposed[LONGEST // 2 :], rank)
+        return lengths[-1]
+
+    count = steady(step)
+    return _mean(lengths[-count:], exposed[-count:], rank)
 
 
-def repeats(lengths: Sequence[float], period: int) -> bool:
+def _repeats(lengths: Sequence[float], period: int) -> bool:
     """Returns True if the last `period` step times equal the `period` before them.
 
     The very first step awaits nothing, so it does not count.

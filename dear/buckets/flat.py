@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeAlias, TypeVar
 
-from dear.comm.communicator import Communicator, buffer, mark, padded
+from dear.comm.communicator import Communicator, mark, padded
 from dear.errors import UserError
 from dear.lazy import torch
 
@@ -361,7 +361,7 @@ def packed_buckets(
         slices.append((key, slice(start, start + size)))
         lengths[key] = start + padded(size, max(1, ALIGNMENT_BYTES // params[0].element_size()))
         likes[key] = params[0]
-    buffers = {key: buffer(likes[key], size, communicator) for key, size in lengths.items()}
+    buffers = {key: communicator.allocate(likes[key], size) for key, size in lengths.items()}
     return [
         kind(params, gradients=buffers[key][place], packed=True)
         for params, (key, place) in zip(groups, slices, strict=True)
@@ -386,7 +386,7 @@ def value_bucket(
 
     def memory() -> torch.Tensor:
         if shared:
-            return buffer(like, numel, communicator)
+            return communicator.allocate(like, numel)
         return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
     return Bucket(params, values=memory(), spare=memory() if spare else None, viewed=viewed)
@@ -400,8 +400,8 @@ def _lay_out(
     sizes = [padded(sum(p.numel() for p in group), communicator.size) for group in groups]
     room = [padded(size, step) for size in sizes]
     total = max(1, sum(room))
-    gradients = buffer(like, total, communicator)
-    data = buffer(like, total, communicator) if values else None
+    gradients = communicator.allocate(like, total)
+    data = communicator.allocate(like, total) if values else None
     result, start = [], 0
     for group, size, stride in zip(groups, sizes, room, strict=True):
         piece = slice(start, start + size)

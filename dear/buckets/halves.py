@@ -16,7 +16,7 @@ from typing import TypeAlias
 from dear.buckets.carriers import payload_carrier
 from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.flat import Bucket
-from dear.comm.communicator import Communicator, buffer, mark
+from dear.comm.communicator import Communicator, mark
 from dear.comm.work import Work
 from dear.lazy import torch
 
@@ -69,7 +69,7 @@ class Decoupled(ABC):
         self._staged: torch.Tensor | None = None
         narrow = wire or (torch.float16 if whole.dtype == torch.float16 else None)
         if narrow is not None and not whole.is_complex():
-            self._staged = buffer(whole.new_empty(0, dtype=narrow), whole.numel(), communicator)
+            self._staged = communicator.allocate(whole.new_empty(0, dtype=narrow), whole.numel())
         self.owned = self.owned_by(communicator.rank)
         """The part of the bucket whose mean this rank receives."""
         self.shard = whole.new_zeros(self.owned.stop - self.owned.start)
@@ -188,7 +188,7 @@ class ScatterGather(Decoupled):
             if self._staged is not None:
                 self._sum = like.new_empty(count)
             return
-        self._message = buffer(like, numel, communicator)
+        self._message = communicator.allocate(like, numel)
         rows = self._message.view(size, count + marks)
         self._blocks = rows[:, :count]
         self._sum = like.new_empty(count + marks)
@@ -290,7 +290,7 @@ class AllReduced(_AtOnce):
         super().__init__(bucket, communicator, wire=wire, skip=skip)
         like = bucket.gradients if self._staged is None else self._staged
         count = bucket.gradients.numel()
-        self._message = buffer(like, count + marks, communicator)
+        self._message = communicator.allocate(like, count + marks)
         self._sum = self._message[:count]
         if self._staged is not None:
             self._staged = self._sum

@@ -14,7 +14,7 @@ from typing import Any
 
 from dear.buckets.flat import shaped, with_gradients
 from dear.buckets.halves import AllReduced, Decoupled
-from dear.comm.communicator import Communicator, buffer
+from dear.comm.communicator import Communicator
 from dear.lazy import torch
 
 State = dict[str, Any]
@@ -171,7 +171,7 @@ class Replicated(Between):
         """Parameters of the current step that no rank has a gradient for."""
         self._partial = PartialUpdate(self._optimizer, self._plain)
         self._means = [
-            buffer(part.bucket.gradients, part.bucket.gradients.numel(), self._communicator)
+            self._communicator.allocate(part.bucket.gradients, part.bucket.gradients.numel())
             for part in self.parts
         ]
         self._views = [

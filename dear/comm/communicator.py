@@ -374,11 +374,6 @@ def padded(numel: int, step: int) -> int:
     return -(-numel // step) * step
 
 
-def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
-    """Calls `communicator.allocate`."""
-    return communicator.allocate(like, numel)
-
-
 def mark(marks: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
     """Sets `marks` `[len(present)]` to 1 or 0 and returns it; does not wait for a GPU."""
     if all(present):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from dear.comm.communicator import Communicator, buffer, padded, sub_communicators
+from dear.comm.communicator import Communicator, padded, sub_communicators
 from dear.comm.work import Work
 from dear.cost.fit import AlphaBeta, CollectiveCost, fit_alpha_beta
 from dear.cost.measurement import (
@@ -365,7 +365,7 @@ def _starter(
     like = torch.empty(0, device=device)
 
     def zeros(numel: int) -> torch.Tensor:
-        return buffer(like, numel, communicator) if shared else like.new_zeros(numel)
+        return communicator.allocate(like, numel) if shared else like.new_zeros(numel)
 
     full = zeros(count)
     if operation == "all_reduce":

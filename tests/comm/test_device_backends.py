@@ -16,7 +16,6 @@ import dear
 from dear import dadt
 from dear.comm import communicator as communicators
 from dear.comm import runtime
-from dear.comm.communicator import buffer
 from dear.comm.handles import Exchange
 from dear.dadt.session import current
 from dear.errors import UserError
@@ -40,7 +39,7 @@ def _cpu_part() -> list[Any]:
     regimes = [name for name, _ in c.regimes("all_reduce", device) or ()]
     with pytest.raises(UserError, match="has no priorities"):
         c._queue(0, 1, SimpleNamespace(device=torch.device("cuda")))
-    shared = buffer(torch.empty(0), 8, c)
+    shared = c.allocate(torch.empty(0), 8)
     c.record_times = False
     return [c.backend, work.times().finished_s > 0, bool(regimes), shared.tolist()]
 

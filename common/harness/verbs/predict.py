@@ -11,12 +11,12 @@ import dataclasses
 import json
 import multiprocessing
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common.emulation.config import ClusterConfig
+from common.emulation.config import EMULATED_ONLY, ClusterConfig
 from common.harness.experiment_file import CommandLine, find_experiment, load
 from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
@@ -29,13 +29,25 @@ from dear.options import Options, positive
 
 if TYPE_CHECKING:
     from common.results.tables.predicted import PredictedRow
+    from common.virtual.costs.parts import Shape
     from common.virtual.link import Cost
     from common.virtual.world.run import Setting
 
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
 COSTS, COMPUTE = 0.1, 0.02
-"""Relative errors of composed costs, and of compute; they give the range."""
+"""Assumed relative errors of composed costs, and of compute; they give the range."""
+PLAIN_LINKS = ("sites", "trace", "jitter_us", "loss_percent")
+"""Keys of a network file that predictions do not model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Links:
+    """Costs of collectives on a network, and their relative error."""
+
+    costs: Callable[[int, int], Mapping[str, Cost]]
+    """Function from hosts and ranks per host of a group to its cost of each operation."""
+    error: float
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -61,19 +73,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints the table of predictions; the exit status is 1 if no trial has one.
-
-    Args:
-        options: flags of this verb, or of `run`, which has fewer.
-    """
-    given = {key: getattr(options, key, None) for key in ("alpha_ms", "beta_ns")}
-    if len({value is None for value in given.values()}) > 1:
-        raise UserError("--alpha-ms and --beta-ns go together")
-    for key, value in given.items():
-        positive(f"--{key.replace('_', '-')}", value)
+    """Prints the predictions; the exit status is 1 if no trial has one."""
+    fixed = _fixed(options.alpha_ms, options.beta_ns)
     path = find_experiment(options.experiment or EXPERIMENT)
-    keys = {key: getattr(options, key, None) for key in ("engine", "inside")}
+    keys = {key: getattr(options, key) for key in ("engine", "inside")}
     overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
+    usual = {field.name: field.default for field in dataclasses.fields(ClusterConfig)}
+    overrides += [f"cluster.{key}={json.dumps(usual[key])}" for key in EMULATED_ONLY]
     overrides += ["cluster.kind=predicted", *cluster_overrides(options), *options.set]
     with contextlib.redirect_stdout(sys.stderr):
         experiment = load(path, overrides, CommandLine.of(options))
@@ -81,46 +87,45 @@ def main(options: argparse.Namespace) -> int:
 
     from common.harness.running import plan
     from common.results.tables.predicted import overview, table_of
-    from common.results.tables.table import markdown
 
     trials = plan.select(everything, options.filter, None, experiment.name)
     cluster = experiment.cluster
     assert cluster is not None, "the overrides have made one"
-    fixed = None
-    if given["alpha_ms"] is not None and given["beta_ns"] is not None:
-        fixed = AlphaBeta(alpha_s=given["alpha_ms"] / 1e3, beta_s_per_byte=given["beta_ns"] / 1e9)
     rows = predictions(trials, experiment.base, cluster, fixed)
     if options.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return _status(rows)
+    engine = "alpha and beta as given" if fixed else f"engine {_engine(cluster)}"
+    title = f"{experiment.name}: predicted, {engine}"
+    compared = any(row.algorithm == experiment.base for row in rows)
+    if options.rows or not compared:  # without the baseline, there is no speed-up
+        table_of(rows).print(title)
     else:
-        engine = "alpha and beta as given" if fixed else f"engine {_engine(cluster)}"
-        title = f"{experiment.name}: predicted, {engine}"
-        if getattr(options, "rows", False):
-            table_of(rows).print(title)
-        else:
-            lines = overview(rows, experiment.base)
-            print(f"{title}; speed-up over {experiment.base}, with its range\n")
-            print(
-                markdown(
-                    lines, [0 < i < len(lines[0]) - 1 and i != 3 for i in range(len(lines[0]))]
-                )
-            )
-            for note in dict.fromkeys(
-                f"{row.algorithm}: {row.reason}" for row in rows if row.reason
-            ):
-                print(note)
-        print(
-            f"range: costs of collectives +-{COSTS:.0%} (measured costs: their residual), compute "
-            f"+-{COMPUTE:.0%}; how it is computed: docs/prediction.md"
-        )
+        print(f"{title}; speed-up over {experiment.base}, with its range\n")
+        print(overview(rows, experiment.base))
+    print(
+        f"range: costs of collectives +-{COSTS:.0%} (measured costs: their residual), compute "
+        f"+-{COMPUTE:.0%}; how it is computed: docs/prediction.md"
+    )
+    return _status(rows)
+
+
+def _status(rows: Sequence[PredictedRow]) -> Status:
     return Status.OK if any(row.step_s for row in rows) else Status.FAILED
 
 
+def _fixed(alpha_ms: float | None, beta_ns: float | None) -> AlphaBeta | None:
+    if alpha_ms is None and beta_ns is None:
+        return None
+    if alpha_ms is None or beta_ns is None:
+        raise UserError("--alpha-ms and --beta-ns go together")
+    positive("--alpha-ms", alpha_ms)
+    positive("--beta-ns", beta_ns)
+    return AlphaBeta(alpha_s=alpha_ms / 1e3, beta_s_per_byte=beta_ns / 1e9)
+
+
 def predictions(
-    trials: Sequence[Trial],
-    base: str,
-    cluster: ClusterConfig,
-    fixed: AlphaBeta | None = None,
+    trials: Sequence[Trial], base: str, cluster: ClusterConfig, fixed: AlphaBeta | None = None
 ) -> list[PredictedRow]:
     """Returns the rows of trials in their order, without the single workers.
 
@@ -128,22 +133,46 @@ def predictions(
         base: label of the algorithm to which the others are compared.
         fixed: cost of an all-reduce of all ranks; None: costs are measured or composed for the
             network.
+
+    Raises:
+        UserError: the cluster, or a setting of all trials, cannot be predicted.
     """
     many = [trial for trial in trials if trial.algorithm != BASELINE]
-    count = min(usable_cores(), len(many))
-    # Forked processes know the plugins and models of the command line.
-    with ProcessPoolExecutor(count or 1, multiprocessing.get_context("fork")) as pool:
-        rows = list(pool.map(partial(_row, cluster=cluster, fixed=fixed), many))
+    for trial in many:
+        _check(trial)
+        _links(trial, cluster, fixed)
+    # A forked process cannot use torch if this process has done so, as in a test.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(usable_cores(), len(many))), context) as pool:
+        planned = [trial.to_json() for trial in many]
+        rows = list(pool.map(partial(_row, cluster=cluster, fixed=fixed), planned))
     bases = {row.place: row.step_s for row in rows if row.algorithm == base}
     return [dataclasses.replace(row, baseline_s=bases.get(row.place)) for row in rows]
 
 
-def _row(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> PredictedRow:
+def _check(trial: Trial) -> None:
+    """Raises `UserError` for a model without layer profile, and for settings that change a step
+    but are not modelled."""
+    profile_of(trial.model, trial.batch_size, trial.sentence_len)
+    refused = {
+        "dtype": trial.dtype != "float32",
+        "faults": trial.fault is not None,
+        "learn": trial.learn is not None,
+    }
+    for key in (key for key, given in refused.items() if given):
+        raise UserError(f"{key}: predictions do not model it; leave it out, or use `run`")
+
+
+def _row(
+    planned: Mapping[str, object], cluster: ClusterConfig, fixed: AlphaBeta | None
+) -> PredictedRow:
+    """Predicts a trial, given as `Trial.to_json()`, in a process of its own."""
     from common.results.tables.predicted import PredictedRow
     from common.virtual.costs.parts import Shape
     from common.virtual.passes import UnmodelledError
-    from common.virtual.world.run import predicted
+    from common.virtual.world.run import predicted, stated
 
+    trial = Trial.from_json(planned)  # loads the plugin and the model of the user
     place: dict[str, Any] = {
         "model": trial.model,
         "batch": trial.batch_size,
@@ -152,22 +181,27 @@ def _row(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> Predi
         "algorithm": trial.label,
     }
     try:
-        setting = _setting(trial, cluster, fixed)
-        plain = dataclasses.replace(
-            setting, algorithm=BASELINE, options=Options(), shape=Shape(hosts=1)
-        )
-        middle, low, high = (predicted(_varied(setting, sign)) for sign in (0, -1, 1))
+        settings = [_setting(trial, cluster, fixed, sign) for sign in (0, -1, 1)]
+        steps = [predicted(setting) for setting in settings]
     except (UserError, Unavailable, UnmodelledError) as error:
         return PredictedRow(**place, status="unsupported", reason=str(error))
+    plain = dataclasses.replace(
+        settings[0], algorithm=None, options=Options(), shape=Shape(hosts=1)
+    )
+    second_s = None
+    if steps[0].note is None:
+        with contextlib.suppress(UnmodelledError):  # then there is no second method
+            second_s = stated(settings[0]).step_s
     return PredictedRow(
         **place,
-        step_s=middle.step_s,
-        step_low_s=min(low.step_s, middle.step_s, high.step_s),
-        step_high_s=max(low.step_s, middle.step_s, high.step_s),
-        exposed_s=middle.exposed_s,
+        step_s=steps[0].step_s,
+        step_low_s=min(step.step_s for step in steps),
+        step_high_s=max(step.step_s for step in steps),
+        exposed_s=steps[0].exposed_s,
         compute_s=predicted(plain).step_s,
-        messages=middle.messages,
-        reason=middle.note,
+        event_model_s=second_s,
+        messages=steps[0].messages,
+        reason=steps[0].note,
     )
 
 
@@ -175,71 +209,94 @@ def _engine(cluster: ClusterConfig) -> str:
     return cluster.engine or "nccl"
 
 
-def _setting(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> Setting:
+def _shape(trial: Trial, cluster: ClusterConfig) -> Shape:
+    from common.virtual.costs.parts import Shape
+
+    local = min(cluster.ranks_per_host, trial.world_size)
+    if trial.world_size % local:
+        raise UserError(
+            f"world_sizes: {trial.world_size} workers do not fill hosts of {local} ranks; "
+            "predictions need equally many ranks on each host"
+        )
+    return Shape(hosts=trial.world_size // local, ranks_per_host=local)
+
+
+def _links(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> Links:
+    """Returns the costs of a trial's collectives: given, measured or composed.
+
+    Raises:
+        UserError: predictions do not model the network, or the engine cannot use its links.
+    """
     from common.emulation.links.profile import network_profile
     from common.virtual.costs.engines import costs_of, ring_of
     from common.virtual.costs.networks import platform_of
     from common.virtual.costs.parts import Shape
-    from common.virtual.world.run import Setting
 
-    engine = _engine(cluster)
-    local = min(cluster.ranks_per_host, trial.world_size)
-    shape = Shape(hosts=-(-trial.world_size // local), ranks_per_host=local)
-    if shape.ranks != trial.world_size:
-        raise UserError(
-            f"{trial.world_size} workers do not fill hosts of {local} ranks; predictions need "
-            "equally many ranks on each host"
-        )
-    assert trial.network is not None
-    name, measured, error = engine, None, COSTS
-    if fixed is None:
-        inside = cluster.inside or ("pcie4" if engine == "nccl" else None)
-        platform = platform_of(trial.network, inside)
-        measured = network_profile(trial.network).costs
-        if measured is not None and (measured.engine, measured.world_size) == (
-            engine,
-            shape.ranks,
-        ):
-            error = max(cost.residual_rms for cost in measured.by_operation().values())
-        else:
-            measured = None
-    else:
-        name, shape = "ring", Shape(hosts=trial.world_size)
+    shape, engine = _shape(trial, cluster), _engine(cluster)
+    if fixed is not None:
         platform = ring_of(fixed, shape.ranks)
+        return Links(
+            costs=lambda hosts, local: costs_of("ring", platform, Shape(hosts=hosts * local)),
+            error=COSTS,
+        )
+    assert trial.network is not None, "a cluster has a network"
+    profile = network_profile(trial.network)
+    for key in PLAIN_LINKS:
+        if getattr(profile, key):
+            raise UserError(f"network {profile.name}: predictions do not model `{key}:`")
+    inside = cluster.inside or ("pcie4" if engine == "nccl" else None)
+    platform, measured = platform_of(trial.network, inside), profile.costs
 
-    def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
-        composed = costs_of(name, platform, Shape(hosts=hosts, ranks_per_host=ranks_per_host))
-        if measured is None or hosts * ranks_per_host != shape.ranks:
-            return composed
-        return {**composed, **measured.collective_costs()}
+    def composed(hosts: int, local: int) -> Mapping[str, Cost]:
+        return costs_of(engine, platform, Shape(hosts=hosts, ranks_per_host=local))
+
+    composed(shape.hosts, shape.ranks_per_host)  # refuses links that the engine cannot use
+    if measured is None:
+        return Links(costs=composed, error=COSTS)
+    here = (engine, shape.ranks, shape.ranks_per_host)
+    there = (
+        measured.engine,
+        measured.world_size,
+        measured.ranks_per_host or shape.ranks_per_host,
+    )
+    if here != there:
+        raise UserError(
+            f"network {profile.name}: its costs are of {there[0]} with {there[1]} ranks, "
+            f"{there[2]} per host, but this is {here[0]} with {here[1]} ranks, {here[2]} per host; "
+            "calibrate there, or use a network without measured costs"
+        )
+
+    def known(hosts: int, local: int) -> Mapping[str, Cost]:
+        if (hosts, local) != (shape.hosts, shape.ranks_per_host):
+            return composed(hosts, local)
+        return {**composed(hosts, local), **measured.collective_costs()}
+
+    residuals = [cost.residual_rms for cost in measured.by_operation().values()]
+    return Links(costs=known, error=max(residuals))
+
+
+def _setting(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None, sign: int) -> Setting:
+    """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
+    from common.virtual.link import Scaled
+    from common.virtual.world.run import Setting, slowest
+
+    shape, links = _shape(trial, cluster), _links(trial, cluster, fixed)
+    profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
+    jitter = profile.jitter
+    slowdown = slowest(shape.ranks, jitter.relative_std if jitter is not None else 0.0)
+    factor = 1 + sign * links.error
+
+    def costs(hosts: int, local: int) -> Mapping[str, Cost]:
+        middle = links.costs(hosts, local)
+        return {name: Scaled(cost=cost, factor=factor) for name, cost in middle.items()}
 
     return Setting(
-        profile=profile_of(trial.model, trial.batch_size, trial.sentence_len),
+        profile=profile.slowed((1 + sign * COMPUTE) * slowdown),
         algorithm=trial.algorithm,
         options=trial.options,
         shape=shape,
-        costs=costs,
-        costs_error=error,
-        engine=engine,
+        costs=costs if sign else links.costs,
+        engine=_engine(cluster),
         optimizer=trial.optimizer.name,
         momentum=trial.optimizer.momentum,
     )
-
-
-def _varied(setting: Setting, sign: int) -> Setting:
-    """Returns the setting with costs and compute at an end of their ranges (-1 or 1), or not."""
-    from common.virtual.link import Scaled
-    from common.virtual.world.run import slowest
-
-    jitter = setting.profile.jitter
-    spread = jitter.relative_std if jitter is not None else 0.0
-    slowdown = (1 + sign * COMPUTE) * slowest(setting.shape.ranks, spread)
-    if not sign:
-        return dataclasses.replace(setting, slowdown=slowdown)
-    factor = 1 + sign * setting.costs_error
-
-    def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
-        before = setting.costs(hosts, ranks_per_host)
-        return {name: Scaled(cost=cost, factor=factor) for name, cost in before.items()}
-
-    return dataclasses.replace(setting, costs=costs, slowdown=slowdown)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.emulation import sandbox
-from common.harness import variables, verbs
+from common.harness import variables
 from common.harness.experiment import Experiment
 from common.harness.experiment_file import (
     CommandLine,
@@ -171,8 +171,12 @@ def main(options: argparse.Namespace) -> int:
     for line in filter(None, (assumption, experiment.fallback)):
         if not sandbox.inside():  # the process outside has printed it
             print(line, file=sys.stderr)
-    if experiment.cluster is not None and experiment.cluster.kind == "predicted":
-        return verbs.load("predict").main(options)
+    predicted = experiment.cluster is not None and experiment.cluster.kind == "predicted"
+    if predicted and not options.dry_run:
+        raise UserError(
+            f"{path.name}: its cluster is predicted, so nothing runs on it; use "
+            f"`{COMMAND} predict {options.experiment}`"
+        )
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([*DRIVER, *options.arguments])
 

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.harness.verbs import Status
 from dear.errors import UserError
@@ -65,6 +65,7 @@ def main(options: argparse.Namespace) -> int:
     from common.harness.output import find_sweep
     from common.results.store import Comparison
     from common.results.tables.table import markdown
+    from common.virtual.passes import UnmodelledError
 
     checks, skipped = [], []
     for name in options.sweeps:
@@ -73,11 +74,13 @@ def main(options: argparse.Namespace) -> int:
         for record in records:
             try:
                 checks.append(_check(record, records, folder.name))
-            except UserError as error:
+            except (UserError, UnmodelledError) as error:
                 skipped.append(f"{record.title}: {error}")
+    summary = Summary.of(checks) if checks else None
     if options.json:
         rows = [{**asdict(check), "error": check.error} for check in checks]
-        print(json.dumps({"rows": rows, "summary": summary(checks), "skipped": skipped}))
+        shown = summary and asdict(summary)
+        print(json.dumps({"rows": rows, "summary": shown, "skipped": skipped}))
         return Status.OK if checks else Status.NO_ANSWER
     head = ("sweep", "model", "batch", "workers", "network", "algorithm")
     lines = [(*head, "measured ms", "predicted ms", "error", "costs of")]
@@ -94,32 +97,50 @@ def main(options: argparse.Namespace) -> int:
             )
         )
     print(markdown(lines, [False, False, True, True, False, False, True, True, True, False]))
-    print("\n".join(f"not compared: {line}" for line in skipped))
-    if not checks:
-        return Status.NO_ANSWER
-    for key, value in summary(checks).items():
-        print(f"{key}: {value:.2%}" if isinstance(value, float) else f"{key}: {value}")
-    return Status.OK
+    for line in skipped:
+        print(f"not compared: {line}")
+    print("nothing to compare" if summary is None else summary)
+    return Status.OK if checks else Status.NO_ANSWER
 
 
-def summary(checks: Sequence[Check]) -> dict[str, Any]:
-    """Returns the number of comparisons, their errors, and the share of orders that are right."""
-    if not checks:
-        return {"comparisons": 0}
-    errors = [check.error for check in checks]
-    orders = [
-        (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
-        for a, b in itertools.combinations(checks, 2)
-        if a.place == b.place and abs(math.log(a.measured_s / b.measured_s)) > math.log1p(APART)
-    ]
-    return {
-        "comparisons": len(checks),
-        "mean error": statistics.fmean(map(abs, errors)),
-        "signed mean error": statistics.fmean(errors),
-        "worst error": max(errors, key=abs),
-        f"pairs that differ by more than {APART:.0%}": len(orders),
-        "of these in the right order": sum(orders),
-    }
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Errors of all comparisons, relative to the measured steps."""
+
+    comparisons: int
+    mean_error: float
+    """Mean of the absolute errors."""
+    signed_mean_error: float
+    worst_error: float
+    pairs: int
+    """Pairs of algorithms in the same place whose measured steps differ by more than `APART`."""
+    pairs_in_order: int
+    """Pairs whose order the prediction has right."""
+
+    @classmethod
+    def of(cls, checks: Sequence[Check]) -> Summary:
+        """Returns the summary of at least one comparison."""
+        errors = [check.error for check in checks]
+        orders = [
+            (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
+            for a, b in itertools.combinations(checks, 2)
+            if a.place == b.place and abs(math.log(a.measured_s / b.measured_s)) > math.log1p(APART)
+        ]
+        return cls(
+            comparisons=len(checks),
+            mean_error=statistics.fmean(map(abs, errors)),
+            signed_mean_error=statistics.fmean(errors),
+            worst_error=max(errors, key=abs),
+            pairs=len(orders),
+            pairs_in_order=sum(orders),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.comparisons} comparisons: mean error {self.mean_error:.2%}, signed mean "
+            f"{self.signed_mean_error:+.2%}, worst {self.worst_error:+.2%}; {self.pairs} pairs "
+            f"differ by more than {APART:.0%}, {self.pairs_in_order} of them in the right order"
+        )
 
 
 def _is_measured(record: Record) -> bool:
@@ -197,6 +218,6 @@ def _costs(record: Record) -> dict[str, Cost]:
 
     assert record.first is not None
     costs = recorded_costs(record.first)
-    # Half of an all-reduce, as they are not measured.
+    # No trial measures a broadcast or a reduce. Each is half of an all-reduce, as these are.
     halves = {"broadcast": "all_gather", "reduce": "reduce_scatter"}
     return costs | {name: costs[like] for name, like in halves.items() if like in costs}

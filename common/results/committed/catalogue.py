@@ -42,6 +42,8 @@ class Recipe:
     commands: tuple[str, ...] = ()
     """Commands for bash, run in the repository. They write the record's files into the new folder
     `{out}`. A command has failed if its exit status is neither 0 nor `MISSED`."""
+    computed: bool = False
+    """True if the commands measure nothing."""
     needs: tuple[str, ...] = ()
     """Environment variables that must be set; each names a folder outside the repository."""
 
@@ -93,6 +95,8 @@ class Manifest(TypedDict, total=False):
     files: dict[str, str]
     missed: list[str]
     """Commands whose results missed a requirement."""
+    computed: bool
+    """Value of `Recipe.computed`; older manifests lack it."""
 
 
 def manifest(name: str, folder: Path = FOLDER) -> Manifest | None:

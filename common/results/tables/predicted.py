@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.results.tables.cells import Cell, Column, number, significant
 from common.results.tables.fields import NOTES, PLACE
-from common.results.tables.table import Table
+from common.results.tables.table import Table, markdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,20 @@ class PredictedRow:
     """Step of a single worker."""
     baseline_s: float | None = None
     """Step of the algorithm to which the others are compared."""
+    event_model_s: float | None = None
+    """Step by the event model, which follows the algorithm's statement and not its file; None: the
+    event model does not cover the algorithm."""
     messages: float | None = None
     """Transfers per step."""
-    flag: str | None = None
     fault: str | None = None
+
+    @property
+    def flag(self) -> str | None:
+        """Reason why the prediction is not valid: the two methods disagree beyond the range."""
+        low, second, high = self.step_low_s, self.event_model_s, self.step_high_s
+        if low is None or high is None or second is None or low <= second <= high:
+            return None
+        return f"the event model gives {1e3 * second:.1f} ms, outside the range"
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -49,11 +59,17 @@ class PredictedRow:
 def _throughput(row: PredictedRow) -> Cell:
     ends = (row.step_high_s, row.step_low_s)
     low, high = (row.samples_per_s(step_s) for step_s in ends)
-    return number(row.samples_per_s(row.step_s), ends=f"{significant(low)}-{significant(high)}")
+    ends_text = f"{significant(low)}-{significant(high)}"
+    return number(row.samples_per_s(row.step_s), ends=ends_text, flag=row.flag)
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or under is None else over / under
+
+
+def _off(row: PredictedRow) -> float | None:
+    ratio = _ratio(row.event_model_s, row.step_s)
+    return None if ratio is None else ratio - 1
 
 
 COLUMNS: tuple[Column[PredictedRow], ...] = (
@@ -75,6 +91,11 @@ COLUMNS: tuple[Column[PredictedRow], ...] = (
         cell=lambda row: number(_ratio(row.baseline_s, row.step_s), "{:.2f}".format, unit="x"),
         weight=1,
     ),
+    Column(
+        title="event model",
+        cell=lambda row: number(_off(row), "{:+.1%}".format),
+        weight=5,
+    ),
     Column(title="messages", cell=lambda row: number(row.messages, "{:g}".format), weight=6),
     NOTES,
 )
@@ -85,22 +106,26 @@ def table_of(rows: Sequence[PredictedRow]) -> Table[PredictedRow]:
     return Table(rows, COLUMNS)
 
 
-def overview(rows: Sequence[PredictedRow], base: str) -> list[list[str]]:
-    """Returns lines for `markdown`: one per place, with the speed-up of each algorithm over `base`.
+def overview(rows: Sequence[PredictedRow], base: str) -> str:
+    """Returns a Markdown table: a line per place, with each algorithm's speed-up over `base`; below
+    it, the notes. A flagged number is in parentheses.
 
-    A range is that of the ratio, as costs and compute change for both algorithms.
+    The range is that of the ratio, since costs and compute change for both algorithms.
     """
     labels = [label for label in dict.fromkeys(row.algorithm for row in rows) if label != base]
-    lines = [["model", "batch", "workers", "network", f"{base}, samples/s", *labels, "fastest"]]
+    place_titles = ["model", "batch", "workers", "network"]
+    lines = [[*place_titles, f"{base}, samples/s", *labels, "fastest"]]
+    right = [False, True, True, False, True, *[True] * len(labels), False]
     for place in dict.fromkeys(row.place for row in rows):
         cell = {row.algorithm: row for row in rows if row.place == place}
-        known = [row for row in cell.values() if row.step_s is not None]
-        fastest = min(known, key=lambda row: row.step_s or 0.0).algorithm if known else ""
+        valid = {n: row.step_s for n, row in cell.items() if row.step_s and row.flag is None}
         under = cell.get(base)
         texts = [_speedup(under, cell.get(label)) for label in labels]
-        base_text = "" if under is None or under.step_s is None else _throughput(under).text
-        lines.append([*(str(value or "") for value in place), base_text, *texts, fastest])
-    return lines
+        first = "-" if under is None or under.step_s is None else _throughput(under).text
+        fastest = min(valid, key=valid.__getitem__) if valid else ""
+        lines.append([*(str(value or "") for value in place), first, *texts, fastest])
+    notes = [f"{row.algorithm}: {note}" for row in rows for note in (row.reason, row.flag) if note]
+    return "\n".join([markdown(lines, right), *dict.fromkeys(notes)])
 
 
 def _speedup(under: PredictedRow | None, row: PredictedRow | None) -> str:
@@ -112,4 +137,5 @@ def _speedup(under: PredictedRow | None, row: PredictedRow | None) -> str:
         _ratio(under.step_high_s, row.step_high_s),
     ]
     known = [ratio for ratio in ratios if ratio is not None]
-    return f"{known[0]:.2f} ({min(known):.2f}-{max(known):.2f})"
+    text = f"{known[0]:.2f} ({min(known):.2f}-{max(known):.2f})"
+    return f"({text})" if row.flag or under.flag else text

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common.virtual.world import core
 from common.virtual.world.group import NAME, VirtualGroup, gathered, reduced
 from common.virtual.world.network import Network
-from dear.comm.communicator import Communicator
+from dear.comm.communicator import Communicator, Op
 from dear.comm.work import Work
 
 T = TypeVar("T")
@@ -94,6 +94,10 @@ class VirtualCommunicator(Communicator):
             "exchange", send.nbytes, lambda: recv.copy_(send), legs=legs, channel=id(group)
         )
         return self._work("exchange", handle, channel, group, recv, send)
+
+    def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
+        # The comm core divides on the CPU, not on the device. The values mean nothing.
+        return tensor if self.native else super()._summand(tensor, op)
 
     def _start(
         self, queue: tuple[int, int], call: Callable[..., Any], *tensors: torch.Tensor, **extra: Any

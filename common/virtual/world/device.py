@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.models.replay.pace import Pace
 from common.virtual.world.network import Network
@@ -23,22 +24,33 @@ _WRITES = (
     *_BINARY, "copy", "fill", "zero", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min",
     "normal", "uniform", "random", "maximum", "sign",
 )  # fmt: skip
-"""Operators that are left out where they write to large tensors, without underscores at the end;
-all others are done."""
+"""Names of operators, without underscores at the end. They do nothing if they write to a large
+tensor. All other operators run as usual."""
 
 
 class VirtualPace(Pace):
-    """Pace of replayed compute on a virtual clock: compute advances the clock.
+    """Pace of replayed compute on a virtual clock: compute advances the clock."""
 
-    Args:
-        slowdown: factor by which compute takes longer.
-    """
-
-    def __init__(self, network: Network, slowdown: float = 1.0) -> None:
+    def __init__(self, network: Network) -> None:
         super().__init__(1.0, None)
-        self._network, self._factor = network, slowdown
+        self._network = network
         self.computing = False
         """True while replayed compute runs, which takes its time from the profile."""
+        self._apart = False
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Returns a context in which arithmetic takes no time of the device."""
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    def take(self, seconds: float) -> None:
+        """Lets arithmetic take its time, unless its time is known otherwise."""
+        if not self._apart and not self.computing:
+            self.hold(seconds)
 
     def clock(self) -> float:
         return self._network.clock()
@@ -55,8 +67,8 @@ class VirtualPace(Pace):
 
     def hold(self, seconds: float) -> None:
         """Advances the clock by `seconds` of compute."""
-        self.queued_s += seconds * self._factor
-        self._network.events.run_for(seconds * self._factor)
+        self.queued_s += seconds
+        self._network.events.run_for(seconds)
 
     def rest(self) -> float:
         return 0.0
@@ -73,27 +85,18 @@ class VirtualPace(Pace):
 
 
 class Arithmetic(TorchDispatchMode):
-    """Mode in which arithmetic on large tensors is left out, and their copies take time.
+    """Mode in which arithmetic on large tensors does nothing, but takes the device's time.
 
-    A replayed model's values mean nothing. Memory that nobody writes costs nothing: the kernel
-    gives no pages. So a model of any size fits. Copies outside replayed compute (gradients into
-    buckets) read and write the device's memory, and advance its clock by that.
+    Nobody reads the values of a replayed model. Memory that is never written costs nothing, since
+    the kernel gives it no pages, so a model of any size fits. Arithmetic outside replayed compute,
+    such as a copy of gradients into a bucket, takes the time of its memory traffic: each operator
+    is one kernel, which reads its inputs and writes its result.
     """
 
     def __init__(self, pace: VirtualPace, memory_bytes_per_s: float) -> None:
         super().__init__()
         self._pace, self._memory_bytes_per_s = pace, memory_bytes_per_s
         self._rules: dict[Any, _Rule] = {}
-        self._free = False
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Returns a context in which copies take no time of the device."""
-        before, self._free = self._free, True
-        try:
-            yield
-        finally:
-            self._free = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,8 +110,7 @@ class Arithmetic(TorchDispatchMode):
             tensors = written if isinstance(written, (list, tuple)) else (written,)
             if not any(map(_large, tensors)):
                 return func(*args, **kwargs)
-            if rule.copies:
-                self._copy(sum(tensor.nbytes for tensor in tensors))
+            self._pace.take(rule.traffic(args, tensors) / self._memory_bytes_per_s)
             return None if isinstance(written, (list, tuple)) else written
         if rule.makes_zeros:
             # The factory would touch its memory.
@@ -126,10 +128,6 @@ class Arithmetic(TorchDispatchMode):
             return [zeros(t.shape, t.dtype) for t in first]
         return func(*args, **kwargs)
 
-    def _copy(self, nbytes: int) -> None:
-        if not self._free and not self._pace.computing:
-            self._pace.hold(2 * nbytes / self._memory_bytes_per_s)
-
 
 class _Rule:
     """Writes of an operator of torch, and the tensors that it makes."""
@@ -145,10 +143,17 @@ class _Rule:
             if written and arithmetic:
                 self.written = _picker(index, argument.name)
                 break
-        self.copies = base == "copy"
+        self._reads_target = base not in ("copy", "fill", "zero") and "out" not in func.__name__
         self.joins = short == "cat"  # along the first dimension, as torch flattens tensors
         self.fresh = self.written is None and base in (*_FRESH, *_BINARY, "cat")
         self.makes_zeros = short in ("zeros", "new_zeros")
+
+    def traffic(self, args: Any, written: Sequence[torch.Tensor]) -> int:
+        """Returns the bytes that the operator reads and writes."""
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        targets = {id(tensor) for tensor in written}
+        read = [t for t in tensors if self._reads_target or id(t) not in targets]
+        return sum(tensor.nbytes for tensor in [*read, *written])
 
 
 def _picker(index: int, name: str) -> Callable[[Any, Any], Any]:

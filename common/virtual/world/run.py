@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from common.models.replay import pace
 from common.models.replay.model import workload
 from common.models.replay.pace import paced
 from common.virtual.costs.parts import Shape
-from common.virtual.foresee import foresee
+from common.virtual.foresee import foresee, share_on_wire
 from common.virtual.passes import update_s_of
-from common.virtual.step import repeats
+from common.virtual.step import Prediction, steady
 from common.virtual.world.communicator import VirtualCommunicator
 from common.virtual.world.device import Arithmetic, VirtualPace
 from common.virtual.world.group import job
@@ -28,27 +29,27 @@ from dear.comm.environment import RankFacts
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
 
-LONGEST = 32
-"""Number of steps to run if the step times do not repeat; the second half is then averaged."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """Setting of a prediction."""
 
     profile: Profile
-    algorithm: str
-    """Name of an algorithm; `none` is the plain optimizer on one rank."""
+    algorithm: str | None
+    """Name of an algorithm; None: the plain optimizer on one rank."""
     options: Options = field(default_factory=Options)
     shape: Shape
     costs: CostsOf
-    costs_error: float = 0.0
-    """Relative error of the costs."""
     engine: str
+    """Library whose collectives `costs` are of."""
     optimizer: str = "sgd"
     momentum: float = 0.9
-    slowdown: float = 1.0
-    """Factor by which compute takes longer than in the profile."""
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of an update of all parameters on one rank."""
+        tensors = 7 if self.optimizer == "adamw" else 5 if self.momentum else 3
+        return update_s_of(self.profile, tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +61,12 @@ class Step:
     """Part of `step_s` in which the device waits for transfers."""
     phases_s: tuple[float, float, float]
     """Forward pass, backward pass and update, with the waits in them."""
-    bytes_sent: float
-    """Bytes that the rank gives to collectives."""
     transfers: tuple[Transfer, ...]
     """Transfers of the last step."""
     began_s: float
     """Start of the last step on the clock of its transfers."""
-    messages: float
-    """Transfers per step."""
+    messages: float | None
+    """Transfers per step; None: not counted."""
     note: str | None = None
     """Method, if the algorithm's file did not run."""
 
@@ -77,52 +76,49 @@ def predicted(setting: Setting) -> Step:
 
     Raises:
         UserError: the algorithm refuses the setting, or needs what the virtual cluster lacks.
+        UnmodelledError: part of a step takes time that is not modelled, such as a compression.
     """
-    if setting.algorithm != "none":
-        sender = algorithm_class(setting.algorithm).sends_by(setting.options)
+    share_on_wire(setting.options)  # refuses compressions
+    period, kind = 1, None
+    if setting.algorithm is not None:
+        kind = algorithm_class(setting.algorithm)
+        shape = setting.shape
+        period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
+        sender = kind.sends_by(setting.options)
         if sender is not None:
             return _modelled(setting, sender)
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
-        period = _period(setting)
-        lengths: list[float] = []
-        while True:
-            training.step()
-            lengths.append(training.marks[-1][3] - training.marks[-1][0])
-            for times in range(1, 5):
-                if repeats(lengths, period * times):
-                    return training.mean(period * times)
-            if len(lengths) >= max(LONGEST, 3 * period):
-                return training.mean(max(1, len(lengths) // 2 // period) * period)
+        return training.mean(steady(training.step, period))
+
+
+def stated(setting: Setting) -> Prediction:
+    """Returns the step by the event model, which follows the algorithm's statement, not its file.
+
+    Raises:
+        UnmodelledError: the event model does not cover the algorithm.
+    """
+    assert setting.algorithm is not None, "the event model needs an algorithm"
+    shape = setting.shape
+    costs = setting.costs(shape.hosts, shape.ranks_per_host)
+    return foresee(
+        setting.profile, setting.algorithm, setting.options, costs, shape.ranks, setting.update_s
+    )
 
 
 def _modelled(setting: Setting, sender: str) -> Step:
-    """Returns the step by the statement of an algorithm whose transfers another library starts."""
-    shape = setting.shape
-    costs = setting.costs(shape.hosts, shape.ranks_per_host)
-    tensors = 7 if setting.optimizer == "adamw" else 5 if setting.momentum else 3
-    update_s = update_s_of(setting.profile, tensors)
-    step = foresee(
-        setting.profile, setting.algorithm, setting.options, costs, shape.ranks, update_s
-    )
+    """Returns the step of an algorithm whose transfers another library starts."""
+    step, profile = stated(setting), setting.profile
     return Step(
-        step_s=step.step_s * setting.slowdown,
+        step_s=step.step_s,
         exposed_s=step.exposed_s,
-        phases_s=(setting.profile.forward_s, setting.profile.backward_s, update_s),
-        bytes_sent=setting.profile.parameter_bytes,
+        phases_s=(profile.forward_s, profile.backward_s, setting.update_s),
         transfers=(),
         began_s=0.0,
-        messages=0,
+        messages=None,
         note=f"model of {sender}'s cycles and fusion; its library does not run",
     )
-
-
-def _period(setting: Setting) -> int:
-    if setting.algorithm == "none":
-        return 1
-    kind = algorithm_class(setting.algorithm)
-    return kind.period(setting.options, setting.shape.ranks, setting.shape.ranks_per_host)
 
 
 def slowest(ranks: int, relative_std: float) -> float:
@@ -146,17 +142,17 @@ class _Training:
         momentum = {"momentum": setting.momentum} if setting.optimizer == "sgd" else {}
         params = self._load.model.parameters()
         self._optimizer = kind(params, lr=0.01, foreach=True, **momentum)
-        if setting.algorithm != "none":
+        if setting.algorithm is not None:
             algorithm = algorithm_class(setting.algorithm)()
             self._load.model, self._optimizer = algorithm.wrap(
                 self._load.model, self._optimizer, communicator, setting.options
             )
         self.marks: list[tuple[float, float, float, float]] = []
         self._waits: list[float] = []
-        self._sent: list[float] = []
         self._messages: list[int] = []
 
-    def step(self) -> None:
+    def step(self) -> float:
+        """Trains a step; returns its seconds."""
         network = self.network
         network.transfers, network.waits = [], []
         began = network.clock()
@@ -169,7 +165,7 @@ class _Training:
         self.marks.append((began, forward, backward, network.clock()))
         self._waits.append(math.fsum(end - start for start, end in network.waits))
         self._messages.append(len(network.transfers))
-        self._sent.append(sum(transfer.nbytes for transfer in network.transfers))
+        return network.clock() - began
 
     def mean(self, steps: int) -> Step:
         """Returns the mean of the last steps."""
@@ -179,7 +175,6 @@ class _Training:
             step_s=(marks[-1][3] - marks[0][0]) / len(marks),
             exposed_s=statistics.fmean(self._waits[-steps:]),
             phases_s=(phases[0], phases[1], phases[2]),
-            bytes_sent=statistics.fmean(self._sent[-steps:]),
             transfers=tuple(self.network.transfers),
             began_s=marks[-1][0],
             messages=statistics.fmean(self._messages[-steps:]),
@@ -192,10 +187,10 @@ def _training(setting: Setting) -> Iterator[_Training]:
     network = Network(
         shape, setting.costs, engine=setting.engine, priorities=setting.engine == "comm_core"
     )
-    device = VirtualPace(network, setting.slowdown)
-    arithmetic = Arithmetic(device, setting.profile.memory_bytes_per_s)
-    network.apart = arithmetic.apart
-    network.inside = lambda: Arithmetic(device, setting.profile.memory_bytes_per_s)
+    device = VirtualPace(network)
+    network.apart = device.apart
+    # Each thread has a mode of its own.
+    network.inside = partial(Arithmetic, device, setting.profile.memory_bytes_per_s)
     facts = RankFacts(
         launcher="virtual",
         rank=0,
@@ -206,7 +201,7 @@ def _training(setting: Setting) -> Iterator[_Training]:
     before = pace.current()
     pace.set_pace(device)
     try:
-        with job(network) as world, arithmetic:
+        with job(network) as world, network.inside():
             communicator = VirtualCommunicator(network, world)
             with runtime.joined(facts, communicator):
                 yield _Training(setting, network, communicator)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 
 import pytest
@@ -20,15 +22,37 @@ def _each(change: Callable[[nn.Parameter], object]) -> Touch:
     return lambda model, held: [change(param) for param in held]
 
 
+def _saved(model: nn.Module, held: list[nn.Parameter]) -> object:
+    file = io.BytesIO()
+    torch.save(list(model.parameters()), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _vector(model: nn.Module, held: list[nn.Parameter]) -> object:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector.clamp(-0.1, 0.1), model.parameters())
+    return [vector]
+
+
+def _replaced(model: nn.Module, held: list[nn.Parameter]) -> None:
+    for param in model.parameters():
+        param.data = param.data / 2
+
+
 TOUCHES: dict[str, Touch] = {
+    "clamp_": lambda model, held: [p.clamp_(-0.1, 0.1) for p in model.parameters()],
     "data.clamp_": lambda model, held: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
     "foreach": lambda model, held: torch._foreach_mul_(list(model.parameters()), 0.5),
     "held, read": _each(lambda param: param.clone()),
     "held, written": _each(lambda param: param.data.clamp_(-0.1, 0.1)),
     "one layer": lambda model, held: [model[4].weight.div_(model[4].weight.norm())],
+    "deepcopy": lambda model, held: list(copy.deepcopy(model).parameters()),
+    "save": _saved,
+    "vector": _vector,
+    "replaced": _replaced,
     "numpy": lambda model, held: [torch.tensor(p.numpy(force=True)) for p in model.parameters()],
 }
-"""What scripts do; `tests.contract.loops.between` has more of it."""
 
 
 def outcome(

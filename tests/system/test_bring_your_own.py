@@ -25,7 +25,7 @@ def model():
 def batch(batch_size):
     return torch.randn(batch_size, WIDTH), torch.randint(4, (batch_size,))
 """
-SHORT = "measure={repeats: 1, warmup_steps: 1, steps_per_iter: 3, check_steps: 1}"
+SHORT = "measure={repeats: 2, warmup_steps: 1, steps_per_iter: 3, check_steps: 1}"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.system.sweeps import Driver
 CIFAR = """
 name: tiny
 algorithms: [ddp, dear]
-models: [{{name: resnet20, batch_size: 4}}]
+models: [{{name: resnet20, batch_size: 8}}]
 world_sizes: [2]
 baseline: false
 data_dir: {folder}
@@ -48,7 +48,7 @@ def _curve(record, key):
 # Processors that cannot compute in bf16 take several times as long.
 @pytest.mark.timeout(400)
 def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages(tmp_path):
-    driver = Driver(tmp_path, CIFAR.format(folder=write_cifar(tmp_path / "cifar", images=10)))
+    driver = Driver(tmp_path, CIFAR.format(folder=write_cifar(tmp_path / "cifar", images=20)))
     done = driver.run()
     records = driver.records()
     assert [record["status"] for record in records] == ["ok", "ok"], done.stderr
@@ -67,7 +67,7 @@ def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages
         assert [rank["steps"] for rank in run["ranks"]] == [18, 18]
         assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
         assert (
-            record["results"][0]["data"]["train"] == 50 and record["trial"]["dtype"] == "amp-bf16"
+            record["results"][0]["data"]["train"] == 100 and record["trial"]["dtype"] == "amp-bf16"
         )
     ddp, dear = records
     losses = [_curve(record, "train_loss")[1:] for record in (dear, ddp)]

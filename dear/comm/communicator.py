@@ -281,7 +281,7 @@ class Batch:
         self._communicator, self._channel, self._priority = communicator, channel, priority
         self._core: Any = None
         if communicator._backends:
-            self._core = comm_core.Batch(communicator._backends[channel])
+            self._core = comm_core.Batch(communicator._backends[channel], priority)
         self._works: list[Work] = []
 
     def start(self, tensor: torch.Tensor) -> None:
@@ -294,16 +294,13 @@ class Batch:
             return
         with communicator._counting:
             communicator.bytes_sent += tensor.nbytes
-        mean, wakes = communicator._summand(tensor, "mean"), communicator._wakes(tensor)
-        if not self._priority:
-            self._core.start(mean, wakes)
-            return
-        with comm_core.priority(self._priority):
-            self._core.start(mean, wakes)
+        self._core.start(communicator._summand(tensor, "mean"), communicator._wakes(tensor))
 
     def wait(self) -> None:
         """Blocks until all averages have ended, as `Work.wait` does; the batch is then empty."""
-        if self._core is not None:
+        if self._core is not None and self._core.done():  # then the wait holds nothing up
+            self._core.wait()
+        elif self._core is not None:
             began_s = self._communicator.clock()
             self._core.wait()
             self._communicator.held_up(began_s)

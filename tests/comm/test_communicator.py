@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 
+import comm_core
 import dear
 from dear.comm import runtime
 from dear.comm.communicator import Batch, Communicator, Work, padded
@@ -86,6 +87,15 @@ def test_small_transfers_that_follow_each_other_all_start(c: Communicator) -> No
     batch.wait()
     c.follow(False)
     assert total.item() == 2 and all(bool((part == 2).all()) for part in parts)
+
+
+@on_ranks(_shared, 2)
+def test_operations_of_a_batch_have_its_priority_and_later_ones_have_not(c: Communicator) -> None:
+    batch = Batch(c, priority=2)
+    batch.start(torch.ones(3))
+    batch.wait()
+    c.all_reduce(torch.ones(3), op="sum").wait()
+    assert [event["priority"] for event in comm_core.events()[-2:]] == [2, 0]
 
 
 @on_ranks(_shared, 2)

@@ -120,10 +120,12 @@ class CoreBackend : public c10d::Backend {
   std::map<int64_t, at::Tensor> window_memory_;
 };
 
-// All-reduces that a caller starts one by one and awaits together, without a Work for each.
+// All-reduces of one priority that a caller starts one by one and awaits together, without a Work
+// for each.
 class Batch {
  public:
-  explicit Batch(c10::intrusive_ptr<CoreBackend> backend) : backend_(std::move(backend)) {}
+  Batch(c10::intrusive_ptr<CoreBackend> backend, int priority)
+      : backend_(std::move(backend)), priority_(priority) {}
   // Starts to sum `tensor` in place. `wake`: the engine takes it at once; otherwise with
   // the next operation that wakes it, or when the caller waits.
   void start(const at::Tensor& tensor, bool wake);
@@ -134,6 +136,7 @@ class Batch {
 
  private:
   c10::intrusive_ptr<CoreBackend> backend_;
+  int priority_;
   std::vector<OpPtr> ops_;
 };
 
@@ -143,6 +146,18 @@ ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what);
 // The priority of the operations that this thread submits; higher goes first (default 0).
 void set_priority(int priority);
 int priority();
+
+// During its lifetime, the operations that this thread submits have this priority.
+class WithPriority {
+ public:
+  explicit WithPriority(int level) : previous_(priority()) { set_priority(level); }
+  ~WithPriority() { set_priority(previous_); }
+  WithPriority(const WithPriority&) = delete;
+  WithPriority& operator=(const WithPriority&) = delete;
+
+ private:
+  int previous_;
+};
 
 // The regimes of `ranks` on `hosts`, with the settings of the environment. Throws ValueError.
 std::vector<Regime> regimes_of(const std::string& operation, int ranks, int hosts);

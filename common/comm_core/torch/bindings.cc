@@ -64,7 +64,8 @@ PYBIND11_MODULE(_core, m) {
           Unlocked());
 
   py::class_<Batch>(m, "Batch", "All-reduces that are started one by one and awaited together.")
-      .def(py::init<c10::intrusive_ptr<CoreBackend>>())
+      .def(py::init<c10::intrusive_ptr<CoreBackend>, int>(), py::arg("backend"),
+           py::arg("priority") = 0)
       .def("start", &Batch::start)
       .def("wait", &Batch::wait, Unlocked())
       .def("done", &Batch::done);

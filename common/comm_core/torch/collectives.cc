@@ -39,6 +39,7 @@ void Batch::start(const at::Tensor& tensor, bool wake) {
   c10d::AllreduceOptions options;
   options.asyncOp = wake;
   TensorList tensors{tensor};
+  const WithPriority guard(priority_);
   const WorkPtr work = backend_->allreduce(tensors, options);
   ops_.push_back(static_cast<CoreWork&>(*work).ops()[0]);
 }

@@ -238,8 +238,9 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
             for issuer, order in zip(self._issuers, self._orders, strict=True):
                 issuer.begin(order, self._sizes)
         for index in self._units[unit]:
-            self.buckets[index].pack()
-            self.buckets[index].note(sampled=index % self._sampled == 0)
+            bucket = self.buckets[index]
+            bucket.pack()
+            bucket.note(sampled=index % self._sampled == 0)
             self._send(index)
 
     def passed(self) -> None:
@@ -309,7 +310,8 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
 
     def _await_all(self) -> None:
         for index in range(len(self.buckets)):
-            self._await(index)
+            if self._queued[index] or self._works:
+                self._await(index)
 
     def _measure(self, profile: BackwardProfile) -> None:
         # Nothing else may use the network during the measurement.
@@ -382,8 +384,9 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
                 self._works[task] = part.carrier.send(part.piece, channel=0, priority=0)
             return
         self._queued[index] = True
+        issuer = self._issuers[self._level_of[index]]
         for task in self._tasks_of[index]:
-            self._issuers[self._level_of[index]].ready(task)
+            issuer.ready(task)
 
     def _issue(self, task: int) -> None:
         part, batch = self._partitions[task], self._batches[task]
@@ -575,12 +578,10 @@ class OrderedIssuer(Generic[Task]):
             return
         self._issuing = True
         try:
-            while (
-                self._next < len(self._order)
-                and self._credit > 0
-                and self._order[self._next] in self._ready
-            ):
+            while self._next < len(self._order) and self._credit > 0:
                 task = self._order[self._next]
+                if task not in self._ready:
+                    break
                 self._next += 1
                 self._credit -= self._sizes[task]
                 self._issue(task)

@@ -139,7 +139,7 @@ def only_with(options: Options, field: str, other: str, values: Sequence[object]
         *first, last = map(str, values)
         wanted = f"{', '.join(first)} or {last}" if first else last
         raise UserError(
-            f"{option_of(options, field)} goes with {other}={wanted}, got "
+            f"{option_of(options, field)} needs {other}={wanted}, got "
             f"{other}={getattr(options, other)!r}"
         )
 

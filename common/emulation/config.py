@@ -42,7 +42,8 @@ class ClusterConfig:
     """Real seconds per emulated second; null: chosen to suit this machine."""
     min_time_scale: float = 1.0
     """Smallest time scale that is chosen automatically. A larger one has a smaller systematic
-    error, and leaves room for algorithms of a later run, which keeps the scale of this run."""
+    error. A later run of the same sweep keeps the scale, so a larger one also suits heavier
+    algorithms that you add later."""
     max_time_scale: float = 40.0
     """Largest time scale that is chosen automatically. A trial that needs a larger one is
     `unsupported`: too heavy for this machine."""
@@ -50,8 +51,9 @@ class ClusterConfig:
     """Implementation of the links' rate, delay, jitter and loss: the kernel (`tc`: tbf and netem)
     or our own switch program. auto: `tc` if the kernel has netem and no network has sites."""
     congestion: str = "reno"
-    """TCP congestion control of all connections, such as cubic or bbr. Reno's window grows per
-    round trip, which the time scale stretches too. CUBIC's window grows by the wall clock."""
+    """TCP congestion control of all connections, such as cubic or bbr. Above time scale 1, use
+    reno: its window grows once per round trip, and round trips are slowed like everything else.
+    CUBIC's window grows with real time: too fast in emulated time."""
 
     def __post_init__(self) -> None:
         at_least("cluster.hosts", self.hosts, 1)
@@ -60,11 +62,11 @@ class ClusterConfig:
         at_least("cluster.ranks_per_host", self.ranks_per_host, 1)
         for key in ("engine", "inside"):
             if self.kind == "emulated" and getattr(self, key) is not None:
-                raise UserError(f"cluster.{key}: goes with cluster.kind=predicted")
+                raise UserError(f"cluster.{key}: needs cluster.kind=predicted")
         for field in fields(self):
             is_set = getattr(self, field.name) != field.default
             if self.kind == "predicted" and field.name in EMULATED_ONLY and is_set:
-                raise UserError(f"cluster.{field.name}: goes with cluster.kind=emulated")
+                raise UserError(f"cluster.{field.name}: needs cluster.kind=emulated")
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
         at_least("cluster.time_scale", self.time_scale, 0, MOST_TIME_SCALE)

@@ -53,7 +53,7 @@ def bring_model(
     name, brought = registry.register(name)
     if gpu is None:
         if brought is not None and brought.source.startswith(FILE):
-            from common.models import user_file  # which imports torch
+            from common.models import user_file  # imports torch
 
             user_file.check(Path(brought.source.removeprefix(FILE)))
         return name, batch_size, sentence_len

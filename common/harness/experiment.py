@@ -59,7 +59,7 @@ class AlgorithmChoice:
             raise UserError(f"label: must be a name on one line, got {self.label!r}")
         name, options = aliases.resolved(self.name, self.options)
         if name != self.name and self.label is None:
-            object.__setattr__(self, "label", self.title)  # as it was asked for
+            object.__setattr__(self, "label", self.title)  # as the user named it
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "options", options)
 
@@ -92,7 +92,7 @@ class ModelChoice:
             at_least("sentence_len", self.sentence_len, 1)
 
     def brought(self) -> ModelChoice:
-        """Returns the choice by the model's name in trials, and makes a custom model known."""
+        """Registers a custom model; returns the choice with the model's name in trials."""
         name, batch_size, sentence_len = bring_model(
             self.name, self.batch_size, self.sentence_len, self.gpu
         )
@@ -161,7 +161,8 @@ class Experiment:
     threads_per_rank: int | None = None
     """Compute threads of each rank; null: this machine's cores divided by the largest world."""
     report_lines: bool = False
-    """Also print the lines of the reference suites at the end, for programs that read them."""
+    """Also print, at the end, the result lines that the reference suites print
+    (docs/references.md), for programs that read them."""
     timeout_s: float = 600.0
     """Time limit of one repeat of one trial, in seconds; then it is killed."""
 
@@ -211,7 +212,7 @@ class Experiment:
             raise UserError("backend: nccl moves CUDA tensors only; use device: cuda or comm_core")
         for key in ("tf32", "cudnn_benchmark"):
             if getattr(self, key) and self.device != "cuda":
-                raise UserError(f"{key}: goes with device: cuda")
+                raise UserError(f"{key}: needs device: cuda")
         if self.backend == "mpi" and self.launcher != "mpirun":
             raise UserError("backend: mpi needs ranks that mpirun started; use launcher=mpirun")
         if self.hostfile is not None and self.launcher == "local":
@@ -403,7 +404,7 @@ class Experiment:
         threads = self.threads_per_rank or max(1, cores // max(self.worlds))
         learn = self.learn
         if learn is not None and algorithm.name == BASELINE:
-            learn = dataclasses.replace(learn, batch_sizes=None)  # it has one worker
+            learn = dataclasses.replace(learn, batch_sizes=None)  # one worker
         batch_size = model.batch_size or entry.batch_size
         profile = None
         if is_replay(model.name):

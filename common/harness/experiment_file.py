@@ -77,7 +77,7 @@ class CommandLine:
         models = [*(_absolute_name(name, Path()) for name in options.model), *files]
         for flag in ("batch", "gpu"):
             if getattr(options, flag) is not None and not models:
-                raise UserError(f"--{flag}: goes with --model or --model-file")
+                raise UserError(f"--{flag}: needs --model or --model-file")
         if options.batch is not None:
             at_least("--batch", options.batch, 1)
         name = None
@@ -121,7 +121,7 @@ class CommandLine:
                 model["gpu"] = custom.HERE if custom.gpu_available() else gpus.DEFAULT
 
     def assumption(self, names: Sequence[str]) -> str | None:
-        """Returns a line that names the GPU that was chosen by default; None if none was.
+        """Returns a line that names the default GPU if it was chosen; otherwise None.
 
         Args:
             names: models by their names in trials.
@@ -142,7 +142,7 @@ def load(
     the current folder.
 
     Args:
-        overrides: texts `key=value`, as `measure.repeats=5` or `models.0.batch_size=8`.
+        overrides: texts `key=value`, such as `measure.repeats=5` or `models.0.batch_size=8`.
         command_line: models and plugins of the command line; overrides apply to them, too.
 
     Raises:
@@ -243,7 +243,7 @@ def _as_list(value: object) -> list[object]:
 
 
 def algorithm_of(path: str | Path) -> str:
-    """Returns the name of the algorithm in a plugin, which follows from the file's name."""
+    """Returns the name of a plugin's algorithm, which is the file's name."""
     return Path(path).stem.replace("_", "-")
 
 

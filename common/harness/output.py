@@ -94,7 +94,7 @@ def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> 
         UserError: the trials train for a time, so no steps were timed.
     """
     if is_learning(records):
-        raise UserError(f"--breakdown: {folder.name} has timed no single steps, but learned")
+        raise UserError(f"--breakdown: {folder.name} trained for a time: no step was timed")
     table = rows.breakdown(rows.make_rows(records, compare_to))
     if not table.rows:
         print(f"{folder.name}: no trial has a result")

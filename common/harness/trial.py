@@ -107,8 +107,8 @@ class Trial:
     fault: Fault | None = None
     """Fault of the cluster during each repeat."""
     learn: LearnConfig | None = None
-    """Training for a time instead of timed steps. Then only the repeats in `measure` are used, and
-    the warm-up steps if there are no data."""
+    """Training for a time instead of timed steps. It uses only the repeats of `measure`, and its
+    warm-up steps if there are no data."""
     twin: int = 0
     """Number of earlier trials of the experiment that differ only in their label."""
     sources: Sources = field(default_factory=Sources)

@@ -153,7 +153,7 @@ def _translate_times(name: str, result: Settings) -> None:
         if name == "mgwfbp":  # the other algorithms do not plan by layer times
             result["layer_times"] = dict(zip(names, map(float, times), strict=True))
         return
-    raise UserError("seq_layernames and layerwise_times go together, one time for each name")
+    raise UserError("seq_layernames and layerwise_times need each other: one time for each name")
 
 
 def _translate_fusion(name: str, result: Settings) -> None:

@@ -46,9 +46,9 @@ def words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         return [*_mpirun(options, env), *options.command], env
     for name in ("ssh_port", "network_interface", "extra_mpi_flags", "prefix"):
         if getattr(options, name):
-            raise UserError(f"bfrun: --{name.replace('_', '-')} goes with -H or -hostfile")
+            raise UserError(f"bfrun: --{name.replace('_', '-')} needs -H or -hostfile")
     if options.use_infiniband:
-        raise UserError("bfrun: --use-infiniband goes with -H or -hostfile")
+        raise UserError("bfrun: --use-infiniband needs -H or -hostfile")
     if shutil.which(options.command[0]) is None:
         raise UserError(f"bfrun: {options.command[0]}: no such program")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]

@@ -112,7 +112,7 @@ class CompressedOptions(HalfOptions):
             raise UserError(f"{what} must lie in [0, 1), got {self.momentum_correction}")
         only_with(self, "momentum_correction", "compression", CORRECTED)
         if not (self.factor_masking or self.momentum_correction):
-            raise UserError(f"{option_of(self, 'factor_masking')} goes with momentum_correction")
+            raise UserError(f"{option_of(self, 'factor_masking')} needs momentum_correction")
         if not 0 < self.density <= 1:
             raise UserError(f"{option_of(self, 'density')} must lie in (0, 1], got {self.density}")
         at_least(option_of(self, "density_warmup_steps"), self.density_warmup_steps, 0)

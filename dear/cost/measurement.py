@@ -63,7 +63,8 @@ class Measurement:
     seconds: list[list[float]]
     """Seconds of the repeats of each size, each the maximum over ranks."""
     free_bytes: float = 0.0
-    """Bytes of the buffer that links pass at once after a rest, so that they cost nothing."""
+    """Bytes of the buffer that links pass at once after they were idle, so that they cost
+    nothing."""
     regimes: Regimes | None = None
     """Regimes that the engine reports; None: it reports none."""
     wire_s_per_byte: float | None = None
@@ -81,8 +82,8 @@ class Measurement:
 
         A size whose repeats agree has more weight. A regime is split if two lines fit much better
         than one. If the engine reports the speed of the wire, this gives the slope of `PIPELINE`.
-        If links pass `free_bytes` at once, beta is the cost of the bytes beyond them. Only in
-        a regime that starts below `free_bytes` do all bytes count, and its line holds after a rest.
+        If links pass `free_bytes` at once, beta is the cost of the bytes beyond them. In a regime
+        that starts below `free_bytes`, all bytes count, and the line holds after idle links.
         """
         cut = [part for regime in self._reached() for part in self._cut(*regime)]
         ends = [*(first for _, first, _ in cut[1:]), math.inf]
@@ -166,7 +167,8 @@ class Measurement:
         return self.wire_s_per_byte if name == PIPELINE else None
 
     def expected_s(self, cost: CollectiveCost) -> list[float]:
-        """Returns the fitted times of messages after a rest, by size."""
+        """Returns the fitted time for each measured size, if the links were idle before the
+        message."""
         starts = [0, *(part.below_bytes for part in cost.smaller)]
 
         def one(nbytes: int) -> float:

@@ -110,9 +110,9 @@ class Passes:
             alone = alone or not self._same()
         if alone and self._smallest() is not None:
             raise UserError(
-                "ddp has not averaged all gradients: DDP averages one backward pass after each "
-                "forward pass of the whole model, model(...), outside no_sync(); make such a "
-                "forward pass before step(), or use algorithm='allreduce', which averages in step()"
+                "ddp has not averaged all gradients: DDP averages only in the first backward pass "
+                "after a call of model(...), outside no_sync(); call model(...) before the last "
+                "backward pass, or use algorithm='allreduce', which averages in step()"
             )
 
     def stepped(self) -> None:

@@ -587,8 +587,8 @@ def test_without_a_gpu_it_is_replayed_on_virtual_hosts_and_computes_elsewhere(ca
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "v100"], "--gpu: goes with --model"),
-        (["--batch", "3"], "--batch: goes with --model"),
+        (["--gpu", "v100"], "--gpu: needs --model"),
+        (["--batch", "3"], "--batch: needs --model"),
         (["--model", "resnet50", "--batch", "0"], "--batch must be at least 1"),
         (["--model", "resnet5"], "did you mean 'resnet5"),
         (["--model", "resnet50", "--gpu", "a100"], "did you mean 'a10'"),

@@ -54,9 +54,9 @@ def read(tmp_path, monkeypatch):
         ({"learn": {"budget_s": 1, "eval_every_s": 2}}, "must be at most learn.budget_s, got 2"),
         ({"learn": {"data": "mnits"}}, "did you mean 'mnist'?"),
         ({"learn": {"data": "digits", "target_accuracy": 97}}, "above 0 and at most 1, got 97"),
-        ({"learn": {"target_accuracy": 0.9}}, "learn.target_accuracy: goes with learn.data"),
-        ({"learn": {"sampler": "own"}}, "learn.sampler: goes with learn.data"),
-        ({"learn": {"batch_sizes": [1, 2]}}, "learn.batch_sizes: goes with learn.data"),
+        ({"learn": {"target_accuracy": 0.9}}, "learn.target_accuracy: needs learn.data"),
+        ({"learn": {"sampler": "own"}}, "learn.sampler: needs learn.data"),
+        ({"learn": {"batch_sizes": [1, 2]}}, "learn.batch_sizes: needs learn.data"),
         ({"learn": {"data": "digits", "batch_sizes": [4, 0]}}, "learn.batch_sizes.1 must be at"),
         (
             {"learn": {"data": "digits", "batch_sizes": [4, 2, 1]}, "world_sizes": [2]},

@@ -248,7 +248,7 @@ def test_the_same_command_on_each_node_differs_in_its_number(machine):
         ({"nnodes": "2"}, r"^nnodes=2: nodes .* by hand need master too"),
         (BY_HAND | {"node_rank": "one"}, "node_rank=one: must be a whole number, at least 0"),
         (BY_HAND | {"nnodes": "0"}, "nnodes=0: must be a whole number, at least 1"),
-        (BY_HAND | {"cluster": "emulated"}, "cluster=emulated: does not go with nnodes, master"),
+        (BY_HAND | {"cluster": "emulated"}, "cluster=emulated: cannot be used with nnodes, master"),
     ],
 )
 def test_a_trial_without_a_place_is_one_line_that_says_the_ways_on(machine, given, words):
@@ -363,8 +363,8 @@ def test_arguments_of_dears_optimizer_are_options(algorithm, given, found):
         ("dear", {"is_sparse": True}, "is_sparse=True: needs a compression"),
         ("dear", {"compression": 3}, "compression=3: must be a name"),
         ("dear", {"fp16": True}, "fp16=True: the model's parameters do not have 16 bits"),
-        ("dear", {"seq_layernames": ["a"]}, "seq_layernames and layerwise_times go together"),
-        ("mgwfbp", {"layerwise_times": [1.0]}, "seq_layernames and layerwise_times go together"),
+        ("dear", {"seq_layernames": ["a"]}, "seq_layernames and layerwise_times need each other"),
+        ("mgwfbp", {"layerwise_times": [1.0]}, "layerwise_times need each other"),
         (
             "dear",
             {"seq_layernames": ["a", "b"], "layerwise_times": [1.0]},

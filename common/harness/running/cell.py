@@ -33,7 +33,7 @@ class _UnpreparedError(Exception):
 
 
 class Cell:
-    """Cell that is measured; its trials share model and settings.
+    """Measurement of a cell; its trials share model and settings.
 
     Args:
         trials: trials of the cell that must run.
@@ -176,9 +176,9 @@ class Cell:
                     self._keep_all()
 
     def _part(self) -> None:
-        """Ends the trials to which more rounds can give no verdict.
+        """Ends trials that can get no verdict any more.
 
-        These are trials with an invalid launch; if the baseline has one, all trials of the cell.
+        These are trials with an invalid launch, and all trials if the baseline has one.
         """
         for turn in list(self._running):
             invalid = (self._invalid(turn, result) for result in turn.results)
@@ -283,7 +283,7 @@ class Cell:
         return self._fabric.needed(turn.trial, result) if repeat == 0 or late else None
 
     def _too_heavy(self, turn: Turn, result: Result, choice: Choice) -> str | None:
-        """Returns why the trial cannot run here at that time scale; None if it can."""
+        """Returns why the trial cannot run here at the chosen time scale; None if it can."""
         most = self._fabric.max_time_scale
         if choice.time_scale > most:
             return (
@@ -331,7 +331,7 @@ def _scale_of(kept: Mapping[str, Standing]) -> Choice | None:
 
 
 def _precise(running: Sequence[Turn], bases: Mapping[int, Turn], precision: float | None) -> bool:
-    from common.results.stats import precise_enough  # numpy: a dry run must not pay for it
+    from common.results.stats import precise_enough  # numpy: slow, and not for dry runs
 
     for world_size in {turn.trial.world_size for turn in running}:
         base = bases.get(world_size)

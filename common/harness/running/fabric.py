@@ -1,4 +1,4 @@
-"""Fabric of a sweep, which is the cluster that it runs on.
+"""Fabric: the cluster on which a sweep runs.
 
 A fabric is this machine, the hosts of a hostfile, or virtual hosts. Virtual hosts have links of a
 chosen speed, run slower than real time by the time scale, and may get faults on purpose.
@@ -75,7 +75,7 @@ class Fabric:
         """Prepares the cluster for the trials of a cell, which share a network.
 
         Args:
-            settled: time scale of the cell's trials that have a record; these trials need it, too.
+            settled: time scale of the cell's trials that have a record; `trials` need it, too.
 
         Raises:
             RuntimeError: the cluster cannot be prepared; the message is one line.
@@ -98,10 +98,10 @@ class Fabric:
         return 1.0
 
     def needed(self, trial: Trial, result: Result) -> Choice | None:
-        """Returns the larger time scale that a repeat needs, as its measurements show, or None.
+        """Returns the larger time scale that a repeat needs by its measurements, or None.
 
-        None also if the time scale may not be chosen (the user gave it, or the model computes), and
-        if a fault lengthens steps.
+        Also None if the user gave the time scale, if the model computes, or if a fault lengthens
+        steps.
         """
         return None
 
@@ -252,7 +252,7 @@ class EmulatedFabric(Fabric):
         reason = self._cluster.links.broken()
         if reason is None:
             return outcome
-        self._cluster.set_profile(self._links, self._choice.time_scale)  # for what comes next
+        self._cluster.set_profile(self._links, self._choice.time_scale)  # for the next launch
         return Outcome.of("failed", reason)
 
     def describe(self, trial: Trial) -> FabricFacts:

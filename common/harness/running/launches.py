@@ -127,7 +127,7 @@ class Launches:
         return self._context.fabric.describe(trial).kind == "emulated"
 
     def discarded(self, result: Result, repeat: int, reason: str) -> SetAside:
-        """Returns a discarded result, at the current time scale, for the record."""
+        """Returns the record's entry for a discarded result, with the current time scale."""
         scale = self._context.fabric.time_scale
         return SetAside(repeat=repeat, time_scale=scale, reason=reason, iters=result.iters)
 

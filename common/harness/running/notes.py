@@ -20,7 +20,7 @@ SHORT_OF_CORES = 0.02
 """Largest share of the time for which the training thread of a real rank may wait for a core."""
 STEAL_CORES = 0.05
 THROTTLED_S = 0.01
-"""Smallest use of cores, and smallest real seconds, by others that are noticed."""
+"""Smallest use of cores by other virtual machines, and smallest throttled time, that are noted."""
 TRANSIENT = 0.03
 """Largest relative difference between the first period of a block and the others."""
 TRANSIENT_ALPHA = 0.05 / 20
@@ -165,7 +165,7 @@ def invalid(strain: Strain, emulated: bool) -> Note | None:
 
 
 def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> Note | None:
-    """Returns a note if the first period of blocks takes another time than the rest.
+    """Returns a note if the first period of blocks is longer or shorter than the other periods.
 
     The difference must be larger than the noise explains. With three blocks or more, the noise is
     the spread between blocks; otherwise it is the spread of the periods within a block.
@@ -205,6 +205,6 @@ def _periods(steps: Sequence[float], period: int) -> list[float]:
 
 
 def _t(freedom: int) -> float:
-    from scipy.special import stdtrit  # only here: a dry run must not pay for it
+    from scipy.special import stdtrit  # only here: slow, and not for dry runs
 
     return float(stdtrit(freedom, 1 - TRANSIENT_ALPHA / 2))

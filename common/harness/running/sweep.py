@@ -127,7 +127,7 @@ class Sweep:
                                 return
 
     def _say_changed_settings(self) -> None:
-        """Prints which settings have changed, if earlier records are of other trials thereby."""
+        """Prints which settings have changed, if earlier records are not used for this reason."""
         newest = store.latest(store.load(self._path))
         earlier = {
             _place(record.trial): record.trial

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 benchmarks.py calibrate -o configs/networks/here.yaml
     python benchmarks.py calibrate --from-nccl-tests all_reduce.log gather.json -o here.yaml
 
-Under a launcher (torchrun, mpirun, srun) each process is one rank of the measurement; without one,
-processes are started on this machine, or on virtual hosts. Logs may be of any version of
+Under a launcher (torchrun, mpirun, srun) each process is one rank of the measurement; without a
+launcher, processes are started on this machine, or on virtual hosts. Logs may be of any version of
 nccl-tests, with or without header lines. The cost is fitted by regime: a start-up (alpha) and a
 time per byte of the full buffer (us per MB, 1e6 bytes) for each range of sizes. `off by` is the
 root of the mean square of the relative residuals, `at most` the largest one.
@@ -92,7 +92,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _given(options: argparse.Namespace) -> dict[str, object]:
-    """Returns the flags of a measurement that are given, all valid and none without effect."""
+    """Returns the given flags of a measurement; refuses wrong ones and ones without effect."""
     given = {key: getattr(options, key) for key in (*_PLAN, *_CLUSTER)}
     given = {key: value for key, value in given.items() if value is not None}
     at_least("--ranks", options.ranks, 2)

@@ -97,8 +97,9 @@ def _power(rows: Sequence[Compared]) -> str | None:
         return f"{compared[0].where}: fewer than {MIN_REPEATS} repeats detect no difference"
     parts = ", ".join(f"{row.detectable:.1%} for {row.algorithm}" for row in known)
     return (
-        f"{known[0].where}: the smallest difference that this run detects with 80 % probability "
-        f"(Holm's correction for {len(compared)} comparisons) is {parts}"
+        f"{known[0].where}: with 80 % probability, this run detects a difference from "
+        f"{known[0].compared_to} of at least {parts} (with Holm's correction for {len(compared)} "
+        "comparisons)"
     )
 
 

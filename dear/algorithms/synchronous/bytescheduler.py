@@ -131,9 +131,9 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         if (credit_mb is not None or options.tunes_credit) and kind in communicator.streamed:
             given = f"'tune'={options.tune}" if credit_mb is None else f"'credit_mb'={credit_mb:g}"
             raise UserError(
-                f"option of bytescheduler {given}: NCCL does not report "
-                "when a collective ends, so no credit would return; leave it out (the order of the "
-                "partitions stays), or use comm_core or gloo"
+                f"option of bytescheduler {given}: NCCL does not report when a collective ends, so "
+                "the bytes in flight cannot be limited; leave the option out (partitions keep "
+                "their order), or use comm_core or gloo"
             )
         if levels is not None and kind not in communicator.native:
             raise UserError(

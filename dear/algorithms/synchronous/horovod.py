@@ -96,7 +96,7 @@ class Horovod(Algorithm["Horovod.Options"]):
                     False,
                 ):
                     raise UserError(
-                        "option of horovod 'gradient_predivide_factor' does not go with "
+                        "option of horovod 'gradient_predivide_factor' cannot be used with "
                         f"{other}, which has its own division; leave one of them out"
                     )
             at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)

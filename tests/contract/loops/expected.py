@@ -18,7 +18,7 @@ ALL = ""
 _TOO_LATE = {EARLY: "use the option update='step'"}
 _SENT = {"decentralized": "use an algorithm whose averages end"}
 _ON_THE_WAY = {SENDING: "between step() and the next training forward", **_SENT}
-_OWN = {"ddp": "DDP averages one backward pass after each forward pass of the whole model"}
+_OWN = {"ddp": "DDP averages only in the first backward pass after a call of model(...)"}
 _TAKEN = {"fsdp": "close() the optimizer first"}
 _WHOLE = {"fsdp": "copy or save its state_dict()"}
 _SYNCHRONIZE = {LATER: "optimizer.synchronize()", **_TOO_LATE}

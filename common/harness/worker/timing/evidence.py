@@ -89,7 +89,7 @@ def write(path: Path, facts: Json) -> None:
 
 
 class Trace:
-    """Trace of some further steps on this rank: when gradients were ready, and transfers ran.
+    """Trace of some further steps on this rank: when gradients were ready, and when transfers ran.
 
     All ranks must create it together.
     """

@@ -65,8 +65,7 @@ def predict(
     """Predicts the step of an algorithm on `world_size` equal ranks, each with its own link.
 
     Args:
-        messages: messages in the order of the algorithm's plan (`messages_of`) or groups
-            (`grouped`).
+        messages: messages in the order of the plan (`messages_of`) or of groups (`grouped`).
         statement: when the algorithm starts and awaits transfers (`Algorithm.overlap_of`).
         costs: the communication library's cost of each operation (`all_reduce`, ...). Without the
             key `FUSED`, copies to and from its fusion buffer cost nothing.

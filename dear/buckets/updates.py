@@ -236,8 +236,7 @@ class Segment:
 
 
 class Sharded(Between):
-    """Updates by segments: each rank updates its own ones, and all-gathers then send the
-    parameters.
+    """Updates of a rank's own segments only; all-gathers then send the parameters.
 
     The user's optimizer updates the segments of one bucket at a time. Hyper-parameters come from
     its own parameter groups, which the user may change. The optimizer's state belongs to segments.

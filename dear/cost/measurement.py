@@ -63,8 +63,7 @@ class Measurement:
     seconds: list[list[float]]
     """Seconds of the repeats of each size, each the maximum over ranks."""
     free_bytes: float = 0.0
-    """Bytes of the buffer that links pass at once after they were idle, so that they cost
-    nothing."""
+    """Bytes of the buffer that idle links pass at once, so that they cost nothing."""
     regimes: Regimes | None = None
     """Regimes that the engine reports; None: it reports none."""
     wire_s_per_byte: float | None = None
@@ -167,8 +166,7 @@ class Measurement:
         return self.wire_s_per_byte if name == PIPELINE else None
 
     def expected_s(self, cost: CollectiveCost) -> list[float]:
-        """Returns the fitted time for each measured size, if the links were idle before the
-        message."""
+        """Returns the fitted time for each measured size, if links were idle before."""
         starts = [0, *(part.below_bytes for part in cost.smaller)]
 
         def one(nbytes: int) -> float:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DenseMessage(Bucket):
-    """All-reduce of a group's gradients, with one mark per parameter that has a gradient."""
+    """All-reduce of a group's gradients, with one mark per parameter (1: it has a gradient)."""
 
     work: Work | None = None
     packed_s: tuple[float, float] | None = None

@@ -39,15 +39,14 @@ T = TypeVar("T")
 class Fsdp(Algorithm["Fsdp.Options"]):
     """PyTorch FSDP2 (`fully_shard`; Zhao et al., VLDB 2023, arXiv 2304.11277): ZeRO-2 and ZeRO-3.
 
-    Each rank holds 1/P of parameters, gradients and optimizer state. Layers of lists and sequences
-    are gathered before they run. Gradients are scattered when all gradients of a layer have
+    Each rank holds 1/P of parameters, gradients and optimizer state. Each layer of a ModuleList or
+    Sequential is gathered before it runs. Its gradients are reduce-scattered when all of them have
     arrived. Parameters that cannot be cut (scalars, rarer types, not contiguous ones) are averaged
-    as by `wfbp`. All ranks must use the same parameters in every pass.
-    Invariant: after `backward()` returns, each sharded parameter (a DTensor) has this rank's part
-    of the mean gradient. `state_dict()` of model and optimizer is whole, and a collective call.
-    After `synchronize()` without a backward pass the model has whole, plain parameters.
-    Bytes move: parameters before a layer's forward (and, stage 3, backward), gradients after its
-    backward pass.
+    as by `wfbp`. All ranks must use the same parameters in every pass. Invariant: after
+    `backward()` returns, each sharded parameter (a DTensor) has this rank's part of the mean
+    gradient. `state_dict()` of model and optimizer is whole, and a collective call. After
+    `synchronize()` without a backward pass the model has whole, plain parameters. Bytes move:
+    parameters before a layer's forward (and, stage 3, backward), gradients after its backward pass.
     Cost per step and rank: per layer one all-gather (stage 3: two) and one reduce-scatter, each
     (P-1)/P of its bytes.
     """
@@ -222,7 +221,7 @@ class _FsdpEngine(AveragingEngine):
             group["params"][:] = [other.get(param, param) for param in group["params"]]
 
     def resume(self, state: StateDict) -> None:
-        """Cuts whole state, of the script's own parameters or of sharded ones, into parts."""
+        """Cuts whole state of the script's parameters, or of the sharded ones, into parts."""
         self._sharded.loaded = True
         states = self.optimizer.state
         for param, sharded in self._sharded.of.items():
@@ -295,7 +294,7 @@ class ShardedModel:
     """
 
     of: dict[torch.Tensor, torch.nn.Parameter]
-    """Sharded parameter of each of the script's own."""
+    """Sharded parameter of each of the script's own parameters."""
     whole = False
     """True while the model has whole parameters."""
     loaded = False
@@ -404,7 +403,7 @@ class ShardedModel:
         self._memory = {(m, name, p): _registered(m, name).data for m, name, p in self._places}
 
     def reshard(self) -> None:
-        """Gives the model its parts again, with the present values of whole parameters."""
+        """Shards the model again, with the present values of the whole parameters."""
         if self.whole:
             self.whole = False
             with torch.no_grad():
@@ -424,10 +423,10 @@ class ShardedModel:
         self._versions = self._now()
 
     def meet(self) -> None:
-        """Waits, after this rank has loaded state, for the others to have loaded theirs.
+        """Waits until all other ranks have loaded state, if this rank has.
 
         Raises:
-            UserError: another rank has loaded none, and the backend can see it.
+            UserError: another rank has loaded none, if the backend can detect this.
         """
         if self.loaded:
             self.loaded = False
@@ -536,7 +535,7 @@ class ShardedModel:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Raises `UserError` where the ranks call different operations; gives a lost rank a note."""
+    """Raises `UserError` where the ranks call different operations; adds a note to other errors."""
     advice = (
         "fsdp: each rank holds a part of the parameters, so all ranks must run the same passes, "
         "and load state, call state_dict() and synchronize() together"
@@ -563,7 +562,7 @@ class _Together:
 
 
 class _Part(Mixin):
-    """Part of the class of a parameter that is kept in parts."""
+    """Mixin for the class of a sharded parameter."""
 
     __slots__ = ()
 
@@ -593,7 +592,7 @@ def _explained(
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
 ) -> object:
-    """Runs `func`, a function of torch that takes a parameter in parts."""
+    """Runs torch's `func` with a sharded parameter; raises `UserError` if torch cannot."""
     if func is torch.autograd.grad:
         raise UserError(
             "fsdp: torch.autograd.grad() has no gradients of parameters that are kept in parts; "
@@ -615,7 +614,7 @@ def _explained(
 
 
 class _Parts(InFlight):
-    """Parameters of one engine that are kept in parts."""
+    """Sharded parameters of one engine."""
 
     mixin = _Part
     function = staticmethod(_explained)

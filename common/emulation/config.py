@@ -13,7 +13,7 @@ from dear.options import at_least, positive
 # Two bytes of the address number the hosts; no machine has memory for this many.
 MAX_HOSTS = 4096
 MOST_TIME_SCALE = 10_000
-"""Larger scales make the shortest sweep last for days."""
+"""Largest accepted time scale; with a larger one, the shortest sweep would last for days."""
 
 
 EMULATED_ONLY = ("time_scale", "min_time_scale", "max_time_scale", "links", "congestion")
@@ -36,8 +36,8 @@ class ClusterConfig:
     engine: Literal["comm_core", "gloo", "mpi", "nccl"] | None = None
     """Library whose collectives are predicted; null: nccl. Only for predicted clusters."""
     inside: str | None = None
-    """Links between the GPUs of a host, of configs/networks (pcie4, nvlink3, ...); null: pcie4 with
-    nccl, else shared memory. Only for predicted clusters."""
+    """Links between the GPUs of a host: a profile in configs/networks (pcie4, nvlink3, ...). null:
+    pcie4 with nccl, else shared memory. Only for predicted clusters."""
     time_scale: float | None = None
     """Real seconds per emulated second; null: chosen to suit this machine."""
     min_time_scale: float = 1.0

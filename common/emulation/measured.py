@@ -67,7 +67,7 @@ def link_rates(cluster: EmulatedCluster, seconds: float = 0.5) -> list[Row]:
 def _best(
     measure: Callable[[], Sequence[float]], requested_gbps: float, time_scale: float
 ) -> list[float]:
-    """Returns the best rates of several measurements, which end once all rates are near."""
+    """Returns the best rates of several measurements; stops once all are near the request."""
     best = [0.0]
     for _ in range(_MEASUREMENTS):
         rates = [rate * time_scale for rate in measure()]

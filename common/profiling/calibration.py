@@ -77,7 +77,7 @@ def fitted(
     source: str,
     time_scale: float = 1.0,
 ) -> NetworkCosts:
-    """Fits the times of collectives, in units of 1 / `time_scale` seconds, by regime."""
+    """Fits the times of collectives by regime; the unit of time is `time_scale` seconds."""
     for measurement in measurements:
         if len(measurement.nbytes) < LEAST_SIZES:
             raise UserError(

@@ -290,7 +290,7 @@ def _table(path: Path, header: _Header, rows: Sequence[_Row], stated: str | None
 
 
 def _inferred(path: Path, rows: Sequence[_Row]) -> str:
-    """Returns the collective of a table without a name, if only one has such numbers."""
+    """Returns the collective of a table without a name, if the numbers fit only one."""
     whole, low = rows[-1].size == rows[-1].count * rows[-1].word, _bus_factor(rows)[0]
     if whole and low > 1:
         return "all_reduce"

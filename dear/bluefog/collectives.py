@@ -122,8 +122,8 @@ def neighbor_allreduce_nonblocking(
     Args:
         tensor: floating-point, of any shape; all ranks give the same shape.
         neighbor_weights, send_neighbors: older names of `src_weights` and `dst_weights`.
-            enable_topo_check: if `dst_weights` are given, first compare the ranks' lists; this
-                costs one small blocking all-gather.
+        enable_topo_check: if `dst_weights` are given, first compare the ranks' lists; this costs
+            one small blocking all-gather.
 
     Raises:
         UserError: incomplete weights, unknown ranks, contradictory lists, or an integer tensor.

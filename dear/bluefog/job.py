@@ -382,7 +382,7 @@ def resume() -> None:
 
 
 def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
-    """Begins an activity of `tensor_name`, maybe in another; returns False without a timeline."""
+    """Begins an activity of `tensor_name`; activities nest. Returns False without a timeline."""
     if TIMELINE not in os.environ:
         return False
     job().activities.setdefault(tensor_name, []).append((activity_name, time.monotonic()))

@@ -144,7 +144,7 @@ def _wait(works: list[Any]) -> None:
 def win_get_nonblocking(
     name: str, src_weights: Targets | None = None, require_mutex: bool = False
 ) -> int:
-    """Reads `src_weight` times the values that the in-neighbours show into this rank's slots.
+    """Reads what the in-neighbours publish, times `src_weight`, into this rank's slots.
 
     Args:
         src_weights: rank -> factor, or ranks; default: 1 for all in-neighbours.

@@ -99,7 +99,7 @@ class Measurement:
         return CollectiveCost(**vars(line), name=name, smaller=smaller, slope=slope)
 
     def _reached(self) -> list[tuple[str | None, float, list[int]]]:
-        """Returns name, first bytes and indices of sizes of each regime that has sizes enough.
+        """Returns each regime with enough sizes: its name, first bytes, and indices of sizes.
 
         A regime with too few sizes for a line joins the regime before it.
         """
@@ -154,7 +154,7 @@ class Measurement:
         return _rms([a / b - 1 for a, b in zip(*halves, strict=True)])
 
     def _off(self, chosen: Sequence[int], first: float) -> float:
-        """Returns the sum over these sizes of the squared relative errors of their own line."""
+        """Returns the sum of squared relative errors of the line that is fitted to these sizes."""
         line = self._line(chosen, first, None)
         expected = [
             line.alpha_s + line.beta_s_per_byte * self._charged(self.nbytes[i], first)
@@ -224,7 +224,7 @@ class Measurement:
         return dataclasses.replace(line, queued_alpha_s=queued_s)
 
     def _charged(self, nbytes: int, first: float) -> float:
-        """Returns how many bytes cost something in a message of the regime from `first` on."""
+        """Returns how many bytes cost something in a message; its regime starts at `first`."""
         if self.regimes is not None and len(self.regimes) > 1 and first < self.free_bytes:
             return nbytes
         return max(0.0, nbytes - self.free_bytes)

@@ -1,4 +1,4 @@
-"""Measurements during training, and rules that change the groups of gradients by them."""
+"""Measurements during training, and rules that use them to change the groups of gradients."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ class BackwardProfile:
     order: list[int]
     """Parameters in the order of their gradients; those without a gradient come last."""
     arrivals_s: list[float]
-    """Seconds from the start of the backward pass, in the order of `order`, never falling."""
+    """Seconds from the start of the backward pass, ascending, in the order of `order`."""
     forward_s: float = 0.0
     backward_s: float = 0.0
 

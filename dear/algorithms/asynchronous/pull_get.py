@@ -80,9 +80,10 @@ class PullGet(WindowAlgorithm["PullGet.Options"]):
         x <- w x + sum of w_j (what j publishes) - update(gradient at x)
 
     Invariant: if parameters are equal on all ranks and updates are zero, nothing changes. With
-    `barrier` it is decentralized SGD (`neighbor`, combine=awc). Bytes move: beside both passes; the
-    step waits for the reads, not for the neighbours' steps. Cost per step and rank: the parameters
-    once from each neighbour; memory for the published copy and for the parameters being read.
+    `barrier` it is decentralized SGD (`neighbor`, combine=awc).
+    Bytes move: beside both passes; the step waits for the reads, not for the neighbours' steps.
+    Cost per step and rank: the parameters once from each neighbour; memory for the published copy
+    and for the parameters being read.
     """
 
     exchange = PullExchange

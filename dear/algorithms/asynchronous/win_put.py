@@ -18,13 +18,14 @@ class WinPut(WindowAlgorithm["WinPut.Options"]):
 
     Here x are parameters, w weights. The engine is `CombineThenAdapt`: before a training forward
     pass it puts each bucket into this rank's slots at the neighbours, and in `step()` it averages
-    with the values in its own slots. Invariant: if parameters are equal on all ranks and updates
-    are zero, nothing changes. Until a neighbour has put values, its slot holds this rank's own
-    start values. With `barrier` it is decentralized SGD (`neighbor`, combine=awc). Bytes move:
-    beside both passes and, if these are too short, beside later steps. A neighbour gets no new
-    message until it has collected the last one. Cost per step and rank: the parameters at most once
-    to each neighbour; memory for one copy of the parameters on their way, and for one slot per
-    neighbour.
+    with the values in its own slots.
+    Invariant: if parameters are equal on all ranks and updates are zero, nothing changes. Until a
+    neighbour has put values, its slot holds this rank's own start values. With `barrier` it is
+    decentralized SGD (`neighbor`, combine=awc).
+    Bytes move: beside both passes and, if these are too short, beside later steps. A neighbour gets
+    no new message until it has collected the last one.
+    Cost per step and rank: the parameters at most once to each neighbour; memory for one copy of
+    the parameters on their way, and for one slot per neighbour.
     """
 
     @dataclass(frozen=True, kw_only=True)

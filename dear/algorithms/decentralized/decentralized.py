@@ -36,11 +36,12 @@ class Decentralized(Algorithm["Decentralized.Options"]):
     Invariant: x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))), where x are parameters, g
     gradients and W weights. Each rank computes its gradient at its own parameters and applies it to
     the average over its group. Models of different ranks differ; `dear.consensus` averages them.
-    `p.grad` is always the rank's own gradient. Bytes move: each bucket of parameters travels from
-    its update to its update in the next step. Cost per step and rank: one exchange of the model
-    with one peer (`ring`, `one-peer-exp`), or an all-reduce of it in the group (`complete`: all
-    ranks; `alternating-exp-ring`: 1 or 2 nodes). Overridden methods of the exchange: `share` sends
-    to the group of this step, and `mix` averages in the next step.
+    `p.grad` is always the rank's own gradient.
+    Bytes move: each bucket of parameters travels from its update to its update in the next step.
+    Cost per step and rank: one exchange of the model with one peer (`ring`, `one-peer-exp`), or an
+    all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: 1 or 2 nodes).
+    Overridden methods of the exchange: `share` sends to the group of this step, and `mix` averages
+    in the next step.
     """
 
     @dataclass(frozen=True, kw_only=True)

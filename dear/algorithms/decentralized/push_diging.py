@@ -27,9 +27,10 @@ class PushDiging(GraphAlgorithm["PushDiging.Options"]):
     `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`, for parameters x and
     gradients g; y estimates the mean of g. C splits a rank's values equally among itself and its
     targets, together with a weight v. Division by v corrects for uneven graphs, so a sender need
-    not know how many ranks send to its receivers. Invariant: averaging keeps sums over the ranks.
-    With a constant step size, ranks reach the exact minimum of the sum of their losses, over any
-    strongly connected directed graph. Bytes move: from the update until a layer is needed again.
+    not know how many ranks send to its receivers.
+    Invariant: averaging keeps sums over the ranks. With a constant step size, ranks reach the exact
+    minimum of the sum of their losses, over any strongly connected directed graph.
+    Bytes move: from the update until a layer is needed again.
     Cost per step and rank: twice the parameters to each neighbour; three more copies in memory.
     Overridden methods: `carried` of the exchange returns a bucket's u, y and v in one message;
     `adapt` computes u; `mix` divides by v.

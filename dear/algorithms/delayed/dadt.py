@@ -45,13 +45,14 @@ class Dadt(Algorithm["Dadt.Options"]):
 
     Update: w(t+1) = w(t) - lr * mean over ranks of g(t - delay). The all-reduce may therefore take
     all of the `delay` steps in between. The first `delay` steps update nothing; `flush()` and
-    `close()` apply the gradients that are held back, with one update per step. Invariant: after
-    `step()` the parameters are final, and the same on all ranks. Between `backward()` and `step()`,
-    `p.grad` is this rank's own gradient, and the algorithm leaves it so. Bytes move: each group
-    from when it is complete, in the backward pass, to `delay` steps later. Cost per step and rank:
-    one all-reduce per group, with a mark (has a gradient or not) per parameter. If gradients are
-    sparse: one all-gather of the entries of each, and one small all-gather for which the end of the
-    backward pass waits. One copy of the gradients into one of `delay` + 1 sets of buffers.
+    `close()` apply the gradients that are held back, with one update per step.
+    Invariant: after `step()` the parameters are final, and the same on all ranks. Between
+    `backward()` and `step()`, `p.grad` is this rank's own gradient, and the algorithm leaves it so.
+    Bytes move: each group from when it is complete, in the backward pass, to `delay` steps later.
+    Cost per step and rank: one all-reduce per group, with a mark per parameter (has a gradient or
+    not). If gradients are sparse: one all-gather of the entries of each, and one small all-gather
+    for which the end of the backward pass waits. One copy of the gradients into one of `delay` + 1
+    sets of buffers.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -52,10 +52,11 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
     credit limits the bytes under way. The next forward pass starts at once, and each of its layers
     waits only for its own tensors, which are updated just before it runs. Horovod is neither needed
     nor patched. In the original, rank 0 negotiates every start. Here rank 0 simulates the scheduler
-    once, with measured times, and all ranks keep the resulting order. Invariant: a forward pass or
-    a state dict reads the parameters after the last `step()`. Between `backward()` and `step()`,
-    `p.grad` is still this rank's own gradient. Bytes move: from the backward pass, as layers are
-    complete, into the next forward pass. Cost per step and rank: one all-reduce per partition.
+    once, with measured times, and all ranks keep the resulting order.
+    Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
+    `backward()` and `step()`, `p.grad` is still this rank's own gradient.
+    Bytes move: from the backward pass, as layers are complete, into the next forward pass.
+    Cost per step and rank: one all-reduce per partition.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,9 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         partition_mb: float = 4.0
         """Largest partition, in MB of 2^20 bytes on the wire."""
         credit_mb: float | None = None
-        """Bytes under way at which no further partition starts, in MB of 2^20 bytes. None: 16, or
-        no limit if the backend has priorities. NCCL allows no limit, because it does not report
-        when a collective ends."""
+        """Bytes under way at which no further partition starts, in MB of 2^20 bytes. None: 16; no
+        limit if the backend has priorities or is NCCL. NCCL refuses a limit, because it does not
+        report when a collective ends."""
         levels: int | None = None
         """Number of priority levels, each with its own channel, if the backend has priorities and
         `credit_mb` is not given; None: 4."""

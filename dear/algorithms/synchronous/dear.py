@@ -51,15 +51,15 @@ class Dear(Algorithm["Dear.Options"]):
     """DeAR (Zhang et al., ICDCS 2023, arXiv 2302.12445).
 
     An all-reduce is split into a reduce-scatter and an all-gather. For each group of layers, the
-    first half runs in the backward pass, the second in the next forward pass until the group is
-    needed. Update: `x <- x - lr * mean over ranks(gradient at x)`, element by element by its owner.
+    first half runs in the backward pass, the second in the next forward pass, until needed.
+    Update: `x <- x - lr * mean over ranks(gradient at x)`, element by element by its owner.
     Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
-    `backward()` and `step()`, `p.grad` is this rank's own gradient. Bytes move: reduce-scatter in
-    the backward pass, all-gather from `step()` into the next forward. Cost per step and rank: one
-    reduce-scatter and one all-gather per group, together 2 (P-1)/P of the model's bytes, as many as
-    an all-reduce. Groups of a few KB use an all-reduce instead. The last group's message also
-    carries one mark per parameter: whether it is used. These marks need their own all-reduce of a
-    byte per parameter in two cases: if the group is larger than `COPIED_BYTES`
+    `backward()` and `step()`, `p.grad` is this rank's own gradient.
+    Bytes move: reduce-scatter in the backward pass, all-gather from `step()` into the next forward.
+    Cost per step and rank: one reduce-scatter and one all-gather per group, together 2 (P-1)/P of
+    the model's bytes, as many as an all-reduce. Groups of a few KB use an all-reduce instead. The
+    last group's message also has a mark per parameter (used or not). These marks need their own
+    all-reduce of a byte per parameter in two cases: if the group is larger than `COPIED_BYTES`
     (`dear.buckets.halves`) and travels in its own dtype, or if it is reduced to one rank.
 
     Two things differ from the paper. Groups follow the order in which gradients arrive and layers

@@ -42,11 +42,12 @@ class Fsdp(Algorithm["Fsdp.Options"]):
     Each rank holds 1/P of parameters, gradients and optimizer state. Each layer of a ModuleList or
     Sequential is gathered before it runs. Its gradients are reduce-scattered when all of them have
     arrived. Parameters that cannot be cut (scalars, rarer types, not contiguous ones) are averaged
-    as by `wfbp`. All ranks must use the same parameters in every pass. Invariant: after
-    `backward()` returns, each sharded parameter (a DTensor) has this rank's part of the mean
-    gradient. `state_dict()` of model and optimizer is whole, and a collective call. After
-    `synchronize()` without a backward pass the model has whole, plain parameters. Bytes move:
-    parameters before a layer's forward (and, stage 3, backward), gradients after its backward pass.
+    as by `wfbp`. All ranks must use the same parameters in every pass.
+    Invariant: after `backward()` returns, each sharded parameter (a DTensor) has this rank's part
+    of the mean gradient. `state_dict()` of model and optimizer is whole, and a collective call.
+    After `synchronize()` without a backward pass the model has whole, plain parameters.
+    Bytes move: parameters before a layer's forward (and, stage 3, backward), gradients after its
+    backward pass.
     Cost per step and rank: per layer one all-gather (stage 3: two) and one reduce-scatter, each
     (P-1)/P of its bytes.
     """

@@ -21,10 +21,11 @@ class Mgs(Algorithm["Mgs.Options"]):
     It works like `mgwfbp`, but each rank all-gathers only a share `density` of its elements, those
     of largest magnitude, with their indices. The rest is added to its next gradient (error
     feedback), except with `compression=topk`. The cost of a message is the measured time to select
-    and to gather the elements. Invariant: after `backward()` returns, `p.grad` is the same on all
-    ranks: the sum of the elements sent, divided by the number of ranks. With density=1 it is the
-    mean. Bytes move: during the backward pass, each group when its last gradient arrives. Cost per
-    step and rank: one all-gather per group, with 8 bytes per float32 element sent.
+    and to gather the elements.
+    Invariant: after `backward()` returns, `p.grad` is the same on all ranks: the sum of the
+    elements sent, divided by the number of ranks. With density=1 it is the mean.
+    Bytes move: during the backward pass, each group when its last gradient arrives.
+    Cost per step and rank: one all-gather per group, with 8 bytes per float32 element sent.
     """
 
     @dataclass(frozen=True, kw_only=True)

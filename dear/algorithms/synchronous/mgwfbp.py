@@ -53,9 +53,10 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
     Neighbouring gradients share an all-reduce if that ends the communication earlier. This depends
     on when each gradient arrives, and on the cost of an all-reduce by size. Both are measured: the
     arrivals in the first steps, the cost after them. Rank 0 then decides; the groups stay the same
-    from then on. Invariant: after `backward()` returns, `p.grad` is the mean over ranks. Bytes
-    move: during the backward pass, each group when its last gradient arrives. Cost per step and
-    rank: one all-reduce per group, or all-gather of elements or signs.
+    from then on.
+    Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
+    Bytes move: during the backward pass, each group when its last gradient arrives.
+    Cost per step and rank: one all-reduce per group, or all-gather of elements or signs.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class Plan:
     """Real seconds per second of the network."""
     burst_bytes: int = 0
     wire_bytes_per_s: float | None = None
-    """This field and the previous one are as in `Communicator`."""
+    """Same as in `Communicator`, like the previous field."""
     where: str = ""
     """Place of the measurement, for the `source` of the costs."""
 

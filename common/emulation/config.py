@@ -120,7 +120,7 @@ class Fault:
             if field.name in needs and not is_set:
                 raise UserError(f"fault {self.kind}: needs `{field.name}:`")
             if is_set and field.name not in allowed:
-                raise UserError(f"fault {self.kind}: has no `{field.name}:`")
+                raise UserError(f"fault {self.kind}: does not use `{field.name}:`")
         for key in ("host", "rank", "at_s", "delay_us"):
             if getattr(self, key) is not None:
                 at_least(f"fault {self.kind}: {key}", getattr(self, key), 0)

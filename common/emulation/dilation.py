@@ -201,8 +201,8 @@ def needed_scale(
 ) -> Choice:
     """Returns the smallest readable scale at which a trial would have had enough cores.
 
-    A trial has enough cores if the threads of each rank waited at most 0.6 s per second for one,
-    and its hosts kept step with their devices to within 1.5 % of the time. How busy the threads
+    A trial has enough cores if the threads of each rank waited at most 0.6 s per second for a core,
+    and the hosts kept step with their devices to within 1.5 % of the time. How busy the threads
     were does not matter, because some of them poll.
 
     If the threads waited longer, the CPU seconds per step must fit into 60 % of the cores that
@@ -212,7 +212,7 @@ def needed_scale(
     not report waits, only the CPU seconds count.
 
     Args:
-        most: largest allowed scale. It is returned instead of a larger one if it satisfies the
+        most: largest allowed scale. It is returned instead of a larger scale if that satisfies the
             (weaker) limits of a valid record.
     """
     waited = seen.core_wait is None or seen.core_wait > WAIT_TARGET

@@ -60,7 +60,7 @@ class Step:
     needs: tuple[str, ...] = ()
     """Required packages and compilers; without one of them, the step is skipped."""
     after: tuple[str, ...] = ()
-    """Steps that must have ended well."""
+    """Names of the steps that must have ended with `ok` before this step."""
     judge: Callable[[Ended], Verdict] = by_exit_status
     """Function that judges an ended command; if it was stopped, only the reason is used."""
 

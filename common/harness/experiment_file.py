@@ -43,7 +43,7 @@ def default_experiment() -> Path:
     """Returns the experiment of a command without a verb: on virtual hosts if possible."""
     reason = None if sandbox.inside() else unable_to_emulate()
     if reason:
-        print(f"no virtual hosts here ({reason}): quick.yaml instead", file=sys.stderr)
+        print(f"no virtual hosts here ({reason}): runs quick.yaml instead", file=sys.stderr)
     return EXPERIMENTS / ("quick.yaml" if reason else "emulated-quick.yaml")
 
 
@@ -170,7 +170,7 @@ def _read(path: Path) -> dict[str, object]:
     except OSError as error:
         raise UserError(f"experiment {path}: {error.strerror}") from None
     except RecursionError:
-        raise UserError(f"experiment {path}: has too many brackets inside each other") from None
+        raise UserError(f"experiment {path}: has too many nested brackets") from None
     except ValueError as error:  # not UTF-8, or a date that does not exist
         raise UserError(f"experiment {path}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
@@ -262,7 +262,7 @@ def load_plugins(paths: Sequence[object], folder: Path) -> tuple[str, ...]:
             raise UserError(f"plugins: must be names of files, got {path!r}")
         file = _absolute(path, folder)
         if algorithm_of(file) in ALIASES:
-            raise UserError(f"{file}: {file.stem} is another name of an algorithm; rename the file")
+            raise UserError(f"{file}: {file.stem} is an alias of an algorithm; rename the file")
         load_plugin(file)
         files.append(str(file))
     return tuple(files)

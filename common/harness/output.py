@@ -74,7 +74,7 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     for line in summary.lines:
         print(line)
     for record in filter(incorrect, records):
-        print(f"not the right training: {record.id} ({flag_text(record)})")
+        print(f"trained incorrectly: {record.id} ({flag_text(record)})")
     for record in records:
         if record.error is not None and record.status not in ("unsupported", "interrupted"):
             logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
@@ -82,7 +82,7 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
             print(f"    log: {short(str(logs[-1]))}" if logs else "    no log: it never started")
     print(f"records, table.md, table.csv: {short(str(folder))}")
     here = "" if folder.parent == LOGS else f" --logs {short(str(folder.parent))}"
-    print(f"all of it in one HTML file: {COMMAND} report {folder.name}{here}")
+    print(f"report in one HTML file: {COMMAND} report {folder.name}{here}")
     if any(record.bound for record in records):
         print(f"where the time goes: {COMMAND} show {folder.name} --breakdown{here}")
 

@@ -29,7 +29,7 @@ class OptimizerConfig:
         at_least("optimizer.momentum", self.momentum, 0)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         if self.name != "sgd" and self.momentum:
-            raise UserError(f"optimizer.momentum: {self.name} has none; it is an option of sgd")
+            raise UserError(f"optimizer.momentum: {self.name} has no momentum; leave it out")
 
     @property
     def state_copies(self) -> int:

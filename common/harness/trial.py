@@ -142,7 +142,7 @@ class Trial:
         return text if self.fault is None else f"{text}, {self.fault.title}"
 
     def of_repeat(self, repeat: int) -> Trial:
-        """Returns the trial with the seed of a repeat; only trials that train for a time change it.
+        """Returns the trial with a repeat's seed; only training for a time changes the seed.
 
         Each epoch uses the next seed, so the seeds of repeats are far apart.
         """

@@ -1,7 +1,7 @@
 """One trial by environment variables, as the launch scripts of the references take them.
 
 `dear/horovod_mpi_cj.sh` runs such a trial of `reference.yaml`. `dear.algorithms.aliases` translates
-the variables of a method. This file translates the others, and finds a place for the ranks:
+the variables of a method. This file translates the others, and finds hosts for the ranks:
 
 - the hosts of `configs/cluster$nworkers`, or this machine;
 - with `cluster=emulated` virtual hosts on this machine;
@@ -42,7 +42,7 @@ NETWORKS = {"0": "10gbe", "1": "100gbib", "2": "100gbe"}
 DEFAULTS = {"method": "dear", "dnn": "resnet50", "bs": "64", "nworkers": "8", "senlen": "64"}
 DEFAULTS |= {"rdma": "0", "cluster": "", "ngpu_per_node": "", "WFSGD_TIMELINE": ""}
 DEFAULTS |= {"nnodes": "", "node_rank": "", "master": ""}
-"""Variables that say nothing of a method, with the references' defaults. `cluster`, `nnodes` and
+"""Variables that do not concern a method, with the references' defaults. `cluster`, `nnodes` and
 `master` are our own."""
 _KNOWN = {*DEFAULTS, *aliases.VARIABLES}
 _WAYS = (
@@ -58,7 +58,7 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
         planned: the trial will not run, so its hosts may be unknown here.
 
     Raises:
-        UserError: a wrong value, a combination that is impossible, or no place for the ranks.
+        UserError: a wrong value, a combination that is impossible, or no hosts for the ranks.
     """
     _refuse_misspelled(environ)
     given = {name: environ.get(name) or default for name, default in DEFAULTS.items()}
@@ -150,11 +150,11 @@ def _real(given: Mapping[str, str], ranks: int, planned: bool) -> tuple[dict[str
     if given["ngpu_per_node"]:
         per_host = _whole(given, "ngpu_per_node")
         if any(host.slots != per_host for host in hosts or ()):
-            raise UserError(f"ngpu_per_node={per_host}: {path} says otherwise")
+            raise UserError(f"ngpu_per_node={per_host}: {path} has other slots")
     mpirun = shutil.which("mpirun") or read_envs().MPIPATH
     if hosts is None or not (away or mpirun):
         if given["rdma"] != "0":
-            raise UserError(f"rdma={given['rdma']}: all workers are on this machine")
+            raise UserError(f"rdma={given['rdma']}: no effect, as all workers are on this machine")
         return {"launcher": "local"}, "launcher: local processes"
     launcher = "mpirun" if mpirun else "ssh"
     place: dict[str, Any] = {"launcher": launcher, "hostfile": str(path)}
@@ -199,7 +199,7 @@ def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> N
     needed, there = machine.ranks_bytes(size, ranks), machine.available_bytes()
     if needed > there:
         raise UserError(
-            f"nworkers={ranks}: so many of {dnn} need {machine.gib(needed)} of memory on this "
+            f"nworkers={ranks}: the ranks of {dnn} need {machine.gib(needed)} of memory on this "
             f"machine, and {machine.gib(there)} are available; {_WAYS.format(n=ranks)}"
         )
 
@@ -219,7 +219,7 @@ def command(experiment: Experiment, trial: Trial) -> str:
     Variables set what they can; `--set` sets all other keys whose values differ.
 
     Raises:
-        UserError: no variables make the trial, or not on this machine.
+        UserError: no variables give this trial, at least on this machine.
     """
     if trial.sources.brought is not None:
         raise UserError(f"dnn={trial.model}: the script takes no custom model")
@@ -242,7 +242,7 @@ def command(experiment: Experiment, trial: Trial) -> str:
 
 
 def _environ(experiment: Experiment, trial: Trial) -> dict[str, str]:
-    """Returns a trial's variables, without those of its method if they give another trial."""
+    """Returns a trial's variables; leaves out the method's if these give another trial."""
     given = variables(trial.to_json())
     numbers = {name: number for number, name in NETWORKS.items()}
     given["rdma"] = numbers.get(given["rdma"], "0")
@@ -288,7 +288,7 @@ def _narrowed(experiment: Experiment, trial: Trial) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value as an experiment file has it, without keys that have their default.
+    """Returns the value in the form of an experiment file, without keys that have their default.
 
     The label of an algorithm does not change its trial.
     """

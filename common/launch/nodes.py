@@ -1,9 +1,9 @@
 """Launcher of ranks on nodes that the user starts by hand, without ssh or a scheduler.
 
 The user runs the same command on every node, each with another `node_rank`. Node 0 leads the sweep
-and listens at the control port. The other nodes stay connected to it, and start ranks when it asks.
-`python -m common.launch.nodes PORT nodeK HOST COMMAND` replaces the remote shell of HOST: it waits
-until node K connects to the control port + K, and passes the command to it.
+and listens at the control port. The other nodes stay connected to node 0, and start ranks when it
+asks. `python -m common.launch.nodes PORT nodeK HOST COMMAND` replaces the remote shell of HOST: it
+waits until node K connects to the control port + K, and passes the command to it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class NodesLauncher(SshLauncher):
                     link = server.accept()[0]
                 except TimeoutError:
                     raise UserError(
-                        f"node {_words(missing)} of {options.nnodes} did not come within "
+                        f"node {_words(missing)} of {options.nnodes} did not connect in "
                         f"{options.wait_s:g} s: start the same command there, with its node_rank"
                     ) from None
                 node = self._admit(link, missing)
@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
             try:
                 link = server.accept()[0]
             except TimeoutError:
-                print(f"{name} did not call within {CALL_S:g} s: has it ended?")
+                print(f"{name} did not connect within {CALL_S:g} s: has it ended?")
                 return 255
             _keep_alive(link)
             if _line(link) == name:

@@ -72,7 +72,7 @@ def _rate(row: Published) -> str:
 
 
 def elsewhere() -> str:
-    """Returns a table of speeds relative to ResNet-50, for GPUs that no factor comes from."""
+    """Returns a table of speeds relative to ResNet-50, for GPUs that have not given any factor."""
     lines = [
         f"| GPU | model | published, beside {_REFERENCE} | counted, beside {_REFERENCE} | off |",
         "|---|---|--:|--:|--:|",

@@ -60,7 +60,7 @@ class Table:
     hosts: int | None
     """None: the file does not list all ranks."""
     versions: str
-    """Versions of nccl-tests and NCCL, as far as the file has them, and whether it ends early."""
+    """Versions of nccl-tests and NCCL, if the file has them, and whether the file ends early."""
     date: str
     """Day of the run, or of the file."""
     seconds: Mapping[int, Sequence[float]]
@@ -232,7 +232,7 @@ def _of_json(path: Path, text: str, date: str) -> Iterator[tuple[_Header, list[_
             header.name = header.name or (match[1] if match else name)
         rows = [_json_row(f"{path}, result {at}", row) for at, row in enumerate(results, 1)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not as nccl-tests writes JSON: {error!r}") from None
+        raise UserError(f"{path}: not in the JSON form of nccl-tests: {error!r}") from None
     if rows:
         yield header, rows
 

@@ -1,4 +1,4 @@
-"""Times of collectives where the job runs: as its ranks, or in processes and virtual hosts here."""
+"""Times of collectives, measured by a job's ranks, or by processes here or on virtual hosts."""
 
 from __future__ import annotations
 

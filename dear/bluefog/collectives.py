@@ -205,7 +205,7 @@ def pair_gossip_nonblocking(
 ) -> int:
     """Computes the weighted sum of two ranks' tensors, by default their mean.
 
-    Only these two ranks take part; each gives the other as `target_rank`.
+    Only these two ranks take part; each gives the other rank as `target_rank`.
     """
     if (self_weight is None) != (pair_weight is None):
         raise UserError("pair_gossip: give self_weight and pair_weight together, or neither")

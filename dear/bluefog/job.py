@@ -42,7 +42,7 @@ class Job:
         self.communicator = communicator
         self.rank, self.size = communicator.rank, communicator.size
         self.pairs = Exchange(communicator)
-        """Exchange for calls between two ranks; all ranks make it here, as it is collective."""
+        """Exchange for calls between two ranks; made here, because all ranks must take part."""
         self.topology = self.weights = graphs.exponential(communicator.size)
         """Topology of the ranks, and the same graph with the weights for averaging."""
         self.machine_topology: nx.DiGraph | None = None

@@ -412,7 +412,7 @@ class SubCommunicator(Communicator):
 def sub_communicators(
     parent: Communicator, members: Iterable[Sequence[int]]
 ) -> dict[tuple[int, ...], SubCommunicator]:
-    """Makes a communicator for each list of ranks; returns those with this rank, by their ranks.
+    """Makes a communicator per list of ranks; returns those that contain this rank, by ranks.
 
     All ranks of `parent` must call it, with the same lists in the same order.
     """

@@ -20,7 +20,7 @@ Ranks = list[range]
 
 
 def blocks_of(size: int, local_size: int, what: str = "blocks") -> tuple[Ranks, Ranks]:
-    """Returns the blocks of `local_size` neighbours, and per local rank its ranks in all blocks.
+    """Returns the blocks of `local_size` neighbours, and the ranks with each local rank.
 
     Args:
         what: name of the blocks for the error message.

@@ -21,7 +21,7 @@ from dear.lazy import dist, torch
 TAG_BYTES = 8
 LINE_BYTES = 64
 NEVER = -1
-"""Number of steps that stands for values which their rank has not published yet."""
+"""Number of steps that marks values as not published yet by their rank."""
 
 
 class Row:

@@ -107,7 +107,7 @@ class Traffic:
 
     @classmethod
     def along(cls, graph: nx.DiGraph) -> Traffic:
-        """Returns traffic in which all parameters travel along each edge of a graph, each step."""
+        """Returns traffic in which all parameters travel along each edge of a graph, every step."""
         edges = sorted((source, target) for source, target in graph.edges if source != target)
         messages = tuple(Message(source=source, target=target) for source, target in edges)
         return cls(world_size=graph.number_of_nodes(), steps=(messages,))

@@ -214,7 +214,7 @@ class Measurement:
         return fit_alpha_beta(charged, [typical[i] for i in chosen], spreads, known)
 
     def _queued(self, line: AlphaBeta, first: float, end: float) -> AlphaBeta:
-        """Returns `line` with the start-up in a queue, from queues of these or smaller sizes."""
+        """Returns `line` with its start-up in a queue, measured at these or smaller sizes."""
         sizes = [pair for pair in self.queued if pair[0] < end]
         inside = [pair for pair in sizes if pair[0] >= first] or sizes[-1:]
         if not inside:
@@ -224,7 +224,7 @@ class Measurement:
         return dataclasses.replace(line, queued_alpha_s=queued_s)
 
     def _charged(self, nbytes: int, first: float) -> float:
-        """Returns how many bytes cost something in a message; its regime starts at `first`."""
+        """Returns how many of a message's bytes cost time; its regime starts at size `first`."""
         if self.regimes is not None and len(self.regimes) > 1 and first < self.free_bytes:
             return nbytes
         return max(0.0, nbytes - self.free_bytes)

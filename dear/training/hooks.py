@@ -1,8 +1,8 @@
 """Hooks into a model's forward and backward pass, and the modules that read each parameter.
 
-A module usually reads the parameters that it owns. But a container may read those of a child that
-is never called (`MultiheadAttention`, `ParameterList`), and code may use another module's weight
-directly. So `ReaderMap` watches the first forward passes and adds what they read.
+A module usually reads the parameters that it owns. But a container may read the parameters of a
+child that is never called (`MultiheadAttention`, `ParameterList`), and code may use another
+module's weight directly. So `ReaderMap` watches the first forward passes and adds what they read.
 """
 
 from __future__ import annotations

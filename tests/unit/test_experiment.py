@@ -96,7 +96,7 @@ def one_line(read, content, *overrides):
         ({"algorithms": ["dear", "dear"]}, ["dear", "twice"]),
         (
             {"algorithms": ["ddp", {"name": "dear", "label": "ddp"}]},
-            ["algorithms: ddp stands twice", "label"],
+            ["algorithms: ddp is listed twice", "label"],
         ),
         (
             {"algorithms": VARIANTS, "compare_to": "dear"},

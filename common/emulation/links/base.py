@@ -17,8 +17,8 @@ class Links(ABC):
     kind: str
     profile: NetworkProfile
     devices = (network.BRIDGE,)
-    """Devices that `commands` creates besides the ends of the hosts' links, except for devices that
-    the kernel removes together with these."""
+    """Devices of `commands` that must be removed explicitly. Ends of hosts' links are not listed,
+    nor devices that the kernel removes together with these."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []

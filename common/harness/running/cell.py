@@ -267,7 +267,7 @@ class Cell:
         turn.order.positions.append(position)
         verdict = turn.results[0].check.verdict
         if "NO" in (verdict, result.check.verdict):
-            self._launches.say(f"{turn.trial.label}: NOT the right training, no further repeats")
+            self._launches.say(f"{turn.trial.label}: trained incorrectly, no further repeats")
             self._end(turn, _OK)
             return outcome, None
         if valid and verdict == "yes":
@@ -287,16 +287,16 @@ class Cell:
         most = self._fabric.max_time_scale
         if choice.time_scale > most:
             return (
-                f"too heavy for this machine: {choice.reason}, which takes time scale "
-                f"{choice.time_scale:g}; cluster.max_time_scale is {most:g}"
+                f"too heavy for this machine: {choice.reason}, which needs time scale "
+                f"{choice.time_scale:g}, but cluster.max_time_scale is {most:g}"
             )
         # Only the steps take longer at a larger scale, not the start of the processes.
         more = choice.time_scale - self._fabric.time_scale
         longer_s = self._launches.spent_s + more * stepping_s(result, turn.trial)
         if longer_s > self._context.timeout_s and not self._settled:
             return (
-                f"too heavy for this machine: {choice.reason}, which takes time scale "
-                f"{choice.time_scale:g} and up to {longer_s:.0f} s for a repeat; timeout_s is "
+                f"too heavy for this machine: {choice.reason}, which needs time scale "
+                f"{choice.time_scale:g} and up to {longer_s:.0f} s for a repeat, but timeout_s is "
                 f"{self._context.timeout_s:g}"
             )
         return None
@@ -305,7 +305,7 @@ class Cell:
         """Restarts the cell at a larger time scale; earlier results are set aside."""
         where = "the cell's first round" if repeat == 0 else f"round {repeat + 1}"
         reason = f"{heaviest.trial.label}: {choice.reason}; found in {where}"
-        self._launches.say(f"all begin again at time scale {choice.time_scale:g}: {reason}")
+        self._launches.say(f"all trials begin again at time scale {choice.time_scale:g}: {reason}")
         for turn in self._running:
             self._launches.plan(turn, len(turn.results))
             turn.set_aside += [

@@ -85,7 +85,7 @@ class Fabric:
         """Changes the time scale of the cell; raises `RuntimeError` like `enter_cell`."""
 
     def recall(self, trial: Trial, facts: FabricFacts) -> None:
-        """Restores facts that launches of the trial have shown in an interrupted run."""
+        """Restores facts that an interrupted run has measured in launches of the trial."""
 
     @property
     def time_scale(self) -> float:
@@ -291,7 +291,7 @@ class EmulatedFabric(Fabric):
         cores = at_hand(_cores(), self.foreign_cores, trial.world_size)
         choice = choose_time_scale(_load(trial), self._links, self._calibration, cores)
         if cores < _cores():
-            others = f"others use {self.foreign_cores:.1f} cores"
+            others = f"other programs use {self.foreign_cores:.1f} cores"
             choice = dataclasses.replace(choice, reason=f"{choice.reason}; {others}")
         least = self._config.min_time_scale
         if choice.time_scale < least:

@@ -75,7 +75,7 @@ class Launches:
         foreign_cores = self._context.fabric.foreign_cores
         self._crowded = foreign_cores > FOREIGN_CORES
         if self._crowded:
-            self.say(f"others use {foreign_cores:.1f} cores")
+            self.say(f"other programs use {foreign_cores:.1f} cores")
 
     def run(self, turn: Turn, repeat: int, slower: float = 1.0) -> tuple[Outcome, Result | None]:
         """Launches a repeat; launches it again if other load disturbed it and has passed."""

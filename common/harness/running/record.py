@@ -130,7 +130,7 @@ def _breakdown(results: Sequence[Result]) -> Breakdown | None:
 
 
 def _check(results: Sequence[Result]) -> Check:
-    """Returns the first repeat's check against plain training, with the worst agreement of all."""
+    """Returns the first repeat's check against plain training, with the worst agreement of any."""
     checks = [result.check for result in results]
 
     def worst(key: str) -> float | None:

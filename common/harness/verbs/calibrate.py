@@ -41,10 +41,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="logs, or JSON of the option -J; NAME=FILE if a file does not name its collective",
     )
-    add("--ranks", type=int, help="ranks to start here (default 2), or of logs without that number")
+    add("--ranks", type=int, help="ranks to start here (default 2), or of logs that do not say it")
     add("--backend", help="comm_core, gloo, mpi or nccl; default as for training")
     add("--largest", type=int, metavar="BYTES", help="largest buffer (default 256 MiB)")
-    add("--seconds", type=float, help="longest time of the measurements (default 50)")
+    add("--seconds", type=float, help="longest time of the measurements (default 50 s)")
     add = parser.add_argument_group("virtual hosts on this machine").add_argument
     add("--hosts", type=int, help="number of virtual hosts (default 4)")
     add("--ranks-per-host", type=int, help="ranks on each virtual host (default 1)")
@@ -100,8 +100,8 @@ def _given(options: argparse.Namespace) -> dict[str, object]:
     positive("--seconds", options.seconds)
     flags = [f"--{key.replace('_', '-')}" for key in given]
     if options.from_nccl_tests and flags:
-        raise UserError(f"{flags[0]} is of a measurement, and --from-nccl-tests measures nothing")
+        raise UserError(f"{flags[0]}: no effect with --from-nccl-tests, which measures nothing")
     virtual = any(key in given for key in _CLUSTER)
     if virtual and (options.ranks is not None or launcher_facts() is not None):
-        raise UserError("virtual hosts have ranks of their own: --hosts times --ranks-per-host")
+        raise UserError("--ranks, launcher: virtual hosts have --hosts x --ranks-per-host ranks")
     return given

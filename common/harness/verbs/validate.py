@@ -113,7 +113,7 @@ class Summary:
     signed_mean_error: float
     worst_error: float
     pairs: int
-    """Pairs of algorithms in the same place whose measured steps differ by more than `APART`."""
+    """Pairs of algorithms in the same cell whose measured steps differ by more than `APART`."""
     pairs_in_order: int
     """Pairs whose order the prediction has right."""
 

@@ -157,7 +157,7 @@ def _gpu_name(path: Path, content: dict[str, Any], kernels: Sequence[Event]) -> 
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:
-    """Returns the events that are in no other of their thread; `events` are in order of start."""
+    """Returns the events inside no other event of their thread; `events` are in order of start."""
     until: dict[object, float] = {}
     kept = []
     for event in events:

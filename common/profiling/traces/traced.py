@@ -332,7 +332,7 @@ def _inside(event: Event | Work, around: Event) -> bool:
 
 
 def _shapes(trace: Trace, nodes: Sequence[Event]) -> dict[float, Event]:
-    """Returns the operation with shapes of each gradient, by the start of its node."""
+    """Returns, by the start of a gradient's node, the operation that has the gradient's shapes."""
     gradients = [node for node in nodes if node.name == _NODE + _GRADIENT]
     applied = [op for op in trace.operations if op.name == _GRADIENT]
     if not all(op.args.get("Input Dims") for op in applied):

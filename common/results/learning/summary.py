@@ -155,7 +155,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
 
 
 def limit(learn: Mapping[str, float | None]) -> str:
-    """Describes how long a trial trains, by its `learn`."""
+    """Describes how long a trial trains, from its setting `learn`."""
     epochs = learn.get("epochs")
     if epochs is None:
         return f"{learn['budget_s']:g} s"

@@ -106,7 +106,7 @@ class Result:
     parameters: int | None = None
     gradient_bytes: int | None = None
     use: DeviceUse | None = field(default=None, metadata=LATER)
-    """Memory, of a repeat after the first; or arithmetic, of the first repeat; None: learns."""
+    """Memory of a later repeat, or arithmetic of the first; None: trains for a time."""
     started_by: str | None = None
     """Launcher by which the ranks were started, as their environment says."""
     compute: StepTimes | None = None

@@ -107,7 +107,7 @@ def table_of(rows: Sequence[PredictedRow]) -> Table[PredictedRow]:
 
 
 def overview(rows: Sequence[PredictedRow], base: str) -> str:
-    """Returns a Markdown table: a line per place, with each algorithm's speed-up over `base`; below
+    """Returns a Markdown table: a line per cell, with each algorithm's speed-up over `base`; below
     it, the notes. A flagged number is in parentheses.
 
     The range is that of the ratio, since costs and compute change for both algorithms.

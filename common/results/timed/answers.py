@@ -14,8 +14,8 @@ R = TypeVar("R", bound=Compared)
 
 
 def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
-    """Returns a sentence per cell about its fastest trial, and those not distinguishable from it. A
-    cell, or place, is the trials that are compared with each other."""
+    """Returns a sentence per cell about the fastest trial, and trials not distinguishable from it.
+    A cell, or place, is the trials that are compared with each other."""
     lines = []
     for peers in grouped(rows, lambda row: row.place).values():
         leaders = sorted((row for row in peers if row.leads), key=lambda row: row.step_s or 0.0)

@@ -185,7 +185,7 @@ class DelayedEngine(GradientEngine[Dadt.Options]):
         entries = state.get(PENDING, [])
         if len(entries) > self.options.delay:
             raise UserError(
-                f"the state holds back the gradients of {len(entries)} steps, more than delay="
+                f"the state has delayed gradients of {len(entries)} steps, more than delay="
                 f"{self.options.delay}: flush() before saving, or use the same delay"
             )
         self._drop_held()

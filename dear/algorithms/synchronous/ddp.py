@@ -96,7 +96,7 @@ class Ddp(Algorithm["Ddp.Options"]):
             only_with(self, "powersgd_start_step", "compression", ["powersgd"])
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Returns the gradient as it travels, since torch's hooks divide after rounding."""
+            """Returns the gradient in the `wire` dtype, undivided: torch divides after rounding."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")
@@ -309,7 +309,7 @@ def bucket_hook(
 
 
 class ZeroUpdate:
-    """Updates of ZeRO-1: each rank updates some parameters, holds their state, and sends them.
+    """Updates of ZeRO-1: each rank updates some parameters, holds their state, and sends results.
 
     Each step uses the current hyper-parameters of the script's optimizer. The optimizer's own
     `state` is empty meanwhile; `whole_state` collects it.

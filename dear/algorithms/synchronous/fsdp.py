@@ -68,7 +68,7 @@ class Fsdp(Algorithm["Fsdp.Options"]):
             at_least("option of fsdp 'min_mb'", self.min_mb, 0)
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Returns the gradient as it travels; torch divides after rounding."""
+            """Returns the gradient in the `wire` dtype, undivided: torch divides after rounding."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")
@@ -257,7 +257,7 @@ def _agree_on_state(replica: Replica[Fsdp.Options]) -> None:
 
 
 def _refuse_second_derivatives(output: object) -> None:
-    """Lets a backward pass that makes a graph of its own raise `UserError`."""
+    """Makes a backward pass raise `UserError` if it builds a graph (`create_graph=True`)."""
     from torch.utils._pytree import tree_leaves
 
     def refuse(gradient: torch.Tensor) -> None:
@@ -276,8 +276,8 @@ def _refuse_parts(module: torch.nn.Module) -> None:
     """Raises `UserError` if the module is about to run on parts of its parameters."""
     if any(_in_parts(param) for param in module._parameters.values()):
         raise UserError(
-            f"fsdp: a {type(module).__name__} is called outside of the model's forward(), where "
-            "its parameters are whole: call model(...) itself, or use algorithm='dear'"
+            f"fsdp: a {type(module).__name__} is called outside of the model's forward(), but "
+            "its parameters are whole only inside: call model(...) itself, or use algorithm='dear'"
         )
 
 
@@ -575,7 +575,7 @@ class _Part(Mixin):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise UserError(
-            "fsdp: a value that is assigned to `.data` of a parameter in parts would be lost; call "
+            "fsdp: a value that is assigned to `.data` of a sharded parameter would be lost; call "
             "optimizer.synchronize() before, or copy_() the value into the parameter"
         )
 
@@ -596,7 +596,7 @@ def _explained(
     """Runs torch's `func` with a sharded parameter; raises `UserError` if torch cannot."""
     if func is torch.autograd.grad:
         raise UserError(
-            "fsdp: torch.autograd.grad() has no gradients of parameters that are kept in parts; "
+            "fsdp: torch.autograd.grad() has no gradients of sharded parameters; "
             "call backward(), or use algorithm='dear'"
         )
     try:
@@ -604,9 +604,8 @@ def _explained(
             result = func(*args, **(kwargs or {}))
     except (RuntimeError, TypeError) as error:
         raise UserError(
-            f"fsdp: torch cannot run {getattr(func, '__name__', func)}() on a parameter that is "
-            f"kept in parts ({error}); call optimizer.synchronize() before, or use "
-            "algorithm='dear'"
+            f"fsdp: torch cannot run {getattr(func, '__name__', func)}() on a sharded "
+            f"parameter ({error}); call optimizer.synchronize() before, or use algorithm='dear'"
         ) from None
     if _in_parts(result) and not isinstance(result, _Part):
         kind = next(kind for kind in types if issubclass(kind, _Part))

@@ -132,7 +132,7 @@ class Horovod(Algorithm["Horovod.Options"]):
             return torch.float16 if self.compression == "fp16" else None
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Returns the gradient as it travels; Horovod divides after rounding."""
+            """Returns the gradient in the `wire` dtype, undivided; Horovod divides it later."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")

@@ -26,7 +26,7 @@ _NO_SCALER = {TRACKING: "without a scaler", **_TOO_LATE}
 _FSDP_TWICE = {"fsdp": "cannot differentiate twice"}
 _FSDP_PARTS = {"fsdp": "call model(...) itself"}
 _FSDP_WHOLE = {"fsdp": "call optimizer.synchronize() before"}
-_FSDP_GRAD = {"fsdp": "has no gradients of parameters that are kept in parts"}
+_FSDP_GRAD = {"fsdp": "has no gradients of sharded parameters"}
 _FSDP_ALONE = {"fsdp": "each rank holds a part"}
 
 REFUSED: dict[Loop, dict[str, str]] = {

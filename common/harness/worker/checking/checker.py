@@ -33,8 +33,7 @@ from common.results.records.trust import Check
 from dear.comm import runtime
 
 STEPS = 10
-"""Checked steps per exchange if no steps are timed; on slow links, not all messages arrive in
-time."""
+"""Number of checked exchanges if no steps are timed; on slow links, not all arrive in time."""
 
 
 def check_training(trial: Trial, workload: Workload) -> Check:
@@ -186,7 +185,7 @@ class Checker:
             wanted = self._recorder.buffers()
             least = limit * np.abs(wanted - begin).max()
             if not np.allclose(left, wanted, rtol=limit, atol=least):
-                return f"in step {step} the forward pass left other buffers than a plain one does"
+                return f"after the forward pass of step {step}, buffers differ from plain training"
         return None
 
 

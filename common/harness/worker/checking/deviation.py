@@ -40,7 +40,7 @@ class Agreement(TypedDict, total=False):
 
 
 def worst_deviation(errors: Mapping[str, float], moved: Mapping[str, float]) -> Deviation:
-    """Returns the tensor of `moved` with the largest ratio of its error to its movement."""
+    """Returns the tensor of `moved` with the largest ratio of error to movement."""
     worst = Deviation()
     for name, way in moved.items():
         off = errors[name]

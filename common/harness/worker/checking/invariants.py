@@ -139,7 +139,7 @@ def _spread(norms: np.ndarray, distance: np.ndarray) -> float:
 
 
 def _declared(trial: Trial, local_size: int, steps: int) -> float:
-    """Returns the size of all ranks' messages by the algorithm's `traffic()`, in replicas."""
+    """Returns the size of all ranks' messages by `traffic()`, in units of all parameters."""
     traffic = algorithm_class(trial.algorithm).traffic(trial.options, trial.world_size, local_size)
     shares = [
         sum(part.share * (1 if isinstance(part, Message) else len(part.ranks)) for part in step)

@@ -64,7 +64,7 @@ class Ranks:
 
     @g.setter
     def g(self, values: torch.Tensor) -> None:
-        """Sets the gradients from a row per rank or one for all. Zeros set a tensor's to None."""
+        """Sets the gradients from a row per rank or one for all; zeros make a gradient None."""
         for params, row in zip(self._params, values.expand(len(self.models), -1), strict=True):
             for param, tensor in zip(params, self.tensors, strict=True):
                 gradient = row[tensor] if param.requires_grad else row[:0]

@@ -224,7 +224,8 @@ def changed_buffers(recordings: Sequence[Recording], changed: int) -> str | None
 
 def off_by(when: str, worst: Deviation, limit: float) -> str:
     """Returns the text of an error about a tensor whose values are wrong."""
-    return f"{when} {worst.tensor} is off by {worst.error:.2g} of its movement (at most {limit:g})"
+    share = f"{worst.error:.2g} of the distance that it moved"
+    return f"{when} {worst.tensor} is off by {share} (at most {limit:g})"
 
 
 def _promises_average(trial: Trial, module: str) -> bool:

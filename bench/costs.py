@@ -3,11 +3,11 @@
 
   python bench/costs.py logs/NAME [logs/OTHER ...] [--json FILE]
 
-A cell is the trials that are compared with each other. Its first trial times every collective for
-some ten sizes. The cost model is fitted to one half of the repeats and compared with the other
-half. From 32 KiB on, the error (root of the mean square over sizes) may be at most 1.3 times the
-difference of the halves. From 1 MiB on, no size may be off by more than 3 %. Exit status: 0; 1 if
-an operation misses a requirement; 2 for a user error.
+A cell is the trials that are compared with each other. The first trial of a cell times every
+collective for some ten sizes. The cost model is fitted to one half of the repeats and compared with
+the other half. From 32 KiB on, the error (root of the mean square over sizes) may be at most 1.3
+times the difference of the halves. From 1 MiB on, no size may be off by more than 3 %. Exit status:
+0; 1 if an operation misses a requirement; 2 for a user error.
 """
 
 from __future__ import annotations

@@ -286,8 +286,8 @@ def todays_trials(recipe: Recipe, records: list[Record]) -> list[Trial]:
 
 
 def commit_problem(commit: str | None) -> str | None:
-    """Returns why a commit does not identify the code; None if git has it, or cannot know. Git
-    cannot know in an unpacked archive, which has no history, or in a shallow clone."""
+    """Returns why a commit does not identify the code; None if git knows the commit, or cannot tell
+    (in an unpacked archive, which has no history, or in a shallow clone)."""
     if commit is None or commit.endswith("+dirty"):
         return f"was made from {commit}, which does not identify the code"
     if _git("rev-parse", "--is-shallow-repository").strip() != "false":

@@ -39,8 +39,8 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         named_parameters: the generator `model.named_parameters()`, in place of `model`, as in
             scripts of MG-WFBP and Horovod. A list does not work: the model is read from the
             generator.
-        norm_clip: largest 2-norm of each gradient of this rank, times `sqrt(size())`. Larger
-            gradients are scaled down before they are sent, as in MG-WFBP.
+        norm_clip: limit of each gradient's 2-norm on this rank, times `sqrt(size())`: a gradient
+            above `norm_clip / sqrt(size())` is scaled down before it is sent, as in MG-WFBP.
         options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`. The arguments of
             DeAR's first implementation are accepted, too (`dear.algorithms.aliases`).
 

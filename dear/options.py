@@ -82,8 +82,8 @@ LATER = {"later": True}
 
 
 def settings(options: DataclassInstance) -> dict[str, object]:
-    """Returns the values by name, without `LATER` fields at their default. Trials that do not use
-    these options keep their identity, and records their text."""
+    """Returns the values by name, without `LATER` fields at their default. So trials that do not
+    use these options keep their identity, and old records keep their text."""
     values = dataclasses.asdict(options)
     for field in dataclasses.fields(options):
         if "later" in field.metadata and values[field.name] == field.default:
@@ -139,7 +139,7 @@ def only_with(options: Options, field: str, other: str, values: Sequence[object]
         *first, last = map(str, values)
         wanted = f"{', '.join(first)} or {last}" if first else last
         raise UserError(
-            f"{option_of(options, field)} goes with {other}={wanted}, got "
+            f"{option_of(options, field)} needs {other}={wanted}, got "
             f"{other}={getattr(options, other)!r}"
         )
 

@@ -322,7 +322,7 @@ class Team:
 
 
 def _module(function: Callable[..., Any]) -> str:
-    """Returns the module that ranks import. The module of a script is `__main__` only here."""
+    """Returns the module's name for ranks to import; only here is a script `__main__`."""
     if function.__module__ == "__main__":
         return f"bench.{Path(sys.argv[0]).stem}"
     return function.__module__

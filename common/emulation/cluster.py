@@ -36,7 +36,7 @@ class VirtualHost:
     pid: int
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """Returns the command line that, started in the sandbox, runs `argv` on this host."""
+        """Returns the command line to start in the sandbox, which runs `argv` on this host."""
         return [*ENTER, str(self.pid), "--", *argv]
 
     def enter(self) -> None:
@@ -58,7 +58,7 @@ class EmulatedCluster:
         hosts: the hosts h0, h1, ...; empty outside of `with`.
         congestion: TCP congestion control in use.
         links: the links in use, inside of `with`. Rates are set through the cluster.
-        gbps: rate of each link that was requested last.
+        gbps: latest requested rate of each link.
         notes: sentences that say where the cluster differs from the profile.
 
     Raises:
@@ -182,7 +182,7 @@ class EmulatedCluster:
         )
 
     def _set_buffers(self) -> None:
-        """Gives TCP buffers of twice the bytes in flight, so that it can fill the longest line."""
+        """Gives TCP buffers of twice the bytes in flight, so that TCP can fill the longest line."""
         needed = 2 * self.profile.under_way_bytes
         refused = network.raise_buffers(needed, [host.pid for host in self.hosts])
         if refused:

@@ -13,7 +13,7 @@ from dear.options import at_least, positive
 # Two bytes of the address number the hosts; no machine has memory for this many.
 MAX_HOSTS = 4096
 MOST_TIME_SCALE = 10_000
-"""Larger scales make the shortest sweep last for days."""
+"""Largest accepted time scale; with a larger one, the shortest sweep would last for days."""
 
 
 EMULATED_ONLY = ("time_scale", "min_time_scale", "max_time_scale", "links", "congestion")
@@ -36,13 +36,14 @@ class ClusterConfig:
     engine: Literal["comm_core", "gloo", "mpi", "nccl"] | None = None
     """Library whose collectives are predicted; null: nccl. Only for predicted clusters."""
     inside: str | None = None
-    """Links between the GPUs of a host, of configs/networks (pcie4, nvlink3, ...); null: pcie4 with
-    nccl, else shared memory. Only for predicted clusters."""
+    """Links between the GPUs of a host: a profile in configs/networks (pcie4, nvlink3, ...). null:
+    pcie4 with nccl, else shared memory. Only for predicted clusters."""
     time_scale: float | None = None
     """Real seconds per emulated second; null: chosen to suit this machine."""
     min_time_scale: float = 1.0
     """Smallest time scale that is chosen automatically. A larger one has a smaller systematic
-    error, and leaves room for algorithms of a later run, which keeps the scale of this run."""
+    error. A later run of the same sweep keeps the scale, so a larger one also suits heavier
+    algorithms that you add later."""
     max_time_scale: float = 40.0
     """Largest time scale that is chosen automatically. A trial that needs a larger one is
     `unsupported`: too heavy for this machine."""
@@ -50,8 +51,9 @@ class ClusterConfig:
     """Implementation of the links' rate, delay, jitter and loss: the kernel (`tc`: tbf and netem)
     or our own switch program. auto: `tc` if the kernel has netem and no network has sites."""
     congestion: str = "reno"
-    """TCP congestion control of all connections, such as cubic or bbr. Reno's window grows per
-    round trip, which the time scale stretches too. CUBIC's window grows by the wall clock."""
+    """TCP congestion control of all connections, such as cubic or bbr. Above time scale 1, use
+    reno: its window grows once per round trip, and round trips are slowed like everything else.
+    CUBIC's window grows with real time: too fast in emulated time."""
 
     def __post_init__(self) -> None:
         at_least("cluster.hosts", self.hosts, 1)
@@ -60,11 +62,11 @@ class ClusterConfig:
         at_least("cluster.ranks_per_host", self.ranks_per_host, 1)
         for key in ("engine", "inside"):
             if self.kind == "emulated" and getattr(self, key) is not None:
-                raise UserError(f"cluster.{key}: goes with cluster.kind=predicted")
+                raise UserError(f"cluster.{key}: needs cluster.kind=predicted")
         for field in fields(self):
             is_set = getattr(self, field.name) != field.default
             if self.kind == "predicted" and field.name in EMULATED_ONLY and is_set:
-                raise UserError(f"cluster.{field.name}: goes with cluster.kind=emulated")
+                raise UserError(f"cluster.{field.name}: needs cluster.kind=emulated")
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
         at_least("cluster.time_scale", self.time_scale, 0, MOST_TIME_SCALE)
@@ -118,7 +120,7 @@ class Fault:
             if field.name in needs and not is_set:
                 raise UserError(f"fault {self.kind}: needs `{field.name}:`")
             if is_set and field.name not in allowed:
-                raise UserError(f"fault {self.kind}: has no `{field.name}:`")
+                raise UserError(f"fault {self.kind}: does not use `{field.name}:`")
         for key in ("host", "rank", "at_s", "delay_us"):
             if getattr(self, key) is not None:
                 at_least(f"fault {self.kind}: {key}", getattr(self, key), 0)

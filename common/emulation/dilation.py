@@ -31,10 +31,10 @@ BEHIND_TARGET, FELL_BEHIND = 0.015, 0.04
 cell's first round, and in any launch of a valid record. This time is missing in the measured steps,
 or is added to them. (Launches of one trial differ by 2 % while other programs run.)"""
 FOREIGN_CORES = 0.25
-"""Smallest number of cores used by other processes that is not ignored."""
+"""Smallest use of cores by other processes that is not ignored."""
 SERIAL_TARGET = 0.1
-"""Share of a step that may be real work of this machine (update and Python). Replayed compute
-becomes shorter by most of it."""
+"""Largest share of a step for real work of this machine (update and Python). Replayed compute is
+shortened by most of this work."""
 
 # Passes over the memory of all parameters, per rank and step. Replay writes each gradient.
 # Algorithms copy gradients into a buffer and averages out of it (two reads, two writes), and add
@@ -49,7 +49,7 @@ _MEMORY = 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Work of a trial in each step on which the time scale depends."""
+    """Work per step of a trial, which decides the time scale."""
 
     world_size: int
     hosts: int
@@ -201,8 +201,8 @@ def needed_scale(
 ) -> Choice:
     """Returns the smallest readable scale at which a trial would have had enough cores.
 
-    A trial has enough cores if the threads of each rank waited at most 0.6 s per second for one,
-    and its hosts kept step with their devices to within 1.5 % of the time. How busy the threads
+    A trial has enough cores if the threads of each rank waited at most 0.6 s per second for a core,
+    and the hosts kept step with their devices to within 1.5 % of the time. How busy the threads
     were does not matter, because some of them poll.
 
     If the threads waited longer, the CPU seconds per step must fit into 60 % of the cores that
@@ -212,7 +212,7 @@ def needed_scale(
     not report waits, only the CPU seconds count.
 
     Args:
-        most: largest allowed scale. It is returned instead of a larger one if it satisfies the
+        most: largest allowed scale. It is returned instead of a larger scale if that satisfies the
             (weaker) limits of a valid record.
     """
     waited = seen.core_wait is None or seen.core_wait > WAIT_TARGET

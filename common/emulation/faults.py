@@ -60,7 +60,7 @@ def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> s
 
 @dataclass(frozen=True)
 class _Change:
-    """Action of a fault with its description, and the action that undoes it, if there is one."""
+    """Action of a fault with a description, and the action that undoes it, if there is any."""
 
     what: str
     do: Callable[[], None]

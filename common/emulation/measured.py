@@ -67,7 +67,7 @@ def link_rates(cluster: EmulatedCluster, seconds: float = 0.5) -> list[Row]:
 def _best(
     measure: Callable[[], Sequence[float]], requested_gbps: float, time_scale: float
 ) -> list[float]:
-    """Returns the best rates of several measurements, which end once all rates are near."""
+    """Returns the best rates of several measurements; stops once all are near the request."""
     best = [0.0]
     for _ in range(_MEASUREMENTS):
         rates = [rate * time_scale for rate in measure()]
@@ -82,9 +82,9 @@ def rates_together(cluster: EmulatedCluster, seconds: float = 1.0) -> list[Row]:
 
     If a link seems slow, all are measured again, as in `link_rates`. The connections use the same
     congestion control as the trials. Returns one row per host: `host`, `gbps` (the rate received,
-    as in `link_rates`) and `requested_gbps`. The latter is None if TCP limits the rate: with frame
-    loss, and between sites. Empty for fewer than two hosts. Raises `RuntimeError` if a link carries
-    no data."""
+    as in `link_rates`) and `requested_gbps`. `requested_gbps` is None if TCP limits the rate: with
+    frame loss, and between sites. Empty for fewer than two hosts. Raises `RuntimeError` if a link
+    carries no data."""
     hosts = len(cluster.hosts)
     if hosts < 2:
         return []

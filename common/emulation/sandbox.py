@@ -2,9 +2,9 @@
 
     python -m common.emulation.sandbox -- COMMAND...
 
-Nothing in a sandbox is visible outside, and nothing outlives the process that called `run`, even
-if that process is killed by SIGKILL. Its end kills the process that it started (this file, run as
-a script). The end of that kills process 1 of the sandbox, and with it the kernel kills all other
+Nothing in a sandbox is visible outside, and nothing outlives the process that called `run`, even if
+that process is killed by SIGKILL. The end of that process kills its child (this file, run as a
+script). The end of this script kills process 1 of the sandbox, and then the kernel kills all other
 processes inside. No other cleanup is needed. Virtual hosts are built in a sandbox.
 """
 

@@ -21,7 +21,7 @@ class Ended:
     """Facts about a command that has ended."""
 
     code: int | None
-    """Exit status, minus the signal's number for a signal; None: stopped at its time limit."""
+    """Exit status (-N for signal N); None: stopped at its time limit."""
     seconds: float
     log: Path
     """File with what the command printed."""
@@ -60,9 +60,9 @@ class Step:
     needs: tuple[str, ...] = ()
     """Required packages and compilers; without one of them, the step is skipped."""
     after: tuple[str, ...] = ()
-    """Steps that must have ended well."""
+    """Names of the steps that must have ended with `ok` before this step."""
     judge: Callable[[Ended], Verdict] = by_exit_status
-    """Function that returns the verdict on an end; if it was stopped, only the reason is used."""
+    """Function that judges an ended command; if it was stopped, only the reason is used."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def _clear(out: Path) -> None:
 
 def collect_profiles(profiles: Path, out: Path, since: float) -> None:
     """Copies the layer profiles that were written after `since` (seconds of the file system's
-    clock): the folder may hold older ones, of other machines too."""
+    clock): the folder may hold older profiles, also of other machines."""
     for path in sorted(profiles.glob("*/*.json")):
         if path.stat().st_mtime >= since:
             (out / "profiles").mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from common.gpu_check.budget import Ended, Verdict, by_exit_status
 
 
 def judge_tests(report: Path, ended: Ended) -> Verdict:
-    """Returns the verdict from pytest's report; it is `failed` if no test ran, too."""
+    """Returns the verdict from pytest's report: also `failed` if no test ran."""
     if not report.exists():
         return by_exit_status(ended)
     cases = list(ElementTree.parse(report).iter("testcase"))

@@ -43,8 +43,8 @@ def bring_model(
     """Adds a model to the registry of this process, for a GPU together with its profile.
 
     Returns:
-        The model's name in trials and tables, its batch size and its sentence length. The latter
-        two may be None if they were None; the registry then has the defaults.
+        The model's name in trials and tables, its batch size and its sentence length. Sizes that
+        were not given may be None; the registry then has the defaults.
 
     Raises:
         UserError: the model or the GPU does not exist, the file lacks a function, or the model
@@ -53,12 +53,12 @@ def bring_model(
     name, brought = registry.register(name)
     if gpu is None:
         if brought is not None and brought.source.startswith(FILE):
-            from common.models import user_file  # which imports torch
+            from common.models import user_file  # imports torch
 
             user_file.check(Path(brought.source.removeprefix(FILE)))
         return name, batch_size, sentence_len
     if "@" in name:
-        raise UserError(f"gpu: {name} is a recorded model already; leave one of the two out")
+        raise UserError(f"gpu: {name} names its GPU already, after the @; leave `gpu` out")
     device, profile_model = _profiler(gpu)
     replayed = f"{name}@{device}"
     sizes = profiles.batch_sizes().get(replayed, [])

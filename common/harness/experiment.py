@@ -47,7 +47,7 @@ class AlgorithmChoice:
     """An algorithm with options that differ from its defaults."""
 
     name: str
-    """An algorithm of `list`, or one of its other names."""
+    """Name of an algorithm, as in `list`, or an alias."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the algorithm that differ from its defaults."""
     label: str | None = None
@@ -59,7 +59,7 @@ class AlgorithmChoice:
             raise UserError(f"label: must be a name on one line, got {self.label!r}")
         name, options = aliases.resolved(self.name, self.options)
         if name != self.name and self.label is None:
-            object.__setattr__(self, "label", self.title)  # as it was asked for
+            object.__setattr__(self, "label", self.title)  # as the user named it
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "options", options)
 
@@ -75,7 +75,7 @@ class ModelChoice:
     """A model and the size of its batches."""
 
     name: str
-    """A model of `list`, `file:PATH`, `hf:TYPE` or `timm:NAME` (docs/bring_your_own.md)."""
+    """Model as in `list`, or `file:PATH`, `hf:TYPE`, `timm:NAME` (docs/bring_your_own.md)."""
     batch_size: int | None = None
     """Samples per worker and step; null: the model's default."""
     sentence_len: int | None = None
@@ -92,7 +92,7 @@ class ModelChoice:
             at_least("sentence_len", self.sentence_len, 1)
 
     def brought(self) -> ModelChoice:
-        """Returns the choice by the model's name in trials, and makes a custom model known."""
+        """Registers a custom model; returns the choice with the model's name in trials."""
         name, batch_size, sentence_len = bring_model(
             self.name, self.batch_size, self.sentence_len, self.gpu
         )
@@ -161,7 +161,8 @@ class Experiment:
     threads_per_rank: int | None = None
     """Compute threads of each rank; null: this machine's cores divided by the largest world."""
     report_lines: bool = False
-    """Also print the lines of the reference suites at the end, for programs that read them."""
+    """Also print, at the end, the result lines that the reference suites print
+    (docs/references.md), for programs that read them."""
     timeout_s: float = 600.0
     """Time limit of one repeat of one trial, in seconds; then it is killed."""
 
@@ -193,15 +194,15 @@ class Experiment:
         self._check_learning()
         for choice, others in itertools.groupby(sorted(a.title for a, _ in self._chosen)):
             if len(list(others)) > 1:
-                raise UserError(f"algorithms: {choice} stands twice; give one of them a label")
+                raise UserError(f"algorithms: {choice} is listed twice; give one of them a label")
         _ = self.base
         for choice in self.models:
             sentence_len(choice.name, choice.sentence_len)
             if is_replay(choice.name):
                 if self.dtype.startswith("amp-"):
-                    raise UserError(f"dtype: {choice.name} computes nothing; use dtype: float32")
+                    raise UserError(f"dtype: {choice.name} is replayed; use dtype: float32")
                 if self.device != "cpu":
-                    raise UserError(f"device: {choice.name} replays on CPUs; use device: cpu")
+                    raise UserError(f"device: {choice.name} is replayed on CPUs; use device: cpu")
                 batch_size = choice.batch_size or model_entry(choice.name).batch_size
                 profile_of(choice.name, batch_size, choice.sentence_len)
 
@@ -211,23 +212,23 @@ class Experiment:
             raise UserError("backend: nccl moves CUDA tensors only; use device: cuda or comm_core")
         for key in ("tf32", "cudnn_benchmark"):
             if getattr(self, key) and self.device != "cuda":
-                raise UserError(f"{key}: goes with device: cuda")
+                raise UserError(f"{key}: needs device: cuda")
         if self.backend == "mpi" and self.launcher != "mpirun":
             raise UserError("backend: mpi needs ranks that mpirun started; use launcher=mpirun")
         if self.hostfile is not None and self.launcher == "local":
-            raise UserError("hostfile: launcher local reads none; use launcher=mpirun or ssh")
+            raise UserError("hostfile: launcher local does not read it; use mpirun or ssh")
 
     def _check_learning(self) -> None:
         learn = self.learn
         if self.data_dir is not None and (learn is None or learn.data is None):
-            raise UserError("data_dir: nothing is learned; add `learn: {data: mnist}`")
+            raise UserError("data_dir: used only with `learn`; add `learn: {data: mnist}`")
         if learn is None:
             return
         used = {"repeats"} | ({"warmup_steps"} if learn.data is None else set())
         for key in dataclasses.fields(self.measure):
             if key.name not in used and getattr(self.measure, key.name) != key.default:
                 raise UserError(
-                    f"measure.{key.name}: means nothing with learn; allowed: "
+                    f"measure.{key.name}: has no effect with learn; allowed: "
                     f"{', '.join(sorted(used))}"
                 )
         for name in (choice.name for choice in self.models) if learn.data else ():
@@ -269,7 +270,7 @@ class Experiment:
                     f"faults: link_rate: network {profile.name!r} has a trace, which sets the rates"
                 )
         if self.hostfile is not None:
-            raise UserError("hostfile: the hosts of an emulated cluster are its own; leave it out")
+            raise UserError("hostfile: an emulated cluster makes its own hosts; leave hostfile out")
         if self.launcher == "slurm":
             raise UserError("launcher: slurm does not run on virtual hosts; use ssh or mpirun")
         if self.device != "cpu":
@@ -365,7 +366,7 @@ class Experiment:
         for index, trial in enumerate(trials):
             labels = seen.setdefault(trial.hash, [])
             if trial.label in labels:
-                raise UserError(f"{trial.title} stands twice in the experiment")
+                raise UserError(f"{trial.title} is twice in the experiment")
             trials[index] = dataclasses.replace(trial, twin=len(labels))
             labels.append(trial.label)
         return trials
@@ -403,7 +404,7 @@ class Experiment:
         threads = self.threads_per_rank or max(1, cores // max(self.worlds))
         learn = self.learn
         if learn is not None and algorithm.name == BASELINE:
-            learn = dataclasses.replace(learn, batch_sizes=None)  # it has one worker
+            learn = dataclasses.replace(learn, batch_sizes=None)  # one worker
         batch_size = model.batch_size or entry.batch_size
         profile = None
         if is_replay(model.name):

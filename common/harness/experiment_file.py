@@ -43,7 +43,7 @@ def default_experiment() -> Path:
     """Returns the experiment of a command without a verb: on virtual hosts if possible."""
     reason = None if sandbox.inside() else unable_to_emulate()
     if reason:
-        print(f"no virtual hosts here ({reason}): quick.yaml instead", file=sys.stderr)
+        print(f"no virtual hosts here ({reason}): runs quick.yaml instead", file=sys.stderr)
     return EXPERIMENTS / ("quick.yaml" if reason else "emulated-quick.yaml")
 
 
@@ -77,7 +77,7 @@ class CommandLine:
         models = [*(_absolute_name(name, Path()) for name in options.model), *files]
         for flag in ("batch", "gpu"):
             if getattr(options, flag) is not None and not models:
-                raise UserError(f"--{flag}: goes with --model or --model-file")
+                raise UserError(f"--{flag}: needs --model or --model-file")
         if options.batch is not None:
             at_least("--batch", options.batch, 1)
         name = None
@@ -121,7 +121,7 @@ class CommandLine:
                 model["gpu"] = custom.HERE if custom.gpu_available() else gpus.DEFAULT
 
     def assumption(self, names: Sequence[str]) -> str | None:
-        """Returns a line that names the GPU that was chosen by default; None if none was.
+        """Returns a line that names the default GPU if it was chosen; otherwise None.
 
         Args:
             names: models by their names in trials.
@@ -142,7 +142,7 @@ def load(
     the current folder.
 
     Args:
-        overrides: texts `key=value`, as `measure.repeats=5` or `models.0.batch_size=8`.
+        overrides: texts `key=value`, such as `measure.repeats=5` or `models.0.batch_size=8`.
         command_line: models and plugins of the command line; overrides apply to them, too.
 
     Raises:
@@ -170,7 +170,7 @@ def _read(path: Path) -> dict[str, object]:
     except OSError as error:
         raise UserError(f"experiment {path}: {error.strerror}") from None
     except RecursionError:
-        raise UserError(f"experiment {path}: has too many brackets inside each other") from None
+        raise UserError(f"experiment {path}: has too many nested brackets") from None
     except ValueError as error:  # not UTF-8, or a date that does not exist
         raise UserError(f"experiment {path}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
@@ -243,7 +243,7 @@ def _as_list(value: object) -> list[object]:
 
 
 def algorithm_of(path: str | Path) -> str:
-    """Returns the name of the algorithm in a plugin, which follows from the file's name."""
+    """Returns the name of a plugin's algorithm, which is the file's name."""
     return Path(path).stem.replace("_", "-")
 
 
@@ -262,7 +262,7 @@ def load_plugins(paths: Sequence[object], folder: Path) -> tuple[str, ...]:
             raise UserError(f"plugins: must be names of files, got {path!r}")
         file = _absolute(path, folder)
         if algorithm_of(file) in ALIASES:
-            raise UserError(f"{file}: {file.stem} is another name of an algorithm; rename the file")
+            raise UserError(f"{file}: {file.stem} is an alias of an algorithm; rename the file")
         load_plugin(file)
         files.append(str(file))
     return tuple(files)

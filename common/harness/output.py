@@ -74,7 +74,7 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     for line in summary.lines:
         print(line)
     for record in filter(incorrect, records):
-        print(f"not the right training: {record.id} ({flag_text(record)})")
+        print(f"trained incorrectly: {record.id} ({flag_text(record)})")
     for record in records:
         if record.error is not None and record.status not in ("unsupported", "interrupted"):
             logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
@@ -82,7 +82,7 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
             print(f"    log: {short(str(logs[-1]))}" if logs else "    no log: it never started")
     print(f"records, table.md, table.csv: {short(str(folder))}")
     here = "" if folder.parent == LOGS else f" --logs {short(str(folder.parent))}"
-    print(f"all of it in one HTML file: {COMMAND} report {folder.name}{here}")
+    print(f"report in one HTML file: {COMMAND} report {folder.name}{here}")
     if any(record.bound for record in records):
         print(f"where the time goes: {COMMAND} show {folder.name} --breakdown{here}")
 
@@ -94,7 +94,7 @@ def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> 
         UserError: the trials train for a time, so no steps were timed.
     """
     if is_learning(records):
-        raise UserError(f"--breakdown: {folder.name} has timed no single steps, but learned")
+        raise UserError(f"--breakdown: {folder.name} trained for a time: no step was timed")
     table = rows.breakdown(rows.make_rows(records, compare_to))
     if not table.rows:
         print(f"{folder.name}: no trial has a result")

@@ -29,7 +29,7 @@ class OptimizerConfig:
         at_least("optimizer.momentum", self.momentum, 0)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         if self.name != "sgd" and self.momentum:
-            raise UserError(f"optimizer.momentum: {self.name} has none; it is an option of sgd")
+            raise UserError(f"optimizer.momentum: {self.name} has no momentum; leave it out")
 
     @property
     def state_copies(self) -> int:
@@ -54,7 +54,7 @@ class MeasureConfig:
     `precision`: the smallest and the largest number, as [5, 12]."""
     precision: float | None = None
     """Half width of the 95 % intervals, relative to the value. Trials that are compared with each
-    other end together, when all their intervals are as narrow."""
+    other end together, when all their intervals are this narrow."""
     repeats_at_2k: int = 0
     """Extra repeats of emulated trials at 2k, twice their time scale. They estimate the systematic
     error, and are not part of the result."""
@@ -81,7 +81,7 @@ class MeasureConfig:
         positive("measure.precision", self.precision)
         if isinstance(self.repeats, int) != (self.precision is None):
             raise UserError(
-                "measure: `precision` and a range of `repeats` go together, e.g. "
+                "measure: `precision` and a range of `repeats` need each other, e.g. "
                 "{repeats: [5, 12], precision: 0.02}"
             )
         at_least("measure.repeats", self.least_repeats, 1)
@@ -122,17 +122,18 @@ class ScheduleConfig:
 
     kind: Literal["constant", "multistep", "cosine", "exponential"] = "constant"
     """Form of the schedule. `multistep`: times `gamma` after each of `milestones`; `cosine`: falls
-    to 0 in the last epoch; `exponential`: times `gamma` per epoch, a little in each step."""
+    along half a cosine, to 0 at the end; `exponential`: times `gamma` per epoch, a little in each
+    step."""
     milestones: tuple[int, ...] = ()
     """Epochs in ascending order, for `multistep`."""
     gamma: float = 0.1
     """Factor of `multistep` and `exponential`."""
     warmup_epochs: float = 0.0
-    """Epochs in which the rate rises linearly: from the unscaled rate with `scale`, else from a
-    tenth."""
+    """Epochs in which the rate rises linearly to its full value. It starts at the unscaled rate if
+    `scale` is set and there are several workers, otherwise at a tenth of the full rate."""
     scale: Literal["none", "linear", "sqrt"] = "none"
-    """Factor for the larger batch of several workers: their number (Goyal et al. 2017, arXiv
-    1706.02677), or its square root."""
+    """Factor of the learning rate, because several workers have a larger batch together. `linear`:
+    the number of workers (Goyal et al. 2017, arXiv 1706.02677); `sqrt`: its square root."""
 
     def __post_init__(self) -> None:
         positive("learn.schedule.gamma", self.gamma)
@@ -141,7 +142,7 @@ class ScheduleConfig:
         if list(self.milestones) != sorted(set(self.milestones)):
             raise UserError(f"learn.schedule.milestones must ascend, got {list(self.milestones)}")
         if bool(self.milestones) != (self.kind == "multistep"):
-            raise UserError("learn.schedule: `milestones` and `kind: multistep` go together")
+            raise UserError("learn.schedule: `milestones` and `kind: multistep` need each other")
 
     def check(self, epochs: int) -> None:
         """Raises `UserError` if the warm-up or a milestone is not within `epochs` epochs."""
@@ -208,25 +209,25 @@ class LearnConfig:
                 f"learn.target_accuracy must be above 0 and at most 1, got {self.target_accuracy:g}"
             )
         if self.data is None:
-            self._goes_with(
+            self._needs(
                 "data", "sampler", "batch_sizes", "target_accuracy", "epochs", "loader_workers"
             )
 
     def _check_epochs(self) -> None:
         if self.epochs is None:
-            self._goes_with("epochs", "eval_every_epochs", "schedule")
+            self._needs("epochs", "eval_every_epochs", "schedule")
             return
         at_least("learn.epochs", self.epochs, 1)
         for field in ("budget_s", "eval_every_s"):
             if self._is_set(field):
-                raise UserError(f"learn.{field}: goes without learn.epochs")
+                raise UserError(f"learn.{field} and learn.epochs exclude each other; leave one out")
         if self.schedule is not None:
             self.schedule.check(self.epochs)
 
-    def _goes_with(self, other: str, *fields: str) -> None:
+    def _needs(self, other: str, *fields: str) -> None:
         for field in fields:
             if self._is_set(field):
-                raise UserError(f"learn.{field}: goes with learn.{other}")
+                raise UserError(f"learn.{field}: needs learn.{other}")
 
     def _is_set(self, field: str) -> bool:
         return getattr(self, field) != self.__dataclass_fields__[field].default

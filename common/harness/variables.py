@@ -1,11 +1,11 @@
 """One trial by environment variables, as the launch scripts of the references take them.
 
 `dear/horovod_mpi_cj.sh` runs such a trial of `reference.yaml`. `dear.algorithms.aliases` translates
-the variables of a method. This file translates the others, and finds a place for the ranks:
+the variables of a method. This file translates the others, and finds hosts for the ranks:
 
 - the hosts of `configs/cluster$nworkers`, or this machine;
 - with `cluster=emulated` virtual hosts on this machine;
-- with `nnodes`, `node_rank` and `master` nodes of which each is started by hand.
+- with `nnodes`, `node_rank` and `master`, nodes that are each started by hand.
 
 Wrong values raise an error before anything starts. `command` goes the other way: it returns the
 variables and flags that make a trial of any experiment.
@@ -42,7 +42,7 @@ NETWORKS = {"0": "10gbe", "1": "100gbib", "2": "100gbe"}
 DEFAULTS = {"method": "dear", "dnn": "resnet50", "bs": "64", "nworkers": "8", "senlen": "64"}
 DEFAULTS |= {"rdma": "0", "cluster": "", "ngpu_per_node": "", "WFSGD_TIMELINE": ""}
 DEFAULTS |= {"nnodes": "", "node_rank": "", "master": ""}
-"""Variables that say nothing of a method, with the references' defaults. `cluster`, `nnodes` and
+"""Variables that do not concern a method, with the references' defaults. `cluster`, `nnodes` and
 `master` are our own."""
 _KNOWN = {*DEFAULTS, *aliases.VARIABLES}
 _WAYS = (
@@ -52,13 +52,13 @@ _WAYS = (
 
 
 def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list[str], str]:
-    """Flags of `benchmarks.py run` for the trial, and a line on where it runs.
+    """Returns the flags of `benchmarks.py run` for the trial, and a line on where it runs.
 
     Args:
         planned: the trial will not run, so its hosts may be unknown here.
 
     Raises:
-        UserError: a value that is none, a combination that cannot be, or no place for the ranks.
+        UserError: a wrong value, a combination that is impossible, or no hosts for the ranks.
     """
     _refuse_misspelled(environ)
     given = {name: environ.get(name) or default for name, default in DEFAULTS.items()}
@@ -87,7 +87,7 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
     else:
         place, words = _real(given, numbers["nworkers"], planned)
     if not given["cluster"] and _gpus():
-        place["device"] = "cuda"  # as there
+        place["device"] = "cuda"  # as in the references
     values |= {"models": [model], **place}
     flags = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
     if given["WFSGD_TIMELINE"]:
@@ -96,7 +96,7 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
 
 
 def _refuse_misspelled(environ: Mapping[str, str]) -> None:
-    """Raises `UserError` for a variable in lower case that is nearly one of ours."""
+    """Raises `UserError` for a variable in lower case with nearly the name of a known one."""
     for name in environ:
         if name.islower() and name not in _KNOWN and get_close_matches(name, _KNOWN, 1, 0.8):
             raise unknown("variable", name, _KNOWN, "see docs/references.md")
@@ -109,7 +109,7 @@ def _whole(given: Mapping[str, str], name: str, least: int = 1) -> int:
 
 
 def _replayed(dnn: str) -> str:
-    """Returns the name of the replayed model, if there is a profile; virtual hosts have no GPU."""
+    """Returns the name of the replayed model if there is a profile. (Virtual hosts have no GPU.)"""
     recorded = [name for name in MODELS if name.startswith(f"{dnn}@")]
     return recorded[0] if recorded else dnn
 
@@ -127,7 +127,7 @@ def _emulated(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str
 def _by_hand(given: Mapping[str, str], nodes: Mapping[str, str]) -> tuple[dict[str, object], str]:
     for name in ("cluster", "ngpu_per_node"):
         if given[name]:
-            raise UserError(f"{name}={given[name]}: does not go with {', '.join(nodes)}")
+            raise UserError(f"{name}={given[name]}: cannot be used with {', '.join(nodes)}")
     if missing := [name for name in ("nnodes", "master") if not given[name]]:
         shown = " ".join(f"{name}={value}" for name, value in nodes.items())
         raise UserError(f"{shown}: nodes that are started by hand need {' and '.join(missing)} too")
@@ -150,11 +150,11 @@ def _real(given: Mapping[str, str], ranks: int, planned: bool) -> tuple[dict[str
     if given["ngpu_per_node"]:
         per_host = _whole(given, "ngpu_per_node")
         if any(host.slots != per_host for host in hosts or ()):
-            raise UserError(f"ngpu_per_node={per_host}: {path} says otherwise")
+            raise UserError(f"ngpu_per_node={per_host}: {path} has other slots")
     mpirun = shutil.which("mpirun") or read_envs().MPIPATH
     if hosts is None or not (away or mpirun):
         if given["rdma"] != "0":
-            raise UserError(f"rdma={given['rdma']}: all workers are on this machine")
+            raise UserError(f"rdma={given['rdma']}: no effect, as all workers are on this machine")
         return {"launcher": "local"}, "launcher: local processes"
     launcher = "mpirun" if mpirun else "ssh"
     place: dict[str, Any] = {"launcher": launcher, "hostfile": str(path)}
@@ -165,7 +165,7 @@ def _real(given: Mapping[str, str], ranks: int, planned: bool) -> tuple[dict[str
 
 
 def _unknown_hosts(path: Path, ranks: int, away: Sequence[Host]) -> str | None:
-    """Returns a sentence on hosts that nobody knows, such as those of the files as they come."""
+    """Returns a sentence on hosts whose names cannot be resolved, as in the shipped files."""
 
     def known(host: Host) -> bool:
         try:
@@ -184,7 +184,7 @@ def _unknown_hosts(path: Path, ranks: int, away: Sequence[Host]) -> str | None:
 
 
 def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> None:
-    """Raises `UserError` if it cannot hold so many workers. Slots of a hostfile count as cores."""
+    """Raises `UserError` if so many workers do not fit; slots of a hostfile count as cores."""
     cores = _gpus() or usable_cores()
     if hosts is None and ranks > cores:
         what = "GPUs" if _gpus() else "cores"
@@ -199,7 +199,7 @@ def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> N
     needed, there = machine.ranks_bytes(size, ranks), machine.available_bytes()
     if needed > there:
         raise UserError(
-            f"nworkers={ranks}: so many of {dnn} need {machine.gib(needed)} of memory on this "
+            f"nworkers={ranks}: the ranks of {dnn} need {machine.gib(needed)} of memory on this "
             f"machine, and {machine.gib(there)} are available; {_WAYS.format(n=ranks)}"
         )
 
@@ -216,10 +216,10 @@ _OF_THE_SWEEP = ("name", "description", "baseline", "compare_to", "report_lines"
 def command(experiment: Experiment, trial: Trial) -> str:
     """Returns the command of `dear/horovod_mpi_cj.sh` that makes a trial of `experiment` again.
 
-    Variables give what they can, and `--set` gives every other key with another value.
+    Variables set what they can; `--set` sets all other keys whose values differ.
 
     Raises:
-        UserError: no variables make the trial, or not on this machine.
+        UserError: no variables give this trial, at least on this machine.
     """
     if trial.sources.brought is not None:
         raise UserError(f"dnn={trial.model}: the script takes no custom model")
@@ -242,7 +242,7 @@ def command(experiment: Experiment, trial: Trial) -> str:
 
 
 def _environ(experiment: Experiment, trial: Trial) -> dict[str, str]:
-    """Returns the variables of a trial, without those of its method if they make another one."""
+    """Returns a trial's variables; leaves out the method's if these give another trial."""
     given = variables(trial.to_json())
     numbers = {name: number for number, name in NETWORKS.items()}
     given["rdma"] = numbers.get(given["rdma"], "0")
@@ -288,7 +288,7 @@ def _narrowed(experiment: Experiment, trial: Trial) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value as an experiment file has it, without keys that have their default.
+    """Returns the value in the form of an experiment file, without keys that have their default.
 
     The label of an algorithm does not change its trial.
     """

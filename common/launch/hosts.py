@@ -31,13 +31,14 @@ class Host:
     user: str | None = None
     """User to log in as; None: the remote shell chooses."""
     address: str | None = None
-    """Address for the other hosts; None: its name. The name of a virtual host always resolves."""
+    """Address by which other hosts reach it; None: its name. The name of a virtual host always
+    resolves."""
     virtual: VirtualHost | None = None
     """Host of an emulated cluster; None for a real host."""
 
     @property
     def reached_at(self) -> str:
-        """Name or address for the other hosts."""
+        """Name or address by which other hosts reach it."""
         return self.name if self.virtual is not None else self.address or self.name
 
     @property
@@ -47,7 +48,7 @@ class Host:
 
     @property
     def here(self) -> bool:
-        """True if this process runs on this host, as the user that ranks there shall be."""
+        """True if this process runs on this host, as the user of the ranks there."""
         if self.virtual is not None or self.user not in (None, getpass.getuser()):
             return False
         name = socket.gethostname()

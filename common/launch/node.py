@@ -39,7 +39,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit status (128 + N after signal N), or 0 or 1 for ranks."""
+    """Runs the command; returns its exit status (128 + N after signal N); with `--ranks`, 0 or
+    1."""
     options = _parser().parse_args(argv)
     job, first, count = None, 0, 1
     if options.ranks:

@@ -1,9 +1,9 @@
 """Launcher of ranks on nodes that the user starts by hand, without ssh or a scheduler.
 
 The user runs the same command on every node, each with another `node_rank`. Node 0 leads the sweep
-and listens at the control port. The other nodes stay connected to it, and start ranks when it asks.
-`python -m common.launch.nodes PORT nodeK HOST COMMAND` replaces the remote shell of HOST: it passes
-the command to node K when this node connects, at the control port + K.
+and listens at the control port. The other nodes stay connected to node 0, and start ranks when it
+asks. `python -m common.launch.nodes PORT nodeK HOST COMMAND` replaces the remote shell of HOST: it
+waits until node K connects to the control port + K, and passes the command to it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class NodesLauncher(SshLauncher):
         master: str = "127.0.0.1"
         """Name or address of node 0 for the others; the default is for nodes on one machine."""
         control_port: int = 29400
-        """First of `nnodes` ports of node 0, at which the others call."""
+        """First of `nnodes` ports of node 0, to which the other nodes connect."""
         wait_s: float = 600.0
-        """Longest time until all nodes have come, in seconds."""
+        """Longest time until all nodes have connected, in seconds."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -98,7 +98,7 @@ class NodesLauncher(SshLauncher):
                     link = server.accept()[0]
                 except TimeoutError:
                     raise UserError(
-                        f"node {_words(missing)} of {options.nnodes} did not come within "
+                        f"node {_words(missing)} of {options.nnodes} did not connect in "
                         f"{options.wait_s:g} s: start the same command there, with its node_rank"
                     ) from None
                 node = self._admit(link, missing)
@@ -107,7 +107,8 @@ class NodesLauncher(SshLauncher):
                     missing.remove(node)
 
     def _admit(self, link: socket.socket, missing: set[int]) -> int | None:
-        """Returns the number of a node that connects; None for others, which get the reason."""
+        """Returns the number of a node that connects; None for others, which are told the
+        reason."""
         _keep_alive(link)
         words = re.fullmatch(r"node (\d+) of (\d+)", _line(link))
         if words is None:
@@ -121,7 +122,7 @@ class NodesLauncher(SshLauncher):
         return None
 
     def follow(self) -> int:
-        """Runs the commands of node 0 until that ends; returns the exit status.
+        """Runs the commands of node 0 until node 0 ends; returns the exit status.
 
         Raises:
             UserError: node 0 does not answer, or does not expect this node.
@@ -179,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
             try:
                 link = server.accept()[0]
             except TimeoutError:
-                print(f"{name} did not call within {CALL_S:g} s: has it ended?")
+                print(f"{name} did not connect within {CALL_S:g} s: has it ended?")
                 return 255
             _keep_alive(link)
             if _line(link) == name:

@@ -228,8 +228,8 @@ def meeting_point(blocks: Sequence[Block], port: int | None) -> dict[str, str]:
         address = "127.0.0.1"
     elif first.loopback:
         raise UserError(
-            f"the first of several hosts is {first.name!r}, which the others cannot reach; write "
-            "its name in the network"
+            f"the other hosts cannot reach the first host as {first.name!r}; write the name that "
+            "it has in the network"
         )
     else:
         address = first.reached_at

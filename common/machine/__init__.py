@@ -50,7 +50,7 @@ _SHARED = 350 << 20
 _PER_RANK = 100 << 20
 """Bytes that a rank needs for itself, independent of the model."""
 _PER_PEER = 1 << 20
-"""Bytes of socket buffers, on both sides."""
+"""Bytes of the socket buffers of a connection to another rank, on both sides."""
 # The copies are parameters, gradients, the algorithm's buffers, the final state of plain training
 # (kept while the first repeat is checked against it), and a copy of a large gradient. Plain
 # training also keeps its initial state, but no algorithm has buffers at that time.

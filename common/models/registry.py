@@ -110,7 +110,7 @@ _COMPUTED: dict[str, ModelEntry] = {
 }
 _REPLAY_BUILDER = "common.models.replay.model:build"
 _USUAL_BATCH = 64
-"""Default batch size of a replayed model that has a profile for it; others: their smallest."""
+"""Default batch size of replayed models that have a profile for it; else their smallest one."""
 
 
 def _replayed() -> dict[str, ModelEntry]:

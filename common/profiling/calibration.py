@@ -45,7 +45,7 @@ def from_nccl_tests(files: Sequence[str], ranks: int | None = None) -> NetworkCo
         raise UserError(f"{tables[0].file}: does not say how many ranks took part; add --ranks N")
     if len(sizes) > 1:
         listed = ", ".join(f"{size} ({file})" for size, file in sorted(sizes.items()))
-        raise UserError(f"a network file has costs of one number of ranks, got {listed}")
+        raise UserError(f"all files must have the same number of ranks, got {listed}")
     (world_size,) = sizes
     hosts = {table.hosts for table in tables if table.hosts is not None}
     if len(hosts) > 1:
@@ -77,7 +77,7 @@ def fitted(
     source: str,
     time_scale: float = 1.0,
 ) -> NetworkCosts:
-    """Fits the times of collectives, in units of 1 / `time_scale` seconds, by regime."""
+    """Fits the times of collectives by regime; the unit of time is `time_scale` seconds."""
     for measurement in measurements:
         if len(measurement.nbytes) < LEAST_SIZES:
             raise UserError(

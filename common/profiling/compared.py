@@ -72,7 +72,7 @@ def _rate(row: Published) -> str:
 
 
 def elsewhere() -> str:
-    """Returns a table of speeds relative to ResNet-50, for GPUs that no factor comes from."""
+    """Returns a table of speeds relative to ResNet-50, for GPUs that have not given any factor."""
     lines = [
         f"| GPU | model | published, beside {_REFERENCE} | counted, beside {_REFERENCE} | off |",
         "|---|---|--:|--:|--:|",
@@ -95,7 +95,7 @@ def elsewhere() -> str:
 
 
 def _step_ms(row: Published) -> float:
-    """Returns the counted time of a step, with the factors of ResNet-50 for all models."""
+    """Returns the counted milliseconds of a step, with ResNet-50's factors for all models."""
     factors = modelled.EFFICIENCIES[f"{_REFERENCE}-bs64"]
     layers = modelled.count(row.model, row.batch_size, find(row.device), row.side)
     return 1e3 * (layers.forward_s * factors.forward + layers.backward_s * factors.backward)

@@ -26,7 +26,7 @@ class Gpu:
     """Entry of configs/gpus.yaml: peak rates of a GPU for dense matrices, with their source."""
 
     name: str
-    """Name by its manufacturer."""
+    """Name, as the manufacturer writes it."""
     fp32_tflops: float
     """10^12 operations per second."""
     tf32_tflops: float | None = None
@@ -89,7 +89,7 @@ def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | N
     """Returns the peak of matrix products in operations per second; None: not in the table.
 
     Args:
-        device_name: name of a device by its manufacturer or by CUDA.
+        device_name: the device's name, as the manufacturer or CUDA writes it.
         dtype: dtype of a trial or a profile; mixed precision multiplies in 16 bits.
         tf32: True if products of float32 may use units for tf32.
     """

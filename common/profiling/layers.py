@@ -46,7 +46,7 @@ def record_profile(options: argparse.Namespace) -> Profile:
     at_least("--warmup", warmup, 0)
     at_least("--steps", steps, 1)
     if options.memory_gb_per_s is not None:
-        raise UserError("--memory-gb-per-s: only --from-trace takes it; here it is measured")
+        raise UserError("--memory-gb-per-s: needs --from-trace; otherwise it is measured")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")

@@ -92,8 +92,8 @@ class Case:
     total: int | None = None
     """Batch size for which the time of a training step is published."""
     split: int | None = None
-    """Batch size for which one source has published the times of a training step and of inference;
-    None: both passes get the same factor."""
+    """Batch size for which one source has published the times of a training step and of inference,
+    from which two factors follow; None: both passes get the same factor."""
     like: str | None = None
     """Name of the case whose factors are used, if nothing is published for this one."""
 

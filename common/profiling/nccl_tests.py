@@ -60,7 +60,7 @@ class Table:
     hosts: int | None
     """None: the file does not list all ranks."""
     versions: str
-    """Versions of nccl-tests and NCCL, as far as the file has them, and whether it ends early."""
+    """Versions of nccl-tests and NCCL, if the file has them, and whether the file ends early."""
     date: str
     """Day of the run, or of the file."""
     seconds: Mapping[int, Sequence[float]]
@@ -232,7 +232,7 @@ def _of_json(path: Path, text: str, date: str) -> Iterator[tuple[_Header, list[_
             header.name = header.name or (match[1] if match else name)
         rows = [_json_row(f"{path}, result {at}", row) for at, row in enumerate(results, 1)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not as nccl-tests writes JSON: {error!r}") from None
+        raise UserError(f"{path}: not in the JSON form of nccl-tests: {error!r}") from None
     if rows:
         yield header, rows
 
@@ -290,7 +290,7 @@ def _table(path: Path, header: _Header, rows: Sequence[_Row], stated: str | None
 
 
 def _inferred(path: Path, rows: Sequence[_Row]) -> str:
-    """Returns the collective of a table without a name, if only one has such numbers."""
+    """Returns the collective of a table without a name, if the numbers fit only one."""
     whole, low = rows[-1].size == rows[-1].count * rows[-1].word, _bus_factor(rows)[0]
     if whole and low > 1:
         return "all_reduce"

@@ -1,4 +1,4 @@
-"""Times of collectives where the job runs: as its ranks, or in processes and virtual hosts here."""
+"""Times of collectives, measured by a job's ranks, or by processes here or on virtual hosts."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Plan:
     """Real seconds per second of the network."""
     burst_bytes: int = 0
     wire_bytes_per_s: float | None = None
-    """Both as in `Communicator`."""
+    """Same as in `Communicator`, like the previous field."""
     where: str = ""
-    """Place of the measurement, for its source."""
+    """Place of the measurement, for the `source` of the costs."""
 
 
 def in_job() -> bool:
@@ -103,12 +103,12 @@ def measure(plan: Plan, ranks: int | None = None) -> NetworkCosts | None:
 
 
 def measure_here(plan: Plan, ranks: int) -> NetworkCosts:
-    """Measures in `ranks` processes on this machine; raises `UserError` as `measure`."""
+    """Measures in `ranks` processes on this machine; raises `UserError` like `measure`."""
     return _together(plan, [None] * ranks, ranks)
 
 
 def measure_emulated(plan: Plan, config: ClusterConfig) -> NetworkCosts:
-    """Measures on virtual hosts, which need a sandbox; raises `UserError` as `measure`."""
+    """Measures on virtual hosts, which need a sandbox; raises `UserError` like `measure`."""
     time_scale, profile = config.time_scale or TIME_SCALE, network_profile(config.network)
     with EmulatedCluster(
         hosts=config.hosts,

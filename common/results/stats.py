@@ -226,8 +226,9 @@ def leaders(trials: Sequence[Repeats], paired: Callable[[int, int], bool]) -> li
 
 def detectable(difference: Difference, comparisons: int) -> float | None:
     """Returns the smallest relative difference that gets a verdict with a probability of 80 %.
-    Computed from the spread of the repeats; None for too few repeats. `comparisons` is their number
-    in the cell. Holm's correction is taken at its strictest, as if all other trials were equal."""
+    Computed from the spread of the repeats; None for too few repeats. `comparisons` is the number
+    of comparisons in the cell. Holm's correction is taken at its strictest, as if all other trials
+    were equal."""
     if difference.repeats < MIN_REPEATS or difference.error is None:
         return None
     error, freedom = difference.error, difference.freedom

@@ -65,10 +65,10 @@ def predict(
     """Predicts the step of an algorithm on `world_size` equal ranks, each with its own link.
 
     Args:
-        messages: messages in order (`messages_of`, `grouped`).
+        messages: messages in the order of the plan (`messages_of`) or of groups (`grouped`).
         statement: when the algorithm starts and awaits transfers (`Algorithm.overlap_of`).
-        costs: cost by operation (`all_reduce`, ...) of the library that sends; without a cost of
-            `FUSED`, copies cost nothing.
+        costs: the communication library's cost of each operation (`all_reduce`, ...). Without the
+            key `FUSED`, copies to and from its fusion buffer cost nothing.
 
     Raises:
         UnmodelledError: the statement is incomplete, or a cost is missing.

@@ -30,7 +30,7 @@ ALIASES: dict[str, tuple[str, Settings]] = {
     "pytorch-ddp": ("ddp", {}),
     "dear-notf": ("dear", {"fusion": "none"}),
 }
-"""Other names of methods: the algorithm, and the options that differ from its defaults. Methods
+"""Algorithm behind each other method name, and the options that differ from its defaults. Methods
 that compress put all gradients into one group (their threshold is 536870912 elements)."""
 SERVERS = ("bspps", "wfbpps", "byteschedulerps", "byteps")
 """Methods that need a parameter server."""
@@ -90,10 +90,10 @@ def arguments(algorithm: str, given: Mapping[str, object], halves: bool) -> tupl
     """Returns algorithm and options for arguments of this project or of DeAR's first optimizer.
 
     DeAR's arguments are `compression` (a name, or an object with a `name`), `is_sparse`, `density`,
-    `threshold` (MB of 2^20 bytes; None for fusion by layers), `num_nearby_layers`,
-    `exclude_parts` (a text), `mgwfbp`, `asc`, `fp16`, `seq_layernames` (parameters, first one
-    first) and `layerwise_times` (their seconds). `rdma` is ignored: it chose a table of costs,
-    which are measured here. Unsupported arguments raise an error, unless they are off.
+    `threshold` (MB of 2^20 bytes; None for fusion by layers), `num_nearby_layers`, `exclude_parts`
+    (a text), `mgwfbp`, `asc`, `fp16`, `seq_layernames` (parameters, first one first) and
+    `layerwise_times` (their seconds). `rdma` is ignored: it chose a table of costs, but here costs
+    are measured. Unsupported arguments raise an error, unless they are off.
 
     Args:
         halves: True if the model's parameters have 16 bits.
@@ -153,7 +153,7 @@ def _translate_times(name: str, result: Settings) -> None:
         if name == "mgwfbp":  # the other algorithms do not plan by layer times
             result["layer_times"] = dict(zip(names, map(float, times), strict=True))
         return
-    raise UserError("seq_layernames and layerwise_times go together, one time for each name")
+    raise UserError("seq_layernames and layerwise_times need each other: one time for each name")
 
 
 def _translate_fusion(name: str, result: Settings) -> None:
@@ -181,7 +181,7 @@ def _translate_fusion(name: str, result: Settings) -> None:
 
 
 class _Given:
-    """Given variables of a method; reading removes one, and `refuse_others` refuses the rest."""
+    """Given variables of a method; reading removes one, and `refuse_others` refuses those left."""
 
     def __init__(self, name: str, variables: Mapping[str, str]) -> None:
         self._name, self._left = name, dict(variables)
@@ -225,7 +225,7 @@ VARIABLES = {
     "PARTITION": "4000000",
     "use_zero": "0",
 }
-"""Variables of the suite's launch scripts that concern a method, with the values that request
+"""Variables of the suite's launch scripts that concern a method, each with the value that requests
 nothing."""
 
 

@@ -110,9 +110,9 @@ wfbp = mgwfbp = bytescheduler = horovod = ddp = hierarchical = average
 dear = average
 """Same as `average`, in two halves; the second ends before the next forward pass needs it."""
 fsdp = average
-"""Same as `average`; each rank updates its own part, as elements are updated independently."""
+"""Same as `average`: each rank updates its own part, but elements are updated independently."""
 mgs = average
-"""Same as `average` with density=1; else as `error_feedback`, but of merged groups of tensors."""
+"""Same as `average` with density=1; else like `error_feedback`, for merged groups of tensors."""
 
 
 def majority(ranks: Ranks, options: object) -> Iterator[None]:
@@ -250,7 +250,7 @@ def win_put(ranks: Ranks, options: WindowOptions) -> Iterator[None]:
 
 
 pull_get = win_put
-"""Same update, with the values that each neighbour shows."""
+"""Same update, with the values that each neighbour publishes."""
 
 
 def push_sum(ranks: Ranks, options: WindowOptions) -> Iterator[None]:

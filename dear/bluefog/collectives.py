@@ -122,8 +122,8 @@ def neighbor_allreduce_nonblocking(
     Args:
         tensor: floating-point, of any shape; all ranks give the same shape.
         neighbor_weights, send_neighbors: older names of `src_weights` and `dst_weights`.
-            enable_topo_check: if `dst_weights` are given, first compare the ranks' lists; this
-                costs one small blocking all-gather.
+        enable_topo_check: if `dst_weights` are given, first compare the ranks' lists; this costs
+            one small blocking all-gather.
 
     Raises:
         UserError: incomplete weights, unknown ranks, contradictory lists, or an integer tensor.
@@ -205,7 +205,7 @@ def pair_gossip_nonblocking(
 ) -> int:
     """Computes the weighted sum of two ranks' tensors, by default their mean.
 
-    Only these two ranks take part; each gives the other as `target_rank`.
+    Only these two ranks take part; each gives the other rank as `target_rank`.
     """
     if (self_weight is None) != (pair_weight is None):
         raise UserError("pair_gossip: give self_weight and pair_weight together, or neither")

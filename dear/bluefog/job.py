@@ -42,7 +42,7 @@ class Job:
         self.communicator = communicator
         self.rank, self.size = communicator.rank, communicator.size
         self.pairs = Exchange(communicator)
-        """Exchange for calls between two ranks; all ranks make it here, as it is collective."""
+        """Exchange for calls between two ranks; made here, because all ranks must take part."""
         self.topology = self.weights = graphs.exponential(communicator.size)
         """Topology of the ranks, and the same graph with the weights for averaging."""
         self.machine_topology: nx.DiGraph | None = None
@@ -382,7 +382,7 @@ def resume() -> None:
 
 
 def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
-    """Begins an activity of `tensor_name`, maybe in another; returns False without a timeline."""
+    """Begins an activity of `tensor_name`; activities nest. Returns False without a timeline."""
     if TIMELINE not in os.environ:
         return False
     job().activities.setdefault(tensor_name, []).append((activity_name, time.monotonic()))

@@ -46,9 +46,9 @@ def words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         return [*_mpirun(options, env), *options.command], env
     for name in ("ssh_port", "network_interface", "extra_mpi_flags", "prefix"):
         if getattr(options, name):
-            raise UserError(f"bfrun: --{name.replace('_', '-')} goes with -H or -hostfile")
+            raise UserError(f"bfrun: --{name.replace('_', '-')} needs -H or -hostfile")
     if options.use_infiniband:
-        raise UserError("bfrun: --use-infiniband goes with -H or -hostfile")
+        raise UserError("bfrun: --use-infiniband needs -H or -hostfile")
     if shutil.which(options.command[0]) is None:
         raise UserError(f"bfrun: {options.command[0]}: no such program")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
@@ -124,7 +124,7 @@ def notebook_words(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replaces this process by the program on all ranks; after an error prints it, returns 2."""
+    """Replaces this process by the program on all ranks; prints an error, and returns 2 then."""
     given = sys.argv[1:] if arguments is None else arguments
     return _become(lambda: words(given), loud="--verbose" in given)
 

@@ -44,10 +44,10 @@ def bucket_mb() -> float:
 
 
 def read() -> None:
-    """Sets the log as BlueFog's variables say, and logs which of the others have no effect.
+    """Sets the log as BlueFog's variables say, and logs which of its variables have no effect.
 
     Raises:
-        UserError: the level is none of BlueFog's.
+        UserError: the log level is none of BlueFog's.
     """
     if level := os.environ.get(LOG_LEVEL):
         log.setLevel(one_of(LOG_LEVEL, level.lower(), _LEVELS))

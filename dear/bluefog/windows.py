@@ -1,9 +1,9 @@
 """BlueFog's one-sided windows, by name: the target rank takes no part in put, get and accumulate.
 
-Each rank has a slot for each in-neighbour in the topology at `win_create`. It also shows a value,
-which `win_get` of other ranks reads. `win_create`, `win_put` and `win_accumulate` show their
-tensor; `win_update` shows its result. (In BlueFog, readers see the memory of the tensor itself,
-even while it changes.)
+Each rank has a slot for each in-neighbour in the topology at `win_create`. Each rank also publishes
+one tensor, which other ranks read by `win_get`. `win_create`, `win_put` and `win_accumulate`
+publish their tensor; `win_update` publishes its result. (In BlueFog, readers see the memory of the
+tensor itself, even while it changes.)
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _wait(works: list[Any]) -> None:
 def win_get_nonblocking(
     name: str, src_weights: Targets | None = None, require_mutex: bool = False
 ) -> int:
-    """Reads `src_weight` times the values that the in-neighbours show into this rank's slots.
+    """Reads what the in-neighbours publish, times `src_weight`, into this rank's slots.
 
     Args:
         src_weights: rank -> factor, or ranks; default: 1 for all in-neighbours.

@@ -65,7 +65,7 @@ def agree(mine: Sequence[Tensor], communicator: Communicator) -> None:
 
     Args:
         mine: descriptions of this rank's trained parameters. A rank that cannot train calls
-            `tables`.
+            `tables` instead.
 
     Raises:
         UserError: on all ranks, with the first difference.

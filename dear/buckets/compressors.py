@@ -90,9 +90,9 @@ class CompressedOptions(HalfOptions):
     gradient. `gaussian`: `eftopk` with a faster selection, which assumes normally distributed
     elements. `dgcsampling`: `eftopk` with a selection by a sample of the elements, as in Deep
     Gradient Compression. `gtopk`: `eftopk`, and only the largest elements of the sum over ranks are
-    applied, as many as each rank selected; ranks find them in pairs, so their number must be a
-    power of 2. `signum`: signs, by majority vote. `efsignum`: signs times the mean magnitude, with
-    error feedback."""
+    applied, as many as each rank selected; ranks find them in pairs, so the number of ranks must be
+    a power of 2. `signum`: signs, by majority vote. `efsignum`: signs times the mean magnitude,
+    with error feedback."""
     density: float = DENSITY
     """Sparse compressions only: share of the elements that travel, in (0, 1]; at least one element
     does."""
@@ -112,7 +112,7 @@ class CompressedOptions(HalfOptions):
             raise UserError(f"{what} must lie in [0, 1), got {self.momentum_correction}")
         only_with(self, "momentum_correction", "compression", CORRECTED)
         if not (self.factor_masking or self.momentum_correction):
-            raise UserError(f"{option_of(self, 'factor_masking')} goes with momentum_correction")
+            raise UserError(f"{option_of(self, 'factor_masking')} needs momentum_correction")
         if not 0 < self.density <= 1:
             raise UserError(f"{option_of(self, 'density')} must lie in (0, 1], got {self.density}")
         at_least(option_of(self, "density_warmup_steps"), self.density_warmup_steps, 0)
@@ -187,7 +187,7 @@ class Compressor(ABC):
         """Number of calls of `commit`."""
         self._rest: torch.Tensor | None = None
         self._moved: torch.Tensor | None = None
-        """Velocities with the last gradient."""
+        """Velocities after the last gradient was added."""
 
     def compress(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the payload for `gradient` (1-D), which is not changed.
@@ -218,7 +218,7 @@ class Compressor(ABC):
         """
 
     def commit(self, unused: Sequence[slice] = ()) -> None:
-        """Counts the last payload as sent, as every rank has it; `unused` pieces stay unsent."""
+        """Counts the last payload as sent: every rank has it; `unused` pieces stay unsent."""
         self.steps += 1
         if self.residual is None or self._rest is None:
             return
@@ -290,7 +290,7 @@ class TopK(Compressor):
         return joined(kept, at)
 
     def give_back(self, places: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds values that other ranks did not apply to the residual again."""
+        """Adds values back to the residual, because other ranks did not apply them."""
         if self._rest is not None:
             self._rest.index_add_(0, places.long(), values)
 

@@ -89,7 +89,7 @@ def by_wait(waits_s: Sequence[float], cycle_s: float) -> Groups:
     """Joins neighbours whose gradients arrive within the same cycle.
 
     Args:
-        waits_s: seconds from each arrival to the end of the pass, in forward order (rising).
+        waits_s: seconds from each arrival to the end of the pass, in forward order (ascending).
         cycle_s: length of a cycle in seconds; cycles count backwards from the end of the pass.
     """
     groups: Groups = []

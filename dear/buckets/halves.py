@@ -166,8 +166,8 @@ class ScatterGather(Decoupled):
 
     Args:
         marks: number of marks that follow each rank's part. Marks change the layout of the message,
-            so a bucket without a staged copy is copied if it has at most `COPIED_BYTES`. If it is
-            larger, its message has no room for marks.
+            so a bucket without a staged copy is copied if it has at most `COPIED_BYTES`. The
+            message of a larger bucket has no room for marks.
     """
 
     def __init__(

@@ -236,11 +236,11 @@ class Segment:
 
 
 class Sharded(Between):
-    """Updates on each rank the part that it owns; the second half carries parameters.
+    """Updates of a rank's own segments only; all-gathers then send the parameters.
 
     The user's optimizer updates the segments of one bucket at a time. Hyper-parameters come from
     its own parameter groups, which the user may change. The optimizer's state belongs to segments.
-    Only loading and saving convert it from and to whole parameters, as plain torch has it.
+    Loading and saving convert it from and to plain torch's state of whole parameters.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

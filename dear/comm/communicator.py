@@ -20,8 +20,8 @@ from dear.lazy import comm_core, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
 HELD, HELD_BYTES = 256, 4096
-"""All-reduces of at most `HELD_BYTES` wake the comm core's thread once for `HELD` of them. While
-that thread runs, each start of a transfer waits for its lock."""
+"""Small all-reduces (at most `HELD_BYTES`) wake the comm core's thread only once per `HELD` calls.
+While that thread runs, each start of a transfer must wait for a lock."""
 T = TypeVar("T")
 
 
@@ -71,8 +71,8 @@ class Communicator(Account):
             record_times=record_times,
         )
         self.burst_bytes = 0
-        """Payload bytes that each host's link passes at once after a rest, as an emulated link is a
-        token bucket. Fits of collectives' costs subtract them."""
+        """Payload bytes that a host's idle link passes at once (an emulated link is a token
+        bucket). Fits of collectives' costs subtract them."""
         self.wire_bytes_per_s: float | None = None
         """Payload bytes per second of each rank's link, each way; None if unknown."""
         self.groups = [group]
@@ -101,8 +101,8 @@ class Communicator(Account):
         """Says whether the caller starts more transfers soon, as in a backward pass.
 
         A call that wakes the comm core's thread takes about 6 us. So while more transfers follow,
-        small all-reduces wake the thread together. A `wait` or `done` of one of them starts it at
-        once.
+        small all-reduces wake the thread together. `wait` or `done` of such an all-reduce starts it
+        at once.
         """
         self._more_follow = more
         if not more and self._backends:
@@ -409,7 +409,7 @@ class SubCommunicator(Communicator):
 def sub_communicators(
     parent: Communicator, members: Iterable[Sequence[int]]
 ) -> dict[tuple[int, ...], SubCommunicator]:
-    """Makes a communicator for each list of ranks; returns those with this rank, by their ranks.
+    """Makes a communicator per list of ranks; returns those that contain this rank, by ranks.
 
     All ranks of `parent` must call it, with the same lists in the same order.
     """

@@ -85,7 +85,7 @@ def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
 
 
 def launcher_facts(env: Mapping[str, str] = os.environ) -> RankFacts | None:
-    """Returns the launcher's facts, or None without a known launcher; raises as `rank_facts`."""
+    """Returns the launcher's facts, or None without a known launcher; raises like `rank_facts`."""
     step = env.get("SLURM_STEP_ID", "")
     in_step = step != "" and not (step.isdecimal() and int(step) >= _SPECIAL_STEP)
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
@@ -135,7 +135,7 @@ def launcher_facts(env: Mapping[str, str] = os.environ) -> RankFacts | None:
 def placed(facts: RankFacts, places: Sequence[str]) -> RankFacts:
     """Returns the facts with the place on the host; `places` has each rank's `RankFacts.place`.
 
-    The launcher's local ranks count if they are 0, 1, ... on this host; else the ranks' order.
+    The launcher's local ranks are used if they are 0, 1, ... on this host; else the ranks' order.
     """
     hosts, numbers = zip(*(place.rsplit(" ", 1) for place in places), strict=True)
     here = [rank for rank, host in enumerate(hosts) if host == hosts[facts.rank]]

@@ -19,8 +19,8 @@ class WorkTimes:
 
     enqueued_s: float
     started_s: float
-    """Not before the end of the channel's previous collective. If a backend runs several at a time
-    (Gloo runs two), the true start may be earlier."""
+    """Start, assumed not before the end of the channel's previous collective. If a backend runs
+    several at a time (Gloo runs two), the true start may be earlier."""
     finished_s: float
 
 

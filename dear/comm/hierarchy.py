@@ -20,7 +20,7 @@ Ranks = list[range]
 
 
 def blocks_of(size: int, local_size: int, what: str = "blocks") -> tuple[Ranks, Ranks]:
-    """Returns the blocks of `local_size` neighbours, and per local rank its ranks in all blocks.
+    """Returns the blocks of `local_size` neighbours, and the ranks with each local rank.
 
     Args:
         what: name of the blocks for the error message.
@@ -57,7 +57,7 @@ class Hierarchy(SubCommunicator):
     First, a reduce-scatter leaves each rank of a block with its share of the block's sum. Second,
     the ranks with the same local rank in all B blocks all-reduce their shares. Third, an all-gather
     in the block completes the result (Mikami et al. 2018, arXiv 1811.05233). So 2 (B-1)/B of a
-    buffer passes each way between a block and the others, where a ring of all P ranks takes 2
+    buffer passes each way between a block and the others; with a ring of all P ranks it is 2
     (P-1)/P. A start-up on the network between blocks involves B ranks, not P.
 
     Phases of the same number start in the order of the calls. Each phase starts when the previous

@@ -18,7 +18,7 @@ T = TypeVar("T")
 log = logging.getLogger("dear")
 
 OWN = 0
-"""Slot in which a rank shows its own values; the slots of its in-neighbours follow, ascending."""
+"""Slot in which a rank publishes its values; its in-neighbours' slots follow, ascending."""
 LOOK_S = 0.5
 _numbers = itertools.count()
 
@@ -77,8 +77,8 @@ class Peers:
         graph: edges from sender to receiver, the same on all ranks; weights are ignored.
         apart: True gives each pair of neighbours its own process group. If a rank dies, only its
             own transfers fail. The rank then counts as lost, and its transfers are left out. With
-            False, one failure breaks the operations of all ranks. With True, a rank cannot read
-            the values that another rank shows.
+            False, one failure breaks the operations of all ranks. With True, a rank cannot read the
+            values that another rank publishes.
     Raises:
         UserError: the nodes of the graph are not the ranks.
         Unavailable: the comm core is not built.
@@ -216,7 +216,7 @@ class Departures:
         return self._store.check([str(rank)])
 
     def wait(self, timeout_s: float, look: Callable[[], object]) -> None:
-        """Waits until all ranks are done or lost; calls `look`, which may record losses, meanwhile.
+        """Waits until all ranks are done or lost; meanwhile calls `look`, which may record losses.
 
         Raises RuntimeError, with the ranks that are neither, after `timeout_s` seconds.
         """
@@ -269,7 +269,7 @@ class Slots:
             self._whole.put(message, self._peers.rank, OWN).wait()
 
     def fetch(self, row: torch.Tensor, source: int) -> Any:
-        """Starts to read the slot that `source` shows; returns the operation."""
+        """Starts to read the slot that `source` publishes; returns the operation."""
         return self._whole.get(row, source, OWN)
 
     def write(self, source: int, message: torch.Tensor) -> None:

@@ -178,7 +178,7 @@ def joined(facts: RankFacts, communicator: Communicator) -> Iterator[None]:
 
 
 def at_end(method: Callable[[], None]) -> None:
-    """Registers a method that the end of the job or script calls, in the order of these calls.
+    """Registers a method to call when the job or script ends; methods run in registration order.
 
     A script may end without `close()`: transfers of its last step are then under way. Nothing is
     called for an object that was collected before, nor after an error that ended the script.
@@ -187,7 +187,7 @@ def at_end(method: Callable[[], None]) -> None:
 
 
 def forget(owner: object) -> None:
-    """Takes back `at_end` for the methods of `owner`, and drops those of collected objects."""
+    """Cancels `at_end` for the methods of `owner`, and for those of collected objects."""
     methods = [(ref, ref()) for ref in _at_end]
     _at_end[:] = [ref for ref, method in methods if getattr(method, "__self__", owner) is not owner]
 

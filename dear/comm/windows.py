@@ -21,7 +21,7 @@ from dear.lazy import dist, torch
 TAG_BYTES = 8
 LINE_BYTES = 64
 NEVER = -1
-"""Number of steps in values that their rank has not decided to show."""
+"""Number of steps that marks values as not published yet by their rank."""
 
 
 class Row:
@@ -62,7 +62,7 @@ class NeighborWindow:
 
     Args:
         peers: neighbours that send and receive.
-        like: has the shape, dtype and device of the values; its values are shown first.
+        like: has the shape, dtype and device of the values; its values are published first.
         zero_slots: True: slots start as zeros; False: as this rank's own values.
         weighted: values carry p, which starts as 1, and as 0 in the slots.
         steps: number of steps in the values of `like`.
@@ -194,7 +194,7 @@ class NeighborWindow:
         return works
 
     def fetch(self, sources: Iterable[int]) -> list[tuple[int, torch.Tensor, Any]]:
-        """Starts to read the values that `sources` show; returns `(rank, row, operation)` tuples.
+        """Starts to read what `sources` publish; returns `(rank, row, operation)` tuples.
 
         `store` takes these; `collect` takes the rows, once the operations have ended.
         """
@@ -261,7 +261,7 @@ class NeighborWindow:
                 self.peers.near[source].staleness.note(steps - self._heard.get(source, 0))
 
     def tag(self, row: torch.Tensor) -> torch.Tensor:
-        """Returns the number of steps in the values of a row from `fetch`: one int64, to change."""
+        """Returns the number of steps in a row from `fetch`: a view of one int64, to be changed."""
         return row[self._steps_at :].view(torch.int64)[:1]
 
     def steps_in(self, source: int) -> int | None:

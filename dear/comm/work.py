@@ -147,8 +147,8 @@ class Account:
         self, *, native: frozenset[str], streamed: frozenset[str], record_times: bool
     ) -> None:
         self.native, self.streamed = native, streamed
-        """Types of devices whose tensors `comm_core` moves (it has priorities, and takes times on
-        `clock` on Linux), and of those whose tensors NCCL moves."""
+        """Types of devices whose tensors `comm_core` moves (with priorities, and with times on
+        `clock` on Linux); types of devices whose tensors NCCL moves."""
         self.record_times = record_times
         self.clock, self.pause = time.perf_counter, time.sleep
         """Clock in seconds, and sleep; all code that measures or waits uses these two."""

@@ -95,7 +95,7 @@ class Load:
     sent: float = 0.0
     received: float = 0.0
     reduced: float = 0.0
-    """Size of the buffers that all ranks of the job all-reduce, in addition to the other two."""
+    """Size of the buffers that all ranks of the job all-reduce; not part of the other fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Traffic:
 
     @classmethod
     def along(cls, graph: nx.DiGraph) -> Traffic:
-        """Returns traffic in which all parameters travel along each edge of a graph, each step."""
+        """Returns traffic in which all parameters travel along each edge of a graph, every step."""
         edges = sorted((source, target) for source, target in graph.edges if source != target)
         messages = tuple(Message(source=source, target=target) for source, target in edges)
         return cls(world_size=graph.number_of_nodes(), steps=(messages,))
@@ -121,7 +121,7 @@ class Traffic:
 
     @classmethod
     def scheduled(cls, schedules: Sequence[Schedule]) -> Traffic:
-        """Returns traffic in which each rank sends all parameters to its targets, one period."""
+        """Returns one period of traffic in which each rank sends all parameters to its targets."""
 
         def sent(step: int) -> tuple[Part, ...]:
             edges = [(rank, to) for rank, at in enumerate(schedules) for to in at(step)[0]]

@@ -69,10 +69,10 @@ class OperationCost:
     largest_bytes: int
     """Size of the largest measured message; the cost of larger ones is extrapolated."""
     residual_rms: float
-    """Root of the mean square of the relative differences of the times from the fit, or of one half
-    of the repeats from the fit to the other half, whichever is larger."""
+    """Root mean square of the relative errors of the fit, or of a fit to one half of the repeats
+    when it predicts the other half, whichever is larger."""
     residual_worst: float
-    """Largest absolute value of these differences."""
+    """Largest absolute value of these errors."""
 
     def __post_init__(self) -> None:
         *ends, last = [regime.below_bytes for regime in self.regimes] or [0]
@@ -89,7 +89,7 @@ class OperationCost:
 
     @classmethod
     def of(cls, measurement: Measurement, time_scale: float = 1.0) -> OperationCost:
-        """Returns the fit to a measurement in units of 1 / `time_scale` seconds."""
+        """Returns the fit to a measurement; its unit of time is `time_scale` seconds."""
         cost, off = measurement.fit().divided(time_scale), measurement.residuals()
         rms, worst = math.sqrt(sum(x * x for x in off) / len(off)), max(map(abs, off))
         if min(map(len, measurement.seconds)) > 1:
@@ -120,8 +120,8 @@ class OperationCost:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationCosts:
-    """Value of `operations:`. A size is that of the full buffer (of the gathered one, and of the
-    one to be scattered), or of what one rank sends."""
+    """Value of `operations:`. A size is that of the full buffer (after a gather, before a scatter);
+    for `exchange` and `sendrecv`, of what one rank sends."""
 
     all_reduce: OperationCost | None = None
     reduce_scatter: OperationCost | None = None
@@ -166,9 +166,10 @@ class NetworkCosts:
 
 
 def _bend(part: Regime, larger: Regime | CollectiveCost, sizes: Sequence[int]) -> float:
-    """Returns where a regime ends: where its line meets the next one, if no size lies between.
+    """Returns the size at which a regime ends.
 
-    Only a regime's first measured size is known to belong to it, unless the engine names it.
+    Unless the engine names regimes, only the first measured size surely belongs to a regime. So the
+    end is where the lines of two regimes meet, if they meet after the last size below.
     """
     below = max(size for size in sizes if size < part.below_bytes)
     steeper = part.beta_s_per_byte - larger.beta_s_per_byte

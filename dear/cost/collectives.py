@@ -112,7 +112,7 @@ def measure_collective(
     Args:
         sizes: bytes of the full buffer, rounded up to multiples of 4 x world size. Sizes at which
             the engine's regimes begin are added if they lie within the range.
-        repeats: timed calls per size, after a first call that does not count. None: by size.
+        repeats: timed calls per size, after a first call that does not count. None: chosen by size.
         shared: allocate the buffers in memory that the backend reads in place, if it has such.
         warm: sends `WARM_BYTES` over the connections first.
         queues: also measures messages of each regime that wait in a queue.
@@ -174,7 +174,7 @@ class _Calls:
         self._share = 1.0 if alone else carried(operation, communicator.size)
         """Bytes on the wire per byte of the buffer."""
         self.free_bytes = 0.0 if alone else communicator.burst_bytes / self._share
-        """Bytes of the buffer that links pass at once after a rest."""
+        """Bytes of the buffer that idle links pass at once."""
         rate = None if alone else communicator.wire_bytes_per_s
         self.wire_s_per_byte = self._share / rate if rate else None
 
@@ -247,7 +247,7 @@ def timed_by_size(
         timed_of: returns, for a size, a function that sends one message and returns its seconds on
             this rank.
         left_s: seconds left for all sizes (`budget_of`).
-        repeats: per size, after a first call that does not count. None: by size.
+        repeats: per size, after a first call that does not count. None: chosen by size.
         free_bytes: as in `Measurement`.
         enough: True if the sizes timed so far suffice.
 
@@ -324,13 +324,13 @@ def measured_costs(
 
 
 def start_up_bytes(cost: Callable[[float], float]) -> float:
-    """Returns the largest power of two of bytes whose message costs less than two of one byte each.
+    """Returns the largest message that costs less than two messages of one byte, in bytes.
 
-    Up to this size the bytes take less time than the start-up. With a power of two, slightly
-    different measurements give the same result. 1 if messages are free, 2^64 if bytes are free.
+    Up to this size the bytes take less time than the start-up. The result is a power of two, so
+    that slightly different measurements agree: 1 if messages are free, 2^64 if bytes are free.
 
     Args:
-        cost: seconds of a message by its bytes, never falling.
+        cost: seconds of a message by its bytes, never decreasing.
     """
     powers = (2.0**power for power in range(1, MOST_BITS + 1))
     return next((size / 2 for size in powers if cost(size) >= 2 * cost(1)), 2.0**MOST_BITS)

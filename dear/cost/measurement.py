@@ -63,7 +63,7 @@ class Measurement:
     seconds: list[list[float]]
     """Seconds of the repeats of each size, each the maximum over ranks."""
     free_bytes: float = 0.0
-    """Bytes of the buffer that links pass at once after a rest, so that they cost nothing."""
+    """Bytes of the buffer that idle links pass at once, so that they cost nothing."""
     regimes: Regimes | None = None
     """Regimes that the engine reports; None: it reports none."""
     wire_s_per_byte: float | None = None
@@ -81,8 +81,8 @@ class Measurement:
 
         A size whose repeats agree has more weight. A regime is split if two lines fit much better
         than one. If the engine reports the speed of the wire, this gives the slope of `PIPELINE`.
-        If links pass `free_bytes` at once, beta is the cost of the bytes beyond them. Only in
-        a regime that starts below `free_bytes` do all bytes count, and its line holds after a rest.
+        If links pass `free_bytes` at once, beta is the cost of the bytes beyond them. In a regime
+        that starts below `free_bytes`, all bytes count, and the line holds after idle links.
         """
         cut = [part for regime in self._reached() for part in self._cut(*regime)]
         ends = [*(first for _, first, _ in cut[1:]), math.inf]
@@ -99,7 +99,7 @@ class Measurement:
         return CollectiveCost(**vars(line), name=name, smaller=smaller, slope=slope)
 
     def _reached(self) -> list[tuple[str | None, float, list[int]]]:
-        """Returns name, first bytes and indices of sizes of each regime that has sizes enough.
+        """Returns each regime with enough sizes: its name, first bytes, and indices of sizes.
 
         A regime with too few sizes for a line joins the regime before it.
         """
@@ -154,7 +154,7 @@ class Measurement:
         return _rms([a / b - 1 for a, b in zip(*halves, strict=True)])
 
     def _off(self, chosen: Sequence[int], first: float) -> float:
-        """Returns the sum over these sizes of the squared relative errors of their own line."""
+        """Returns the sum of squared relative errors of the line that is fitted to these sizes."""
         line = self._line(chosen, first, None)
         expected = [
             line.alpha_s + line.beta_s_per_byte * self._charged(self.nbytes[i], first)
@@ -166,7 +166,7 @@ class Measurement:
         return self.wire_s_per_byte if name == PIPELINE else None
 
     def expected_s(self, cost: CollectiveCost) -> list[float]:
-        """Returns the fitted times of messages after a rest, by size."""
+        """Returns the fitted time for each measured size, if links were idle before."""
         starts = [0, *(part.below_bytes for part in cost.smaller)]
 
         def one(nbytes: int) -> float:
@@ -214,7 +214,7 @@ class Measurement:
         return fit_alpha_beta(charged, [typical[i] for i in chosen], spreads, known)
 
     def _queued(self, line: AlphaBeta, first: float, end: float) -> AlphaBeta:
-        """Returns `line` with the start-up in a queue, from queues of these or smaller sizes."""
+        """Returns `line` with its start-up in a queue, measured at these or smaller sizes."""
         sizes = [pair for pair in self.queued if pair[0] < end]
         inside = [pair for pair in sizes if pair[0] >= first] or sizes[-1:]
         if not inside:
@@ -224,7 +224,7 @@ class Measurement:
         return dataclasses.replace(line, queued_alpha_s=queued_s)
 
     def _charged(self, nbytes: int, first: float) -> float:
-        """Returns how many bytes cost something in a message of the regime from `first` on."""
+        """Returns how many of a message's bytes cost time; its regime starts at size `first`."""
         if self.regimes is not None and len(self.regimes) > 1 and first < self.free_bytes:
             return nbytes
         return max(0.0, nbytes - self.free_bytes)

@@ -1,8 +1,8 @@
-"""Statements of order: when each transfer of a step starts, and what waits for it.
+"""Declared order of transfers: when each transfer of a step starts, and what waits for it.
 
-An algorithm states its order as data (`Algorithm.overlap`). `tests/contract/test_order.py` checks
-the statement on a network in which the test decides when each transfer ends. A pass is a backward
-pass; a message is a bucket, or a part of a bucket.
+An algorithm declares its order as data (`Algorithm.overlap`). `tests/contract/test_order.py` checks
+it on a network in which the test decides when each transfer ends. A pass is a backward pass; a
+message is a bucket, or a part of a bucket.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Transfer:
     """Moment at which something waits for the transfer. `layer`: only the layers of the message
     wait; `gradient`: only the update of its own bucket waits; None: nothing waits."""
     steps_later: int = 0
-    """Calls of `step()` between start and wait. A transfer's first step ends with its `step()`."""
+    """Number of `step()` calls that end between the start of the transfer and the wait for it."""
     urgent: bool = False
     """True if messages that the next forward pass needs first overtake other messages."""
 
@@ -91,7 +91,7 @@ def _steps(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Statement of an algorithm about the steps after the first `Options.settling_steps`."""
+    """Order that an algorithm declares for the steps after the first `Options.settling_steps`."""
 
     transfers: tuple[Transfer, ...]
     """All kinds of messages. Together they carry every layer in each step that communicates."""
@@ -99,7 +99,7 @@ class Overlap:
     """Moment of a bucket's update: with its last gradient, in `step()`, or before its layers run
     again."""
     meetings: tuple[Moment, ...] = ()
-    """Moments at which all ranks wait for each other in addition."""
+    """Moments at which, in addition, all ranks wait for each other."""
 
     def __str__(self) -> str:
         parts = [str(transfer) for transfer in self.transfers]
@@ -130,7 +130,7 @@ class Cycles:
 
 @dataclass(frozen=True)
 class Unstated:
-    """Reason why an algorithm states no order: it cannot be observed."""
+    """Reason why an algorithm declares no order: it cannot be observed."""
 
     reason: str
     cycles: Cycles | None = None

@@ -217,9 +217,9 @@ class Execution:
 class Cycles:
     """Lets ranks request collectives in any order.
 
-    In each cycle the ranks exchange lists of their requests. Those that all ranks have made run, by
-    operation and id, highest first. A rank without any request does not take part in the exchange,
-    and the others wait for it. So nothing is sent while no rank has a request.
+    In each cycle the ranks exchange lists of their requests. Requests that all ranks have made run,
+    by operation and id, highest first. A rank without any request does not take part in the
+    exchange, and the others wait for it. So nothing is sent while no rank has a request.
 
     Args:
         control: for the exchange of lists; nothing else uses it.

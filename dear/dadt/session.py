@@ -208,8 +208,8 @@ def initialize(
         cycle_duration_ms: least time in milliseconds between two cycles. In each cycle, ranks agree
             on which requests are ready. Gradients that are ready in the same cycle share buffers.
         executor_type: backend: `mpi`, `gloo` or `comm_core` for CPU tensors, `nccl` (older name:
-            `mpicuda`) for CUDA tensors; None: the choice of `dear.init`. With `nccl`, it carries
-            only gradients of optimizers; comm_core or Gloo carries calls by id, since two threads
+            `mpicuda`) for CUDA tensors; None: the choice of `dear.init`. With `nccl`, only
+            gradients of optimizers use it; calls by id use comm_core or Gloo, since two threads
             cannot call NCCL in the same order on all ranks.
         all_reduce_buffer_size: bytes up to which all-reduces share a buffer; 0: each runs alone.
         gpu_device_id: index of this rank's GPU; -1: the GPU of its local rank.

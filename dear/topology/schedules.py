@@ -4,10 +4,10 @@ They are functions of the step number, so a resumed run can continue at any step
 kinds:
 
 - A `Schedule` belongs to one rank. It gives the ranks that this rank sends to and receives from in
-  a step. The schedules of all ranks match. `DYNAMIC` holds those with a name, and `forever` makes
-  an iterator from one.
+  a step. The schedules of all ranks match. `DYNAMIC` holds the named schedules, and `forever` makes
+  an iterator from a schedule.
 - A `Topology` belongs to all ranks. It gives the disjoint groups that average in a step (as in
-  Decent-DP). `TopologyReg` holds those with a name, and registers new ones.
+  Decent-DP). `TopologyReg` holds the named topologies, and registers new ones.
 """
 
 from __future__ import annotations

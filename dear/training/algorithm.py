@@ -55,12 +55,12 @@ class Algorithm(ABC, Generic[OptionsT]):
 
     @classmethod
     def bound_of(cls, options: OptionsT) -> Bound | None:
-        """Returns the formula of `bound` for these options."""
+        """Returns `bound` for these options."""
         return cls.bound
 
     @classmethod
     def overlap_of(cls, options: OptionsT) -> Overlap | Unstated | None:
-        """Returns the statement of `overlap` for these options."""
+        """Returns `overlap` for these options."""
         return cls.overlap
 
     @classmethod
@@ -71,7 +71,7 @@ class Algorithm(ABC, Generic[OptionsT]):
 
     @classmethod
     def grouping(cls, options: OptionsT, arrived: Arrived, cost: Cost) -> Groups | None:
-        """Returns the groups of gradients that travel together after the settling steps.
+        """Returns the groups of gradients that travel together once the algorithm has tuned itself.
 
         Groups are in the order in which they start. Each gradient is given by its index in the
         order of arrival. None: unknown before a run.
@@ -122,7 +122,7 @@ class Algorithm(ABC, Generic[OptionsT]):
         return
 
     def alone(self, options: OptionsT) -> bool:
-        """Returns True if a world of one needs the engine, and is not plain training."""
+        """Returns True if even a world of one needs the engine, as it is not plain training."""
         return options.alone
 
     @abstractmethod

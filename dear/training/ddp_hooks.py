@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     FutureTensor = torch.futures.Future[torch.Tensor]
 
 FIRST = 2
-"""Backward passes after which buckets stay the same; DDP rebuilds them after the first pass."""
+"""Number of backward passes after which buckets are fixed; DDP rebuilds them after the first."""
 
 
 class Passes:
@@ -28,7 +28,7 @@ class Passes:
 
     After each forward pass of the model, DDP's reducer averages all gradients once. In later
     backward passes, or passes through parts of the model only, gradients are not averaged. If the
-    script sets a gradient itself, the record asks for an averaging pass since the last step.
+    script sets a gradient itself, DDP must still have averaged in a pass since the last step.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Passes:
             alone = alone or not self._same()
         if alone and self._smallest() is not None:
             raise UserError(
-                "ddp has not averaged all gradients: DDP averages one backward pass after each "
-                "forward pass of the whole model, model(...), outside no_sync(); make such a "
-                "forward pass before step(), or use algorithm='allreduce', which averages in step()"
+                "ddp has not averaged all gradients: DDP averages only in the first backward pass "
+                "after a call of model(...), outside no_sync(); call model(...) before the last "
+                "backward pass, or use algorithm='allreduce', which averages in step()"
             )
 
     def stepped(self) -> None:
-        """Notes the gradients at the end of a step; another step may follow with the same."""
+        """Notes the gradients at the end of a step; another step may use the same gradients."""
         self._averaged, self._last = False, self._smallest()
         self._versions = self._now()
 
@@ -139,7 +139,7 @@ class BucketHook(ABC):
         self.passes = 0
 
     def __call__(self, bucket: GradBucket) -> FutureTensor:
-        """Returns a future of the bucket's buffer, which then holds the mean over ranks."""
+        """Returns a future of the bucket's buffer, which holds the mean over ranks once done."""
         buffer, dense = bucket.buffer(), self.passes < self.start
         self.passes += bucket.is_last()
         if dense:
@@ -149,7 +149,7 @@ class BucketHook(ABC):
 
     @abstractmethod
     def carry(self, bucket: GradBucket, buffer: torch.Tensor) -> FutureTensor:
-        """Returns a future of the bucket's buffer, which then approximates the mean."""
+        """Returns a future of the bucket's buffer, which approximates the mean once done."""
 
 
 class BucketPayloads(BucketHook):

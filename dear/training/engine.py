@@ -172,8 +172,8 @@ class Engine(Generic[OptionsT_co]):
         return []
 
     def some_groups(self) -> frozenset[int] | None:
-        """Returns the indices in `groups()` of the groups for which the algorithm states transfers
-        with `buckets="some"` (`dear.cost.overlap.Transfer`); None: unknown."""
+        """Returns the indices in `groups()` of the groups for which the algorithm declares
+        transfers with `buckets="some"` (`dear.cost.overlap.Transfer`); None: unknown."""
         return None
 
     def synchronize(self) -> None:

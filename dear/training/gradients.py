@@ -328,7 +328,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
         raise NotImplementedError
 
     def apply_averaged(self, update: Update) -> object:
-        """Updates from the means in `p.grad`; leaves no transfer pending, and finds none."""
+        """Updates from the means in `p.grad`; no transfer is pending before or afterwards."""
         return update()
 
     def arrive(self) -> None:
@@ -392,7 +392,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
         """Raises `UserError` if gradients have changed since they were sent.
 
         Args:
-            waiting: True also detects changes by a GradScaler, which waits for the device.
+            waiting: True also detects changes by a GradScaler; this waits for the device.
         """
         if waiting and any(bucket.scaled_in_place() for bucket in self.buckets):
             self.scaling.refuse_early_unscaling()

@@ -1,8 +1,8 @@
 """Hooks into a model's forward and backward pass, and the modules that read each parameter.
 
-A module usually reads the parameters that it owns. But a container may read those of a child that
-is never called (`MultiheadAttention`, `ParameterList`), and code may use another module's weight
-directly. So `ReaderMap` watches the first forward passes and adds what they read.
+A module usually reads the parameters that it owns. But a container may read the parameters of a
+child that is never called (`MultiheadAttention`, `ParameterList`), and code may use another
+module's weight directly. So `ReaderMap` watches the first forward passes and adds what they read.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ class ReaderMap:
         self._map: dict[torch.nn.Module, set[int]] | None = None
 
     def inside(self, module: torch.nn.Module) -> Callable[[], bool]:
-        """Returns a function that notes a compilation; it returns True if `module` is inside a
-        compiled region."""
+        """Returns a function to call while `module` is compiled. It notes the compilation, and
+        returns True if `module` is inside a compiled region."""
 
         def inside() -> bool:
             if not self._compiled:
@@ -246,7 +246,7 @@ class ReaderMap:
         ]
 
     def freeze(self) -> None:
-        """Ends learning. A second call does nothing."""
+        """Ends the watch of forward passes. A second call does nothing."""
         self._learning.remove()
         self._running.clear()
         self._stop_watching()
@@ -254,7 +254,7 @@ class ReaderMap:
     def due(self, module: torch.nn.Module, pending: set[int]) -> list[int]:
         """Returns the groups out of `pending` that must be current before `module` runs.
 
-        In an evaluation these are all, since it may read parameters that training never reads.
+        In an evaluation, all of `pending`: it may read parameters that training never reads.
         """
         if module not in self._called:  # modules around it then answer for fewer parameters
             self._called.add(module)
@@ -284,7 +284,7 @@ class ReaderMap:
                 nearest: torch.nn.Module | None,
                 border: torch.nn.Module | None,
             ) -> None:
-                # If a module is never called, the nearest called module around it reads for it.
+                # For a module that is never called, the nearest called module around it reads.
                 if module in self._called:
                     nearest = module
                     if not self._compiled or self._at_border(module):

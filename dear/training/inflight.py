@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Mixin:
-    """Part of the class of a parameter in flight."""
+    """Mixin for the class of a parameter in flight."""
 
     __slots__ = ()
     plain: ClassVar[type]

@@ -1,4 +1,4 @@
-"""Runs of a given time in which each rank has its own pace, and a sampler of its own batches."""
+"""Runs of a given time in which each rank has its own pace, and a sampler of a rank's batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_for(
     """Calls `step` until `budget_s` seconds are over, at least once.
 
     Ranks start together (a barrier) and make different numbers of steps. So a step must not wait
-    for other ranks, which holds for asynchronous algorithms. Afterwards `optimizer.close()` waits
+    for other ranks; steps of asynchronous algorithms do not. Afterwards `optimizer.close()` waits
     for ranks that are still in their last step.
 
     Args:

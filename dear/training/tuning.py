@@ -1,4 +1,4 @@
-"""Measurements during training, and rules that change the groups of gradients by them."""
+"""Measurements during training, and rules that use them to change the groups of gradients."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class FusionOptions(CompressedOptions):
 
     fusion: Literal["threshold", "none", "nearby_layers", "wait_time", "tuned"] = "threshold"
     """`threshold`: neighbouring layers up to `threshold_mb`; `none`: every tensor alone;
-    `nearby_layers`: that number of layers together; `wait_time`: layers whose gradients arrive
-    within one `cycle_time_ms`, as measured in the first 5 steps; `tuned`: like `threshold`, with a
+    `nearby_layers`: that many layers per group; `wait_time`: layers whose gradients arrive within
+    one `cycle_time_ms`, as measured in the first 5 steps; `tuned`: like `threshold`, with a
     threshold from the first 52 steps (Bayesian optimisation, 1 to 256 MB, 10 trials)."""
     threshold_mb: float = 25.0
     """Size below which layers are joined, in MB of 2^20 bytes; first value of `tuned`."""
@@ -331,7 +331,7 @@ class BackwardProfile:
     order: list[int]
     """Parameters in the order of their gradients; those without a gradient come last."""
     arrivals_s: list[float]
-    """Seconds from the start of the backward pass, in the order of `order`, never falling."""
+    """Seconds from the start of the backward pass, ascending, in the order of `order`."""
     forward_s: float = 0.0
     backward_s: float = 0.0
 

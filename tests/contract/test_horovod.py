@@ -215,7 +215,7 @@ def test_who_waits_for_horovod_leaves_its_core_to_others_and_is_held_up_by_commu
     [
         ({"groups": 0}, "option of horovod 'groups'"),
         ({"gradient_predivide_factor": 0.0}, "'gradient_predivide_factor'"),
-        ({"gradient_predivide_factor": 2.0, "compression": "fp16"}, "does not go with compression"),
+        ({"gradient_predivide_factor": 2.0, "compression": "fp16"}, "used with compression"),
     ],
 )
 def test_what_horovod_cannot_do_is_said(options, text):

@@ -56,7 +56,7 @@ def test_who_sends_nothing_until_somebody_looks_is_found(world, how, words):
         ("at once", "after the first steps the buffer"),
         ("late", "buffers changed after the forward pass"),
         ("rank", "rank 1's buffers changed after"),
-        ("inside", "left other buffers than a plain one does"),
+        ("inside", "buffers differ from plain training"),
         ("end", "buffers changed after the forward pass"),
     ],
 )

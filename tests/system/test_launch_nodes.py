@@ -101,7 +101,7 @@ def test_ranks_end_with_each_of_the_nodes(tmp_path, port, start, killed):
 
 
 def test_nodes_that_do_not_belong_together_are_told(port, start):
-    with pytest.raises(UserError, match=r"node 1, 2 of 3 did not come within 0\.2 s"):
+    with pytest.raises(UserError, match=r"node 1, 2 of 3 did not connect in 0\.2 s"):
         launcher(port, nnodes=3, wait_s=0.2).check()
     with pytest.raises(UserError, match=f"node 0 does not answer at 127.0.0.1, port {port}: "):
         launcher(port, node_rank=1, wait_s=0.1).follow()

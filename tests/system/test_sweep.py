@@ -425,7 +425,7 @@ def test_what_was_not_the_right_training_has_no_word_and_the_exit_status_is_1(li
     out = capsys.readouterr().out
     assert "FASTER" not in out and "NO" in out and "(400 img/s)" in out
     dear = next(record for record in line.records if record.label == "dear")
-    assert f"not the right training: {dear.id} (incorrect: nothing was exchanged)" in out
+    assert f"trained incorrectly: {dear.id} (incorrect: nothing was exchanged)" in out
     assert len(dear.iters) == 1, "more repeats of it would tell nothing"
     # It is measured again, alone, and is not asked of others; showing is not running.
     assert line.run(*ONE_CELL, *repeats) == 1
@@ -577,7 +577,7 @@ def test_of_a_trial_that_stands_in_two_parts_the_good_record_counts(line, tmp_pa
         ("run {} --shard 3/2", "--shard 3/2: must be PART/PARTS"),
         ("run {} --shard 0/2", "--shard 0/2: must be PART/PARTS"),
         ("run {} --shard half", "--shard half: must be PART/PARTS"),
-        ("run {} --shard 1/3", "there are only 2 parts that stand alone"),
+        ("run {} --shard 1/3", "at most 2 parts, so that compared trials stay together"),
         ("run tyni", "unknown experiment 'tyni'"),
         ("run suit", "did you mean 'suite'?"),
         ("merge {logs}/no --into {logs}/new", "has no experiment.json"),

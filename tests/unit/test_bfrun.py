@@ -51,8 +51,8 @@ def test_on_several_hosts_mpirun_does(monkeypatch, tmp_path):
     [
         (["-np", "2"], "no command given"),
         (["-np", "0", "x"], "-np must be at least 1"),
-        (["-np", "2", "--use-infiniband", "x"], "--use-infiniband goes with -H or -hostfile"),
-        (["-np", "2", "-p", "9", "x"], "--ssh-port goes with -H or -hostfile"),
+        (["-np", "2", "--use-infiniband", "x"], "--use-infiniband needs -H or -hostfile"),
+        (["-np", "2", "-p", "9", "x"], "--ssh-port needs -H or -hostfile"),
         (["-H", "a:1", "-hostfile", "h", "x"], "not both"),
         (["-H", "a:1", "x"], "Open MPI's mpirun, which is not on the PATH"),
         (["-np", "2", "nosuch"], "bfrun: nosuch: no such program"),

@@ -298,7 +298,7 @@ def test_bad_names_are_one_line(tmp_path, mine):
     assert "did you mean 'rtx2080ti'" in one_line(lambda: bring(path, gpu="rtx2080"))
     assert "torch finds no GPU here; name a GPU" in one_line(lambda: bring(path, gpu="here"))
     again = "resnet50@rtx2080ti-modelled"
-    assert "recorded model already" in one_line(lambda: custom.bring_model(again, 64, None, "v100"))
+    assert "names its GPU already" in one_line(lambda: custom.bring_model(again, 64, None, "v100"))
     elsewhere = tmp_path / "elsewhere" / "mine.py"
     elsewhere.parent.mkdir()
     shutil.copy(path, elsewhere)
@@ -513,7 +513,7 @@ WRONG_ALGORITHMS = {
         "A must define traffic() (who sends to whom): replicas are decentralized",
     ),
     "dear's own name": ("wfbp.py", EMPTY, "an algorithm 'wfbp' of dear's own; rename the file"),
-    "an alias": ("asc.py", EMPTY, "asc is another name of an algorithm"),
+    "an alias": ("asc.py", EMPTY, "asc is an alias of an algorithm"),
     "a bad name": ("My File.py", EMPTY, "rename the file"),
 }
 
@@ -587,8 +587,8 @@ def test_without_a_gpu_it_is_replayed_on_virtual_hosts_and_computes_elsewhere(ca
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "v100"], "--gpu: goes with --model"),
-        (["--batch", "3"], "--batch: goes with --model"),
+        (["--gpu", "v100"], "--gpu: needs --model"),
+        (["--batch", "3"], "--batch: needs --model"),
         (["--model", "resnet50", "--batch", "0"], "--batch must be at least 1"),
         (["--model", "resnet5"], "did you mean 'resnet5"),
         (["--model", "resnet50", "--gpu", "a100"], "did you mean 'a10'"),

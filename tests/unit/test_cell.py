@@ -316,7 +316,9 @@ def test_load_that_leaves_threads_their_cores_repeats_and_flags_nothing():
     rounds.fabric.foreign_cores = 1.0
     rounds.outcome = lambda trial, repeat: held_up(BESIDE)
     assert rounds.run()
-    assert len(rounds.launched) == 3 * len(NAMES) and rounds.whys == ["others use 1.0 cores"]
+    assert len(rounds.launched) == 3 * len(NAMES) and rounds.whys == [
+        "other programs use 1.0 cores"
+    ]
     assert all(turn.notes == turn.set_aside == [] for turn, _ in rounds.recorded.values())
 
 
@@ -331,7 +333,7 @@ def test_load_that_stays_takes_a_larger_scale_and_no_repeats(before):
     assert rounds.run()
     assert rounds.fabric.scales == [4.0, 16.0]
     assert len(rounds.launched) == 2 * len(NAMES) + (2 if before == 0 else 1)
-    assert rounds.whys[-1].startswith("all begin again at time scale 16: ")
+    assert rounds.whys[-1].startswith("all trials begin again at time scale 16: ")
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
     assert all(len(turn.results) == 2 for turn, _ in rounds.recorded.values())
 
@@ -346,7 +348,7 @@ def test_a_cell_whose_base_cannot_be_valid_ends_after_its_first_round_and_says_w
     )
     assert len(rounds.launched) == len(NAMES) + (strain is BUSY)
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
-    word = "disturbed: other processes" if strain is BUSY else "unfaithful: for lack of cores"
+    word = "disturbed: other processes" if strain is BUSY else "unfaithful: a rank's threads"
     for name in NAMES:
         turn, _ = rounds.recorded[name]
         assert len(turn.results) == 1
@@ -482,7 +484,7 @@ def test_an_incorrect_trial_has_no_further_repeats_and_is_never_the_best():
     counts = {name: len(turn.results) for name, (turn, _) in rounds.recorded.items()}
     assert counts["dear"] == 1 and counts["wfbp"] == counts["ddp"] == 3
     assert rounds.progress.best.startswith("ddp "), "the others are wrong, unchecked, and not valid"
-    assert "dear: NOT the right training, no further repeats" in rounds.whys
+    assert "dear: trained incorrectly, no further repeats" in rounds.whys
 
 
 def test_replicas_that_part_later_end_a_trial_as_well():
@@ -571,7 +573,7 @@ def test_the_scale_that_is_chosen_is_not_below_the_least(tmp_path, monkeypatch):
     assert chosen("10gbe", foreign=0.2) == quiet
     beside = chosen("10gbe", foreign=1.0)
     assert quiet.time_scale < beside.time_scale <= 2 * quiet.time_scale
-    assert beside.reason.endswith("; others use 1.0 cores")
+    assert beside.reason.endswith("; other programs use 1.0 cores")
     assert chosen("10gbe", foreign=2.0).time_scale > beside.time_scale
     assert chosen(min_time_scale=3, foreign=1.0) == chosen(min_time_scale=3)
 

@@ -96,7 +96,7 @@ def one_line(read, content, *overrides):
         ({"algorithms": ["dear", "dear"]}, ["dear", "twice"]),
         (
             {"algorithms": ["ddp", {"name": "dear", "label": "ddp"}]},
-            ["algorithms: ddp stands twice", "label"],
+            ["algorithms: ddp is listed twice", "label"],
         ),
         (
             {"algorithms": VARIANTS, "compare_to": "dear"},
@@ -122,8 +122,8 @@ def one_line(read, content, *overrides):
         ({"measure": {"repeats": 0}}, ["measure.repeats", "at least 1"]),
         ({"measure": {"repeats": [5, 3]}}, ["measure.repeats", "[least, most]", "[5, 3]"]),
         ({"measure": {"repeats": [1, 2, 3]}}, ["measure.repeats", "[1, 2, 3]"]),
-        ({"measure": {"repeats": [5, 12]}}, ["`precision`", "go together"]),
-        ({"measure": {"precision": 0.02}}, ["`precision`", "go together"]),
+        ({"measure": {"repeats": [5, 12]}}, ["`precision`", "need each other"]),
+        ({"measure": {"precision": 0.02}}, ["`precision`", "need each other"]),
         ({"measure": {"repeats": [0, 2], "precision": 0.1}}, ["measure.repeats", "at least 1"]),
         ({"measure": {"repeats": [5, 9], "precision": -1}}, ["measure.precision", "-1"]),
         ({"measure": {"repeats_at_2k": 1}}, ["repeats_at_2k", "only virtual hosts"]),
@@ -311,7 +311,7 @@ def test_switches_of_gpus_are_of_gpus(read):
     assert Trial.from_json(built.to_json()) == built
     assert not read(GOOD).trials()[0].cuda.tf32
     for key in ("tf32", "cudnn_benchmark"):
-        assert one_line(read, GOOD | {key: True}) == f"{key}: goes with device: cuda"
+        assert one_line(read, GOOD | {key: True}) == f"{key}: needs device: cuda"
 
 
 def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monkeypatch):
@@ -396,7 +396,7 @@ def test_a_fixed_number_of_repeats_needs_no_precision(read):
     ranged = GOOD | {"measure": {"repeats": [5, 12], "precision": 0.02}}
     assert read(ranged, "measure.repeats=12").measure == MeasureConfig(repeats=12)
     for refused in ("measure.precision=0.1", "measure={repeats: 1, precision: 0.1}"):
-        assert "go together" in one_line(read, ranged, "measure.repeats=12", refused)
+        assert "need each other" in one_line(read, ranged, "measure.repeats=12", refused)
     assert read(ranged, "measure.repeats=[6, 9]").measure.precision == 0.02
 
 

@@ -206,7 +206,7 @@ def test_the_trial_of_the_variables_runs_on_the_hosts_of_its_cluster_file(machin
     path = str(tmp_path / "configs/cluster8")
     assert (values["launcher"], values["hostfile"]) == ("ssh", path)
     assert values["launcher_options"] == {"rdma": 2} and words == f"launcher: ssh with {path}"
-    with pytest.raises(UserError, match=r"ngpu_per_node=2: .*cluster8 says otherwise"):
+    with pytest.raises(UserError, match=r"ngpu_per_node=2: .*cluster8 has other slots"):
         variables.trial_flags({"ngpu_per_node": "2"})
     machine.setattr(variables.shutil, "which", lambda name: "/usr/bin/mpirun")
     assert variables.trial_flags({})[1] == f"launcher: mpirun with {path}"
@@ -237,7 +237,7 @@ def test_the_same_command_on_each_node_differs_in_its_number(machine):
             r"gpu1, gpu2, gpu3, \.\.\.\) cannot be resolved here; write your hosts into",
         ),
         ({"nworkers": "3"}, "nworkers=3: this machine has 2 cores, and there is no configs/clust"),
-        ({"nworkers": "2", "rdma": "1"}, "rdma=1: all workers are on this machine"),
+        ({"nworkers": "2", "rdma": "1"}, "rdma=1: no effect, as all workers are on"),
         ({"nworkers": "2", "rdma": "3"}, "unknown rdma '3'"),
         ({"nworkers": "no"}, "nworkers=no: must be a whole number"),
         ({"nworkers": "0"}, "nworkers=0: must be a whole number, at least 1"),
@@ -248,7 +248,7 @@ def test_the_same_command_on_each_node_differs_in_its_number(machine):
         ({"nnodes": "2"}, r"^nnodes=2: nodes .* by hand need master too"),
         (BY_HAND | {"node_rank": "one"}, "node_rank=one: must be a whole number, at least 0"),
         (BY_HAND | {"nnodes": "0"}, "nnodes=0: must be a whole number, at least 1"),
-        (BY_HAND | {"cluster": "emulated"}, "cluster=emulated: does not go with nnodes, master"),
+        (BY_HAND | {"cluster": "emulated"}, "cluster=emulated: cannot be used with nnodes, master"),
     ],
 )
 def test_a_trial_without_a_place_is_one_line_that_says_the_ways_on(machine, given, words):
@@ -259,7 +259,7 @@ def test_a_trial_without_a_place_is_one_line_that_says_the_ways_on(machine, give
 
 def test_workers_that_do_not_fit_into_memory_are_refused(machine):
     machine.setattr(variables.machine, "available_bytes", lambda: 2 << 30)
-    words = r"nworkers=4: so many of resnet50 need 2\.\d GiB of memory .* 2\.0 GiB are available"
+    words = r"nworkers=4: the ranks of resnet50 need 2\.\d GiB of memory .* 2\.0 GiB are available"
     with pytest.raises(UserError, match=words):
         variables.trial_flags({"nworkers": "4"})
 
@@ -363,8 +363,8 @@ def test_arguments_of_dears_optimizer_are_options(algorithm, given, found):
         ("dear", {"is_sparse": True}, "is_sparse=True: needs a compression"),
         ("dear", {"compression": 3}, "compression=3: must be a name"),
         ("dear", {"fp16": True}, "fp16=True: the model's parameters do not have 16 bits"),
-        ("dear", {"seq_layernames": ["a"]}, "seq_layernames and layerwise_times go together"),
-        ("mgwfbp", {"layerwise_times": [1.0]}, "seq_layernames and layerwise_times go together"),
+        ("dear", {"seq_layernames": ["a"]}, "seq_layernames and layerwise_times need each other"),
+        ("mgwfbp", {"layerwise_times": [1.0]}, "layerwise_times need each other"),
         (
             "dear",
             {"seq_layernames": ["a", "b"], "layerwise_times": [1.0]},

@@ -337,9 +337,9 @@ def test_below_the_table_stands_what_could_have_been_detected():
     table = rows.make_rows([varied("dear", (1, 1.02, 0.98)), record("ddp"), record("wfbp")], "ddp")
     line, _ = answers.remarks(table, [])
     assert line == (
-        "mnist_cnn, batch 8, 2 workers: the smallest difference that this run detects with 80 % "
-        "probability (Holm's correction for 2 comparisons) is "
-        f"{table[0].detectable:.1%} for dear, 2.0% for wfbp"
+        "mnist_cnn, batch 8, 2 workers: with 80 % probability, this run detects a difference from "
+        f"ddp of at least {table[0].detectable:.1%} for dear, 2.0% for wfbp "
+        "(with Holm's correction for 2 comparisons)"
     )
     assert table[0].detectable > 0.08
     few = [dataclasses.replace(item, results=item.results[:2]) for item in SWEEP]

@@ -76,11 +76,11 @@ def test_it_falls_in_each_step_as_its_kind_says(config, wanted):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"schedule": {}}, "learn.schedule: goes with learn.epochs"),
-        ({"epochs": 3, "data": None}, "learn.epochs: goes with learn.data"),
+        ({"schedule": {}}, "learn.schedule: needs learn.epochs"),
+        ({"epochs": 3, "data": None}, "learn.epochs: needs learn.data"),
         ({"epochs": 0}, "learn.epochs"),
-        ({"epochs": 3, "budget_s": 9}, "learn.budget_s: goes without learn.epochs"),
-        ({"eval_every_epochs": 2}, "learn.eval_every_epochs: goes with learn.epochs"),
+        ({"epochs": 3, "budget_s": 9}, "learn.budget_s and learn.epochs exclude each other"),
+        ({"eval_every_epochs": 2}, "learn.eval_every_epochs: needs learn.epochs"),
         ({"epochs": 3, "schedule": {"warmup_epochs": 3}}, "warmup_epochs must be below"),
         ({"epochs": 3, "schedule": {"kind": "multistep"}}, "`milestones` and `kind: multistep`"),
         ({"epochs": 3, "schedule": {"milestones": [1]}}, "`milestones` and `kind: multistep`"),

@@ -67,7 +67,7 @@ def test_a_paper_chooses_columns(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert r"\begin{tabular}{lr}" in lines and r"algorithm & throughput \\" in lines
     assert cli.main(show) == 2
-    assert "--columns chooses the columns of --latex" in capsys.readouterr().err
+    assert "--columns needs --latex" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

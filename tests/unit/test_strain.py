@@ -249,7 +249,7 @@ def test_what_other_virtual_machines_took_is_waited_for_as_well():
 
 def test_what_is_not_valid_without_others_is_unfaithful_where_it_is_emulated():
     alone = Strain(core_wait=0.9, main_wait=0.5)
-    assert notes.invalid(alone, True).text.startswith("unfaithful: for lack of cores")
+    assert notes.invalid(alone, True).text.startswith("unfaithful: a rank's threads together")
     assert notes.invalid(alone, False) is None, "there it is the machine that was asked for"
 
 
@@ -266,9 +266,7 @@ def test_only_ranks_that_wait_for_cores_are_unfaithful():
     late = Strain(core_wait=0.1, late=0.03)  # real compute, which nothing makes up for
     assert notes.unfaithful([busy, late]) is True
     assert notes.unfaithful([busy, Strain(core_wait=0.1, late=0.01)]) is False
-    assert notes.unfaithful_note([busy, late]).text.endswith(
-        "3% of the time longer, for lack of cores"
-    )
+    assert notes.unfaithful_note([busy, late]).text.endswith("longer by 3% of the time")
 
 
 def _record(fabric, *strain, iters=((0.5, 0.5),), period=1):

@@ -49,8 +49,8 @@ def port_of(host: int) -> str:
 
 
 def cable_commands(holders: Sequence[int]) -> list[str]:
-    """Returns the lines for ip that create a link to each host. `holders` has the PID of a process
-    on each host, for system calls."""
+    """Returns the lines for `ip -batch` that create a link to each host. `holders` has the PID of a
+    process on each host, for system calls."""
     lines = []
     for host, pid in enumerate(holders):
         port = port_of(host)
@@ -62,7 +62,7 @@ def cable_commands(holders: Sequence[int]) -> list[str]:
 
 
 def switch_commands(hosts: int) -> list[str]:
-    """Returns the lines for ip that configure the sandbox's own device."""
+    """Returns the lines for `ip -batch` that configure the sandbox's own device."""
     return [
         f"link set dev {BRIDGE} {no_ipv6()} up",
         f"addr add {BRIDGE_ADDRESS}/{PREFIX_LENGTH} dev {BRIDGE}",
@@ -71,7 +71,7 @@ def switch_commands(hosts: int) -> list[str]:
 
 
 def host_commands(host: int, hosts: int) -> list[str]:
-    """Returns the lines for ip that configure the host's end of its link."""
+    """Returns the lines for `ip -batch` that configure the host's end of its link."""
     address = address_of(host)
     return [
         "link set dev lo up",
@@ -102,22 +102,22 @@ def default_congestion() -> str:
 
 
 def loopback_commands(congestion: str) -> list[str]:
-    """Returns the lines for ip that set the congestion control of loopback connections. Routes set
-    it, because a namespace may not select a "restricted" algorithm (cubic) as its default unless
-    the whole machine allows it to everybody, a setting that must not be changed."""
+    """Returns the lines for `ip -batch` that set the congestion control of loopback connections.
+    Routes set it: a namespace may select a "restricted" algorithm (cubic) as its default only if
+    the whole machine allows it to everybody, and that setting must not be changed."""
     options = f"dev lo table local proto kernel scope host src 127.0.0.1 congctl {congestion}"
     return [f"route replace local {to} {options}" for to in ("127.0.0.0/8", "127.0.0.1")]
 
 
 def congestion_commands(device: str, address: str, congestion: str) -> list[str]:
-    """Returns the lines for ip that set the congestion control of connections within the host."""
+    """Returns the lines for `ip -batch` that set the congestion control within the host."""
     options = f"table local proto kernel scope host src {address} congctl {congestion}"
     return [*loopback_commands(congestion), f"route replace local {address} dev {device} {options}"]
 
 
 def route_command(device: str, address: str, congestion: str, time_scale: float) -> str:
-    """Returns the line for ip that sets congestion control and minimum retransmission timeout of
-    connections over `device`. The timeout is Linux's default, in emulated time."""
+    """Returns the line for `ip -batch` that sets congestion control and minimum retransmission
+    timeout of connections over `device`. The timeout is Linux's default, in emulated time."""
     rto_min_ms = max(1, round(_RTO_MIN_MS * time_scale))
     return (
         f"route replace {_SUBNET} dev {device} proto kernel scope link src {address} "
@@ -186,7 +186,7 @@ def batch(tool: str, lines: Sequence[str], host: int | None = None) -> None:
 
 
 def batches(tool: str, parts: Iterable[tuple[Sequence[str], int | None]]) -> None:
-    """Runs what several calls of `batch` with these lines and hosts run, all at once."""
+    """Runs several calls of `batch` at once; `parts` has the lines and the host of each."""
     jobs = []
     for lines, host in parts:
         with tempfile.TemporaryFile("w+") as file:
@@ -217,7 +217,7 @@ def _mac(address: str) -> str:
 
 
 def no_ipv6() -> str:
-    """Returns words for ip that stop the kernel from looking for IPv6 neighbours on the links."""
+    """Returns words of `ip` that stop the kernel from looking for IPv6 neighbours on the links."""
     return "addrgenmode none" if Path("/proc/sys/net/ipv6").exists() else ""
 
 

@@ -17,8 +17,8 @@ class Links(ABC):
     kind: str
     profile: NetworkProfile
     devices = (network.BRIDGE,)
-    """Devices that `commands` creates besides the ends of the hosts' links, except for devices that
-    the kernel removes together with these."""
+    """Devices of `commands` that must be removed explicitly. Ends of hosts' links are not listed,
+    nor devices that the kernel removes together with these."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
@@ -26,8 +26,8 @@ class Links(ABC):
 
     @abstractmethod
     def commands(self, holders: Sequence[int]) -> list[str]:
-        """Returns the lines for ip that create the links, run in the sandbox's network. `holders`
-        has the PID of a process on each host, for system calls."""
+        """Returns the lines for `ip -batch` that create the links, run in the sandbox's network.
+        `holders` has the PID of a process on each host, for system calls."""
 
     def connect(self, pids: Sequence[int]) -> None:
         """Stores a PID per host, as /proc shows it. The lines of `commands` must have run."""

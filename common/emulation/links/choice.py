@@ -33,9 +33,9 @@ def check(kind: str, profiles: Iterable[NetworkProfile]) -> None:
 
 def choose(kind: str, profiles: Sequence[NetworkProfile]) -> Links:
     """Returns links of this kind (`auto`, `switch` or `tc`) that can apply all profiles. `auto`
-    means `tc` if the kernel has netem and no profile has sites, else `switch`: the kernel forwards
-    at half the CPU time, and results are comparable with other emulations based on it. Raises
-    `UserError` as `check` does, or if the switch is not built."""
+    means `tc` if the kernel has netem and no profile has sites, else `switch`. `tc` is preferred:
+    it needs half the CPU time, and other emulations use it, too. Raises `UserError` as `check`
+    does, or if the switch is not built."""
     check(kind, profiles)
     sites = any(profile.sites for profile in profiles)
     if kind == "tc" or (kind == "auto" and has_netem() and not sites):

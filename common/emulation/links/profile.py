@@ -37,7 +37,7 @@ class Site:
 
     name: str
     hosts: int | None = None
-    """Number of hosts, in the order of the sites. None for all sites: hosts are divided evenly."""
+    """Number of hosts; the first site has the first hosts. None at all sites: divided evenly."""
 
     def __post_init__(self) -> None:
         if self.hosts is not None:
@@ -52,7 +52,7 @@ class Distance:
     latency_us: float
     """One-way latency between hosts of the two sites; replaces the network's `latency_us`."""
     gbps: float | None = None
-    """Rate of the one line per direction that all their hosts share; None: no limit."""
+    """Rate per direction of the line that all hosts of the two sites share; None: no limit."""
     jitter_us: float = 0
     loss_percent: float = 0
 

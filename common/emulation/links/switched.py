@@ -107,8 +107,8 @@ class SwitchedLinks(Links):
         super().__init__()
         if not PROGRAM.exists():
             raise UserError(
-                "cluster.links: the switch is not built; run make core, or use links: tc, which "
-                "does not support sites, and only bandwidth if the kernel has no netem"
+                "cluster.links: the switch is not built; run make core, or use links: tc "
+                "(without sites; without netem in the kernel, also without delay and loss)"
             )
         self._program: SwitchProgram | None = None
 

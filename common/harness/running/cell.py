@@ -33,7 +33,7 @@ class _UnpreparedError(Exception):
 
 
 class Cell:
-    """Cell that is measured; its trials share model and settings.
+    """Measurement of a cell; its trials share model and settings.
 
     Args:
         trials: trials of the cell that must run.
@@ -176,9 +176,9 @@ class Cell:
                     self._keep_all()
 
     def _part(self) -> None:
-        """Ends the trials to which more rounds can give no verdict.
+        """Ends trials that can get no verdict any more.
 
-        These are trials with an invalid launch; if the baseline has one, all trials of the cell.
+        These are trials with an invalid launch, and all trials if the baseline has one.
         """
         for turn in list(self._running):
             invalid = (self._invalid(turn, result) for result in turn.results)
@@ -267,7 +267,7 @@ class Cell:
         turn.order.positions.append(position)
         verdict = turn.results[0].check.verdict
         if "NO" in (verdict, result.check.verdict):
-            self._launches.say(f"{turn.trial.label}: NOT the right training, no further repeats")
+            self._launches.say(f"{turn.trial.label}: trained incorrectly, no further repeats")
             self._end(turn, _OK)
             return outcome, None
         if valid and verdict == "yes":
@@ -283,20 +283,20 @@ class Cell:
         return self._fabric.needed(turn.trial, result) if repeat == 0 or late else None
 
     def _too_heavy(self, turn: Turn, result: Result, choice: Choice) -> str | None:
-        """Returns why the trial cannot run here at that time scale; None if it can."""
+        """Returns why the trial cannot run here at the chosen time scale; None if it can."""
         most = self._fabric.max_time_scale
         if choice.time_scale > most:
             return (
-                f"too heavy for this machine: {choice.reason}, which takes time scale "
-                f"{choice.time_scale:g}; cluster.max_time_scale is {most:g}"
+                f"too heavy for this machine: {choice.reason}, which needs time scale "
+                f"{choice.time_scale:g}, but cluster.max_time_scale is {most:g}"
             )
         # Only the steps take longer at a larger scale, not the start of the processes.
         more = choice.time_scale - self._fabric.time_scale
         longer_s = self._launches.spent_s + more * stepping_s(result, turn.trial)
         if longer_s > self._context.timeout_s and not self._settled:
             return (
-                f"too heavy for this machine: {choice.reason}, which takes time scale "
-                f"{choice.time_scale:g} and up to {longer_s:.0f} s for a repeat; timeout_s is "
+                f"too heavy for this machine: {choice.reason}, which needs time scale "
+                f"{choice.time_scale:g} and up to {longer_s:.0f} s for a repeat, but timeout_s is "
                 f"{self._context.timeout_s:g}"
             )
         return None
@@ -305,7 +305,7 @@ class Cell:
         """Restarts the cell at a larger time scale; earlier results are set aside."""
         where = "the cell's first round" if repeat == 0 else f"round {repeat + 1}"
         reason = f"{heaviest.trial.label}: {choice.reason}; found in {where}"
-        self._launches.say(f"all begin again at time scale {choice.time_scale:g}: {reason}")
+        self._launches.say(f"all trials begin again at time scale {choice.time_scale:g}: {reason}")
         for turn in self._running:
             self._launches.plan(turn, len(turn.results))
             turn.set_aside += [
@@ -331,7 +331,7 @@ def _scale_of(kept: Mapping[str, Standing]) -> Choice | None:
 
 
 def _precise(running: Sequence[Turn], bases: Mapping[int, Turn], precision: float | None) -> bool:
-    from common.results.stats import precise_enough  # numpy: a dry run must not pay for it
+    from common.results.stats import precise_enough  # numpy: slow, and not for dry runs
 
     for world_size in {turn.trial.world_size for turn in running}:
         base = bases.get(world_size)

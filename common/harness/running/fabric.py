@@ -1,4 +1,4 @@
-"""Fabric of a sweep, which is the cluster that it runs on.
+"""Fabric: the cluster on which a sweep runs.
 
 A fabric is this machine, the hosts of a hostfile, or virtual hosts. Virtual hosts have links of a
 chosen speed, run slower than real time by the time scale, and may get faults on purpose.
@@ -75,7 +75,7 @@ class Fabric:
         """Prepares the cluster for the trials of a cell, which share a network.
 
         Args:
-            settled: time scale of the cell's trials that have a record; these trials need it, too.
+            settled: time scale of the cell's trials that have a record; `trials` need it, too.
 
         Raises:
             RuntimeError: the cluster cannot be prepared; the message is one line.
@@ -85,7 +85,7 @@ class Fabric:
         """Changes the time scale of the cell; raises `RuntimeError` like `enter_cell`."""
 
     def recall(self, trial: Trial, facts: FabricFacts) -> None:
-        """Restores facts that launches of the trial have shown in an interrupted run."""
+        """Restores facts that an interrupted run has measured in launches of the trial."""
 
     @property
     def time_scale(self) -> float:
@@ -98,10 +98,10 @@ class Fabric:
         return 1.0
 
     def needed(self, trial: Trial, result: Result) -> Choice | None:
-        """Returns the larger time scale that a repeat needs, as its measurements show, or None.
+        """Returns the larger time scale that a repeat needs by its measurements, or None.
 
-        None also if the time scale may not be chosen (the user gave it, or the model computes), and
-        if a fault lengthens steps.
+        Also None if the user gave the time scale, if the model computes, or if a fault lengthens
+        steps.
         """
         return None
 
@@ -252,7 +252,7 @@ class EmulatedFabric(Fabric):
         reason = self._cluster.links.broken()
         if reason is None:
             return outcome
-        self._cluster.set_profile(self._links, self._choice.time_scale)  # for what comes next
+        self._cluster.set_profile(self._links, self._choice.time_scale)  # for the next launch
         return Outcome.of("failed", reason)
 
     def describe(self, trial: Trial) -> FabricFacts:
@@ -291,7 +291,7 @@ class EmulatedFabric(Fabric):
         cores = at_hand(_cores(), self.foreign_cores, trial.world_size)
         choice = choose_time_scale(_load(trial), self._links, self._calibration, cores)
         if cores < _cores():
-            others = f"others use {self.foreign_cores:.1f} cores"
+            others = f"other programs use {self.foreign_cores:.1f} cores"
             choice = dataclasses.replace(choice, reason=f"{choice.reason}; {others}")
         least = self._config.min_time_scale
         if choice.time_scale < least:

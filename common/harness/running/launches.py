@@ -75,7 +75,7 @@ class Launches:
         foreign_cores = self._context.fabric.foreign_cores
         self._crowded = foreign_cores > FOREIGN_CORES
         if self._crowded:
-            self.say(f"others use {foreign_cores:.1f} cores")
+            self.say(f"other programs use {foreign_cores:.1f} cores")
 
     def run(self, turn: Turn, repeat: int, slower: float = 1.0) -> tuple[Outcome, Result | None]:
         """Launches a repeat; launches it again if other load disturbed it and has passed."""
@@ -127,7 +127,7 @@ class Launches:
         return self._context.fabric.describe(trial).kind == "emulated"
 
     def discarded(self, result: Result, repeat: int, reason: str) -> SetAside:
-        """Returns a discarded result, at the current time scale, for the record."""
+        """Returns the record's entry for a discarded result, with the current time scale."""
         scale = self._context.fabric.time_scale
         return SetAside(repeat=repeat, time_scale=scale, reason=reason, iters=result.iters)
 

@@ -20,16 +20,17 @@ SHORT_OF_CORES = 0.02
 """Largest share of the time for which the training thread of a real rank may wait for a core."""
 STEAL_CORES = 0.05
 THROTTLED_S = 0.01
-"""Smallest use of cores, and smallest real seconds, by others that are noticed."""
+"""Smallest use of cores by other virtual machines, and smallest throttled time, that are noted."""
 TRANSIENT = 0.03
 """Largest relative difference between the first period of a block and the others."""
 TRANSIENT_ALPHA = 0.05 / 20
 """Significance level of the note for one row: of 20 tables with 20 rows, one has such a note by
 chance (Bonferroni)."""
 COST_MISFIT, COST_NOISE, COST_DRIFT = 0.05, 0.15, 0.1
-"""Limits above which costs of collectives are doubtful, all relative: the error of the fit beyond
-sampling error, the sampling error, and the change during the trial. Larger values mean that another
-program used the network or the machine, or that the costs do not have the form of the fit."""
+"""Limits above which costs of collectives are doubtful: relative error of the fit beyond sampling
+error, relative sampling error, and relative change during the trial. Larger values mean that
+another program used the network or the machine, or that the costs do not have the form of the
+fit."""
 
 
 def no_comm_core(backend: str) -> Note | None:
@@ -56,7 +57,7 @@ def unfaithful(strain: Sequence[Strain]) -> bool | None:
 def _wait(strain: Strain) -> float | None:
     """Returns the waits plus the time that other virtual machines took.
 
-    The kernel counts the latter as running time.
+    The kernel counts such stolen time as running time.
     """
     return None if strain.core_wait is None else strain.core_wait + strain.steal_cores
 
@@ -72,7 +73,7 @@ def _off(strain: Strain) -> float:
 def unfaithful_note(strain: Sequence[Strain]) -> Note:
     """Returns the note on a trial whose ranks lacked cores, about its worst launch."""
     if (late := max(map(_late, strain))) > LATE:
-        return _unfaithful(f"a rank computed {late:.0%} of the time longer, for lack of cores")
+        return _unfaithful(f"for lack of cores, compute was longer by {late:.0%} of the time")
     worst = max(strain, key=_off)
     if _off(worst) > FELL_BEHIND:
         how = "fell behind" if worst.fell_behind > 0 else "caught up with"
@@ -81,7 +82,7 @@ def unfaithful_note(strain: Sequence[Strain]) -> Note:
             "for lack of cores"
         )
     wait = max(wait for wait in map(_wait, strain) if wait is not None)
-    return _unfaithful(f"for lack of cores a rank's threads waited {wait:.2f} s per second in all")
+    return _unfaithful(f"a rank's threads together waited {wait:.2f} s per second for cores")
 
 
 def _unfaithful(reason: str) -> Note:
@@ -165,7 +166,7 @@ def invalid(strain: Strain, emulated: bool) -> Note | None:
 
 
 def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> Note | None:
-    """Returns a note if the first period of blocks takes another time than the rest.
+    """Returns a note if the first period of blocks is longer or shorter than the other periods.
 
     The difference must be larger than the noise explains. With three blocks or more, the noise is
     the spread between blocks; otherwise it is the spread of the periods within a block.
@@ -205,6 +206,6 @@ def _periods(steps: Sequence[float], period: int) -> list[float]:
 
 
 def _t(freedom: int) -> float:
-    from scipy.special import stdtrit  # only here: a dry run must not pay for it
+    from scipy.special import stdtrit  # only here: slow, and not for dry runs
 
     return float(stdtrit(freedom, 1 - TRANSIENT_ALPHA / 2))

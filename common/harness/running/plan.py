@@ -64,7 +64,8 @@ def shard(trials: Sequence[Trial], text: str) -> list[Trial]:
         raise UserError(f"--shard {text}: must be PART/PARTS, such as 1/3, 2/3 and 3/3")
     cells = list(dict.fromkeys(trial.cell for trial in trials))
     if parts > len(cells):
-        raise UserError(f"--shard {text}: there are only {len(cells)} parts that stand alone")
+        most = f"at most {len(cells)} parts, so that compared trials stay together"
+        raise UserError(f"--shard {text}: {most}")
     chosen = set(cells[part - 1 :: parts])
     return [trial for trial in trials if trial.cell in chosen]
 

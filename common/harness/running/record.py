@@ -130,7 +130,7 @@ def _breakdown(results: Sequence[Result]) -> Breakdown | None:
 
 
 def _check(results: Sequence[Result]) -> Check:
-    """Returns the first repeat's comparison with plain training, and the worst agreement of all."""
+    """Returns the first repeat's check against plain training, with the worst agreement of any."""
     checks = [result.check for result in results]
 
     def worst(key: str) -> float | None:
@@ -254,7 +254,7 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
 def _layers_limit_s(
     trial: Trial, compute: StepTimes, kind: str, comm: CommTimes, wire_s: float | None
 ) -> float:
-    """Returns the bound from when the profile's gradients are ready; 0: there is no such bound."""
+    """Returns the bound from the times when the profile's gradients are ready; 0: there is none."""
     try:
         passes = trial_passes(trial.to_json(), compute.update_s)
     except UnmodelledError:

@@ -127,7 +127,7 @@ class Sweep:
                                 return
 
     def _say_changed_settings(self) -> None:
-        """Prints which settings have changed, if earlier records are of other trials thereby."""
+        """Prints which settings have changed, if earlier records are not used for this reason."""
         newest = store.latest(store.load(self._path))
         earlier = {
             _place(record.trial): record.trial
@@ -300,8 +300,8 @@ _AS_THE_OTHERS = "as others of the cell, which are on record: "
 def _settled(trial: Trial, kept: Sequence[Record]) -> Choice | None:
     """Returns the time scale of the valid records with which the trial is compared, or None.
 
-    These are the records of its cell with its world size; for a trial with a fault, also the same
-    trial without it; for the single worker, the records of all world sizes.
+    These are the records with the trial's cell and world size; for a trial with a fault, also of
+    the same trial without the fault; for the single worker, the records of all world sizes.
 
     Args:
         kept: valid records, newest first.
@@ -330,7 +330,7 @@ def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Trial]:
-    """Returns the trials that a run would run: all, or those whose newest record is not valid.
+    """Returns the trials that would run: all, or those whose newest record is not valid.
 
     If the baseline runs again, all trials that are compared with it run again, too: they must take
     turns with it, and may need another time scale.

@@ -56,10 +56,7 @@ class Underway:
 
     @classmethod
     def load(cls, path: Path) -> Underway | None:
-        """Reads what `save` wrote; None if there is no file.
-
-        If another version wrote the file, it has no results.
-        """
+        """Reads the file; None if there is none. Results of another version are left out."""
         try:
             values = json.loads(path.read_bytes())
         except FileNotFoundError:

@@ -25,7 +25,8 @@ class Status(enum.IntEnum):
 
 
 MEANINGS = {
-    Status.OK: "all trials are correct or unsupported here; flagged rows are correct, too",
+    Status.OK: "every trial trained correctly or is unsupported here, and at least one ran; "
+    "flagged timings do not change the status",
     Status.FAILED: "a trial failed or trained incorrectly, or no trial could run",
     Status.USER_ERROR: "an error in the command or the experiment; one line names it",
     Status.REGRESSION: "compare --fail-on: a trial is slower, or was valid and is not any more",

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 benchmarks.py calibrate -o configs/networks/here.yaml
     python benchmarks.py calibrate --from-nccl-tests all_reduce.log gather.json -o here.yaml
 
-Under a launcher (torchrun, mpirun, srun) each process is one rank of the measurement; without one,
-processes are started on this machine, or on virtual hosts. Logs may be of any version of
+Under a launcher (torchrun, mpirun, srun) each process is one rank of the measurement; without a
+launcher, processes are started on this machine, or on virtual hosts. Logs may be of any version of
 nccl-tests, with or without header lines. The cost is fitted by regime: a start-up (alpha) and a
 time per byte of the full buffer (us per MB, 1e6 bytes) for each range of sizes. `off by` is the
 root of the mean square of the relative residuals, `at most` the largest one.
@@ -41,10 +41,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="logs, or JSON of the option -J; NAME=FILE if a file does not name its collective",
     )
-    add("--ranks", type=int, help="ranks to start here (default 2), or of logs without that number")
+    add("--ranks", type=int, help="ranks to start here (default 2), or of logs that do not say it")
     add("--backend", help="comm_core, gloo, mpi or nccl; default as for training")
     add("--largest", type=int, metavar="BYTES", help="largest buffer (default 256 MiB)")
-    add("--seconds", type=float, help="longest time of the measurements (default 50)")
+    add("--seconds", type=float, help="longest time of the measurements (default 50 s)")
     add = parser.add_argument_group("virtual hosts on this machine").add_argument
     add("--hosts", type=int, help="number of virtual hosts (default 4)")
     add("--ranks-per-host", type=int, help="ranks on each virtual host (default 1)")
@@ -92,7 +92,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _given(options: argparse.Namespace) -> dict[str, object]:
-    """Returns the flags of a measurement that are given, all valid and none without effect."""
+    """Returns the given flags of a measurement; refuses wrong ones and ones without effect."""
     given = {key: getattr(options, key) for key in (*_PLAN, *_CLUSTER)}
     given = {key: value for key, value in given.items() if value is not None}
     at_least("--ranks", options.ranks, 2)
@@ -100,8 +100,8 @@ def _given(options: argparse.Namespace) -> dict[str, object]:
     positive("--seconds", options.seconds)
     flags = [f"--{key.replace('_', '-')}" for key in given]
     if options.from_nccl_tests and flags:
-        raise UserError(f"{flags[0]} is of a measurement, and --from-nccl-tests measures nothing")
+        raise UserError(f"{flags[0]}: no effect with --from-nccl-tests, which measures nothing")
     virtual = any(key in given for key in _CLUSTER)
     if virtual and (options.ranks is not None or launcher_facts() is not None):
-        raise UserError("virtual hosts have ranks of their own: --hosts times --ranks-per-host")
+        raise UserError("--ranks, launcher: virtual hosts have --hosts x --ranks-per-host ranks")
     return given

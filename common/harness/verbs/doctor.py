@@ -35,8 +35,8 @@ from dear.training.algorithm import algorithm_class
 
 _LEAST_DISK, _LEAST_PORTS = 1 << 30, 64
 _BUSY = 0.5
-"""Load per core from which on `doctor` reports load by other programs."""
-_SOMEWHERE = "192.0.2.1"  # of the addresses for documentation: nothing is sent
+"""Smallest load per core that `doctor` reports as load by other programs."""
+_SOMEWHERE = "192.0.2.1"  # an address for documentation: nothing is sent
 
 
 HELP = "check this machine and suggest a fix for each problem"

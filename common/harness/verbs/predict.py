@@ -1,6 +1,6 @@
 """Verb `predict`: computes the steps of an experiment's trials on a virtual cluster of any size.
 
-The files of the algorithms run as in training, on a virtual clock: no bytes move, no time passes.
+The algorithms' code runs as in training, but on a virtual clock: no bytes move, no time passes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
 COSTS, COMPUTE = 0.1, 0.02
-"""Assumed relative errors of composed costs, and of compute; they give the range."""
+"""Assumed relative errors of composed costs and of compute, for the range of a prediction."""
 PLAIN_LINKS = ("sites", "trace", "jitter_us", "loss_percent")
 """Keys of a network file that predictions do not model."""
 
@@ -46,7 +46,7 @@ class Links:
     """Costs of collectives on a network, and their relative error."""
 
     costs: Callable[[int, int], Mapping[str, Cost]]
-    """Function from hosts and ranks per host of a group to its cost of each operation."""
+    """Function that returns a group's cost of each operation, from its hosts and ranks per host."""
     error: float
 
 
@@ -118,7 +118,7 @@ def _fixed(alpha_ms: float | None, beta_ns: float | None) -> AlphaBeta | None:
     if alpha_ms is None and beta_ns is None:
         return None
     if alpha_ms is None or beta_ns is None:
-        raise UserError("--alpha-ms and --beta-ns go together")
+        raise UserError("--alpha-ms and --beta-ns must be given together")
     positive("--alpha-ms", alpha_ms)
     positive("--beta-ns", beta_ns)
     return AlphaBeta(alpha_s=alpha_ms / 1e3, beta_s_per_byte=beta_ns / 1e9)
@@ -190,7 +190,7 @@ def _row(
     )
     second_s = None
     if steps[0].note is None:
-        with contextlib.suppress(UnmodelledError):  # then there is no second method
+        with contextlib.suppress(UnmodelledError):  # the event model cannot compute it
             second_s = stated(settings[0]).step_s
     return PredictedRow(
         **place,
@@ -276,7 +276,7 @@ def _links(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> Lin
 
 
 def _setting(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None, sign: int) -> Setting:
-    """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
+    """Returns a trial's setting; `sign` -1 or 1: with inputs at an end of their ranges."""
     from common.virtual.link import Scaled
     from common.virtual.world.run import Setting, slowest
 

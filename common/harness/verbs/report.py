@@ -59,7 +59,7 @@ def _commands(folder: Path) -> page.Commands:
         sweep = path.name
     elif path.is_relative_to(ROOT):
         sweep = str(path.relative_to(ROOT))
-    else:  # a page that is sent away does not tell this machine's folders
+    else:  # the page may go to others: it must not show this machine's folders
         sweep = f"FOLDER/{path.name}"
     return page.Commands(sweep=shlex.quote(sweep), again=lambda: _again(folder))
 

@@ -191,7 +191,7 @@ def main(options: argparse.Namespace) -> int:
     if options.dry_run:
         plan.show(trials, folder, experiment, options)
         return 0
-    if experiment.launcher_options.get("node_rank"):  # of the launcher `nodes`
+    if experiment.launcher_options.get("node_rank"):  # only with the launcher `nodes`
         return launcher_for(experiment, trials).follow()
     from common.harness import output  # loads numpy, which a dry run must not pay for
 

@@ -46,8 +46,8 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sweep",
         nargs="?",
-        help="a folder, or the name of one below --logs (default: the newest); show: or a network "
-        "file (NAME.yaml)",
+        help="a sweep's folder, or its name below --logs (default: the newest sweep); for `show` "
+        "also a network file (NAME.yaml)",
     )
 
 
@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     from common.results.report.overview import overview
 
     if options.columns and not options.latex:
-        raise UserError("--columns chooses the columns of --latex; give both")
+        raise UserError("--columns needs --latex, whose columns it chooses")
     folder = output.find_sweep(options.sweep, options.logs)
     comparison = store.Comparison.load(folder)
     with store.no_collector():
@@ -87,7 +87,7 @@ def _show_network(options: argparse.Namespace) -> int:
 
     given = ("json", "breakdown", "latex", "trace", "plan", "columns")
     if flags := [f"--{name}" for name in given if getattr(options, name)]:
-        raise UserError(f"{flags[0]} is of a sweep; a network file has no such view")
+        raise UserError(f"{flags[0]} needs a sweep, not a network file")
     network = network_file(Path(options.sweep))
     print(f"{network.name}: {network.summary}")
     if network.costs is not None:

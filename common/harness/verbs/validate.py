@@ -1,6 +1,6 @@
 """Verb `validate`: compares predicted steps with measured ones, and shows the errors.
 
-The costs of collectives come from trials of another model on the same links, where there is one.
+The costs of collectives come from trials of another model on the same links, if there is one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HELP = "compare predictions with measured sweeps"
 APART = 0.05
-"""Relative difference of two measured steps from which on their order must be predicted."""
+"""Smallest relative difference of two measured steps whose order must be predicted."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ class Summary:
     signed_mean_error: float
     worst_error: float
     pairs: int
-    """Pairs of algorithms in the same place whose measured steps differ by more than `APART`."""
+    """Pairs of algorithms in the same cell whose measured steps differ by more than `APART`."""
     pairs_in_order: int
     """Pairs whose order the prediction has right."""
 
@@ -218,6 +218,6 @@ def _costs(record: Record) -> dict[str, Cost]:
 
     assert record.first is not None
     costs = recorded_costs(record.first)
-    # No trial measures a broadcast or a reduce. Each is half of an all-reduce, as these are.
+    # No trial measures a broadcast or a reduce. These are halves of an all-reduce, too.
     halves = {"broadcast": "all_gather", "reduce": "reduce_scatter"}
     return costs | {name: costs[like] for name, like in halves.items() if like in costs}

@@ -36,7 +36,7 @@ class Taken(TypedDict):
     """Facts about a copy."""
 
     row: int
-    """Index of the copy; two marks within one step share a copy."""
+    """Index of the copy; marks that fall into the same step share a copy."""
     seconds: float
     steps: int
     behind: Mapping[str, Sequence[float]]
@@ -99,7 +99,7 @@ class Snapshots:
         behind: Mapping[str, Sequence[float]],
         train_loss: float | None = None,
     ) -> None:
-        """Makes one copy for all `marks`, with the facts of `Taken`."""
+        """Copies `state` once, for all `marks`; the other arguments are facts of `Taken`."""
         row = self._values[self._rows]
         start = 0
         for value in _floating(state).values():
@@ -197,7 +197,7 @@ def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any
 
 
 def _ages(taken: Sequence[Taken], mark: int) -> Iterator[float]:
-    """Yields the mean age in steps, since the last mark, of each neighbour's values."""
+    """Yields, for each neighbour, the mean age of its values since the last mark, in steps."""
     if mark == 0:
         return
     before = taken[mark - 1]["behind"]

@@ -41,8 +41,8 @@ def learn(
 ) -> Result | None:
     """Runs one repeat on all ranks; rank 0 returns the result.
 
-    Each rank writes its results to a file. Messages would fail if a rank has died, although ranks
-    at their own pace go on then.
+    Each rank writes its results to a file. Ranks at their own pace go on if one has died, but
+    messages would fail.
 
     Args:
         data: training and test data; None: the model's synthetic batch.
@@ -69,7 +69,7 @@ def learn(
     phase("leaving")
     if not trial.own_pace:
         runtime.communicator().barrier()
-    training.close()  # at their own pace, ranks wait here for those that still train and live
+    training.close()  # ranks at their own pace wait here for the others, except dead ones
     session.end(measurements)
     rank, size = dear.rank(), dear.size()
     session.snapshots.save(_path(briefing.folder, repeat, rank), measurements)
@@ -123,7 +123,7 @@ class _Session:
                     world_size=trial.world_size,
                 )
         self._lost, self._lost_steps = torch.zeros((), device=training.loss.device), 0
-        """Sum of the losses since the last mark, and the number of these steps."""
+        """Sum of the losses since the last mark, and the number of steps since then."""
         self.snapshots = evaluation.Snapshots(self._state(), len(trial.learn.marks))
         self._clock = TrainingClock(self._communicator.clock, briefing.time_scale)
         self._gauge = Gauge(briefing.links_pid, lambda: training.absorbed_s)
@@ -151,7 +151,7 @@ class _Session:
                 pace = loop.own_pace() if own_pace else loop.in_step()
         sent = communicator.bytes_sent - sent
         times, agreement = [self._before_s], None
-        if not own_pace:  # at their own pace, another rank may be dead by now
+        if not own_pace:  # ranks at their own pace: another one may be dead by now
             times.append(canary_s(communicator))
             agreement = deviation.agreement(
                 self._workload.model, training.consistency, communicator
@@ -188,7 +188,7 @@ class _Session:
             self._rates.step()
         self._lost += self._training.loss.detach()
         self._lost_steps += 1
-        if self._trial.own_pace:  # only finished steps count; ranks in step settle for that
+        if self._trial.own_pace:  # only finished steps count; `settle` does this for ranks in step
             self._training.finish()
         return samples
 

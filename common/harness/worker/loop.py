@@ -2,8 +2,7 @@
 
 Ranks in lockstep must end at the same step and copy their parameters at the same steps; rank 0
 decides which. To avoid a collective in every step, rank 0 announces after how many steps it will
-decide again, which is about when the next copy is due. A mark is a time or an epoch at which a copy
-is due.
+decide again: about when the next copy is due. A mark is a time or an epoch at which a copy is due.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Loop:
         return pace
 
     def in_step(self) -> Pace:
-        """Trains for a time by rank 0's clock, which includes waits for transfers before a copy."""
+        """Trains for a time by rank 0's clock. Waits for transfers before a copy are included."""
         steps = samples = 0
         block, block_began_s, now_s = 1, 0.0, 0.0
         self._start()
@@ -59,7 +58,7 @@ class Loop:
                 samples += self.step()
             steps += block
             self.settle()
-            self.communicator.barrier()  # ranks that are behind take their time on the clock
+            self.communicator.barrier()  # the clock includes this wait for slower ranks
             with self.clock.stopped():
                 step_s = (self.clock.now() - block_began_s) / block
                 # The first steps are not typical, so the number of steps at most triples.

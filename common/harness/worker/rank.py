@@ -122,7 +122,7 @@ def join(trial: Trial, briefing: Briefing) -> None:
     pace = briefing.pace(dear.rank())
     pace.held_up_s = lambda: communicator.held_up_until_s
     if trial.backend == "comm_core":
-        import comm_core  # which may not be built where trials use another backend
+        import comm_core  # may not be built where trials use another backend
 
         # On Linux, time.monotonic and time.perf_counter are the same clock.
         pace.awaited_s = comm_core.last_awaited_s

@@ -178,7 +178,7 @@ class _Repeat:
             gauge=Gauge(self._briefing.links_pid, lambda: training.absorbed_s),
             canary=canary,
         )
-        if checker is None:  # with copies for the check, memory is not the algorithm's
+        if checker is None:  # the check's copies would count as memory of the algorithm
             self._result["use"] = device_use.memory(trial, self._gather(memory.read()))
         counted = self._gather(evidence.gained(counters, evidence.network_counters()))
         parts = self._gather(training.parts())

@@ -168,7 +168,7 @@ class Training:
     def absorbed_s(self) -> float | None:
         """Returns the real seconds of waits for a core that did not lengthen this rank's compute.
 
-        The time scale slows compute down, which leaves time for waits. None if it is replayed.
+        The time scale slows compute down, which leaves time for waits. None if compute is replayed.
         """
         return None if self._replayed else self._brake.absorbed_s
 

@@ -35,7 +35,7 @@ class Brake:
         self._ran_s = self._slept_s = 0.0
         self._waited_s: float | None = None
         self.absorbed_s = 0.0
-        """Seconds for which this thread waited for a core, where no piece took too long thereby."""
+        """Seconds for which this thread waited for a core without making a piece take too long."""
 
     @property
     def scaled(self) -> bool:

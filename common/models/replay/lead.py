@@ -51,7 +51,7 @@ class Lead:
     def copy_s(self, nbytes: int, host_s: float) -> float:
         """Returns the seconds that the device needs to copy `nbytes` of gradients.
 
-        Returns 0 if the hooks took so little time (`host_s`) that they did not copy them.
+        Returns 0 if the hooks took too little time (`host_s`) to have copied the gradients.
         """
         return 2 * nbytes / self._memory_bytes_per_s * (host_s >= 2 * nbytes / _HOST_BYTES_PER_S)
 

@@ -218,7 +218,7 @@ class Pace:
         return awaited, held_up
 
     def _note_starts(self, computed_s: float, awaited: float) -> None:
-        """Records how much later communication has started, since the last call, than on a device.
+        """Records how much later than on a device communication has started since the last call.
 
         On a device, it would have started when the work was done, but not before the previous
         communication ended. A thread that delays a message for other reasons, such as the end of a

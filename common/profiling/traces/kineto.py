@@ -63,7 +63,7 @@ class Trace:
     """Name of the GPU; None if nothing ran on a GPU."""
     operations: list[Event]
     calls: list[Event]
-    """Calls of modules, of Python functions that are named `MODULE`..."""
+    """Calls of modules: Python functions whose names begin with `MODULE`."""
     ranges: list[Event]
     """Ranges of `record_function`, of profiled steps and of optimizers."""
     work: list[Work]
@@ -157,7 +157,7 @@ def _gpu_name(path: Path, content: dict[str, Any], kernels: Sequence[Event]) -> 
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:
-    """Returns the events that are in no other of their thread; `events` are in order of start."""
+    """Returns the events inside no other event of their thread; `events` are in order of start."""
     until: dict[object, float] = {}
     kept = []
     for event in events:
@@ -177,8 +177,8 @@ def _computed(operations: Sequence[Event]) -> list[Work]:
 def _launched(path: Path, kernels: Sequence[Event], events: dict[str, list[Event]]) -> list[Work]:
     """Returns the kernels whose launch is in the trace, in the order in which they run.
 
-    The operation that launched a kernel has the same `External id`, the call of CUDA in it the same
-    `correlation`.
+    The operation that launched a kernel has the same `External id`; the call of CUDA in this
+    operation has the same `correlation`.
     """
     by_call: dict[object, Event] = {}
     for category, some in events.items():

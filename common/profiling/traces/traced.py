@@ -113,7 +113,7 @@ class Traced:
         return statistics.median(times) / 1e6 if times else None
 
     def updated_bytes_per_s(self) -> float | None:
-        """Returns the memory bandwidth with which a replayed update takes as long as the traced.
+        """Returns the memory bandwidth with which a replayed update takes the traced update's time.
 
         None: the trace has no update of an optimizer in `_TENSORS`.
         """
@@ -134,7 +134,7 @@ class Traced:
         return [event for event in self._trace.ranges if event.name.startswith(_UPDATE)]
 
     def _split(self, nodes: Sequence[Event]) -> list[_Pass]:
-        """Returns the forward passes that are followed by a backward pass, with it."""
+        """Returns each forward pass that a backward pass follows, together with that pass."""
         if not nodes:
             raise self._trace.error("has no backward pass (no operation of autograd's engine)")
         groups = self._by_class() if self._trace.calls else self._by_name(nodes)
@@ -260,7 +260,7 @@ class Traced:
         return expected
 
     def _owners(self, both: _Pass, stretch_at: Callable[[float], int]) -> list[int]:
-        """Returns the stretch of each node; nodes without a number belong to the one before."""
+        """Returns the stretch of each node; nodes without a number belong to the previous one."""
         created: dict[int, float] = {}
         for op in self._operations(both):
             if op.sequence is not None:
@@ -332,7 +332,7 @@ def _inside(event: Event | Work, around: Event) -> bool:
 
 
 def _shapes(trace: Trace, nodes: Sequence[Event]) -> dict[float, Event]:
-    """Returns the operation with shapes of each gradient, by the start of its node."""
+    """Returns, by the start of a gradient's node, the operation that has the gradient's shapes."""
     gradients = [node for node in nodes if node.name == _NODE + _GRADIENT]
     applied = [op for op in trace.operations if op.name == _GRADIENT]
     if not all(op.args.get("Input Dims") for op in applied):

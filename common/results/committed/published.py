@@ -83,7 +83,7 @@ class Rate:
 
 def cost(network: str, workers: int) -> AlphaBeta:
     """Returns the published costs of an all-reduce among workers; four workers share a host. The
-    source are the tables in the programs of MG-WFBP and DeAR (`dear.cost.collectives.TABLES`),
+    sources are the tables in the programs of MG-WFBP and DeAR (`dear.cost.collectives.TABLES`),
     except for the time per byte on 10GbE: theirs is shorter than a ring can achieve. It is computed
     here: a ring of P ranks sends 2 (P - 1) / P bytes per byte, over links of 10 Gb/s."""
     table = TABLES["10gbe" if network == "10GbE" else "56gbib"]

@@ -228,9 +228,8 @@ def link_logs(
     folder: Path, records: Iterable[Record], command: Callable[[Record], str]
 ) -> list[Path]:
     """Links rank 0's logs of a sweep by the suite's names and writes the suite's commands. Both are
-    written to `reference_logs` in the sweep's folder. A trial whose variables are those of another
-    one has its identity in the name. `command` returns the command that makes a record's trial
-    again."""
+    written to `reference_logs` in the sweep's folder. If an earlier trial has the same name, the
+    trial's id is added. `command` returns the command that makes a record's trial again."""
     into = folder / "reference_logs"
     links, lines = {}, []
     for record in records:
@@ -256,7 +255,7 @@ def _task(record: Record) -> str:
 
 
 def _rates(record: Record) -> list[float]:
-    """Returns samples per second of all workers, by iteration; of a flagged record a `nan`."""
+    """Returns samples per second of all workers, by iteration; a `nan` for a flagged record."""
     trial = record.trial
     if flag(record) is not None:
         return [math.nan]

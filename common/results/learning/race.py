@@ -154,8 +154,8 @@ def _paired(ours: Sequence[Finish], others: Sequence[Finish]) -> bool:
 def smoothed(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
     """Returns the corners (time, value) of the rising curve nearest to `values`. The curve is
     straight between corners. A corner is the centre of pooled values, so the first corner may be
-    later than the first time, and the last corner earlier than the last time. `times` are those of
-    the values, ascending."""
+    later than the first time, and the last corner earlier than the last time. `times` has the time
+    of each value, ascending."""
     blocks: list[tuple[float, float, int]] = []  # sums of times and of values, and their number
     for time, value in zip(times, values, strict=True):
         block = time, value, 1
@@ -168,8 +168,8 @@ def smoothed(times: Sequence[float], values: Sequence[float]) -> list[tuple[floa
 
 def crossing(times: Sequence[float], values: Sequence[float], target: float) -> float | None:
     """Returns the time at which the smoothed curve reaches `target`; None if it does not. `times`
-    are those of the evaluations, ascending, or another measure of progress such as steps. `values`
-    are those at these times."""
+    are the times of the evaluations, ascending, or another measure of progress such as steps.
+    `values` are the evaluated values."""
     corners = smoothed(times, values)
     if corners and corners[0][1] >= target:
         return corners[0][0]

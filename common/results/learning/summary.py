@@ -65,8 +65,8 @@ class Rate:
     kept_low: float | None = None
     kept_high: float | None = None
     staleness_mean: float | None = None
-    """Number of steps by which a neighbour's values are old, in the mean over time, for the pair of
-    rank and neighbour with the largest mean. It is negative if the neighbour is ahead."""
+    """Age of a neighbour's values in steps, as the mean over time; for the pair of rank and
+    neighbour with the largest mean. Negative: the neighbour is ahead."""
     staleness_max: float | None = None
     lost_ranks: str | None = None
     """Ranks that were killed while the others went on."""
@@ -87,8 +87,8 @@ class LearnRow(Validity, Rate, Quality, Use, Compared):
     runs: int | None = None
     reached: int | None = None
     to_target_s: float | None = None
-    """Geometric mean if all runs reached the target. If only more than half of them did, the median
-    of all runs, without an interval."""
+    """Time to the target accuracy: the geometric mean if all runs reached it. If only more than
+    half of them did, the median of all runs, without an interval."""
     to_target_low_s: float | None = None
     to_target_high_s: float | None = None
     steps_to_target: float | None = None
@@ -155,7 +155,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
 
 
 def limit(learn: Mapping[str, float | None]) -> str:
-    """Describes how long a trial trains, by its `learn`."""
+    """Describes how long a trial trains, from its setting `learn`."""
     epochs = learn.get("epochs")
     if epochs is None:
         return f"{learn['budget_s']:g} s"

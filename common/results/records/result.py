@@ -32,7 +32,7 @@ class Breakdown:
     """Waiting in `Work.wait`; None if the algorithm waits inside the other three phases."""
     step_s: float
     rank: int = 0
-    """Number of the rank, which is the rank that waits least: the others wait for it."""
+    """Number of the rank. It is the rank that waits least: the others wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Result:
     parameters: int | None = None
     gradient_bytes: int | None = None
     use: DeviceUse | None = field(default=None, metadata=LATER)
-    """Memory of a repeat after the first, or the first repeat's arithmetic; None: learns."""
+    """Memory of a later repeat, or arithmetic of the first; None: trains for a time."""
     started_by: str | None = None
     """Launcher by which the ranks were started, as their environment says."""
     compute: StepTimes | None = None
@@ -115,7 +115,7 @@ class Result:
     cost_check: CostCheck | None = None
     """Quality of `costs`. Trials that reuse another trial's costs copy it."""
     engine_costs: EngineCosts | None = None
-    """Costs of the algorithm's library, if that sends messages itself (Horovod)."""
+    """Costs of the algorithm's library, if the library sends messages itself (Horovod)."""
     plan: Plan | None = None
     local_size: int | None = None
     """Ranks on a host."""

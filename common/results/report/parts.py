@@ -104,9 +104,8 @@ def grid(
     marks: Sequence[tuple[str | None, str | None]],
     csv: Download | None = None,
 ) -> Grid:
-    """Returns a table for a page, without empty columns. Values of the place that all rows share
-    are in the caption. `marks` has the mark and the reason of each row; they replace the column of
-    notes."""
+    """Returns a table for a page, without empty columns. Settings that all rows share are in the
+    caption. `marks` has the mark and the reason of each row; they replace the column of notes."""
     columns, cells = table.columns, table.cells
     used = [i for i, column in enumerate(columns) if column.role != "notes"]
     used = [i for i in used if any(line[i].text not in ("", UNKNOWN) for line in cells)]

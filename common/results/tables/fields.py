@@ -105,7 +105,7 @@ class Use:
     """Tokens, memory and arithmetic of a trial. None: unknown, or the trial has none."""
 
     tokens_per_s: float | None = None
-    """Tokens of all workers over elapsed time, of a language model."""
+    """Tokens of all workers per second of elapsed time; for language models."""
     memory_bytes: int | None = None
     """Peak memory of the rank and repeat with the largest peak."""
     mfu: float | None = None

@@ -32,8 +32,8 @@ class PredictedRow:
     baseline_s: float | None = None
     """Step of the algorithm to which the others are compared."""
     event_model_s: float | None = None
-    """Step by the event model, which follows the algorithm's statement and not its file; None: the
-    event model does not cover the algorithm."""
+    """Step by the event model, which uses the algorithm's declared order of transfers and not its
+    code; None: the event model does not cover the algorithm."""
     messages: float | None = None
     """Transfers per step."""
     fault: str | None = None
@@ -107,7 +107,7 @@ def table_of(rows: Sequence[PredictedRow]) -> Table[PredictedRow]:
 
 
 def overview(rows: Sequence[PredictedRow], base: str) -> str:
-    """Returns a Markdown table: a line per place, with each algorithm's speed-up over `base`; below
+    """Returns a Markdown table: a line per cell, with each algorithm's speed-up over `base`; below
     it, the notes. A flagged number is in parentheses.
 
     The range is that of the ratio, since costs and compute change for both algorithms.

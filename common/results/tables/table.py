@@ -64,9 +64,9 @@ class Table(Generic[R]):
 
     def latex(self, titles: Sequence[str] | None = None) -> str:
         """Returns a tabular of the package booktabs for a paper, with notes as footnotes. Footnotes
-        need the package threeparttable. `titles` are those of the columns, in this order; None: all
-        columns that have a value. Raises `UserError` if a title has no column, or the column has no
-        value."""
+        need the package threeparttable. `titles` names the columns to show, in this order; None:
+        all columns that have a value. Raises `UserError` if a title has no column, or the column
+        has no value."""
         roles = [column.role for column in self.columns]
         used = [i for i in self._written() if roles[i] != "notes"]
         if titles is not None:

@@ -14,8 +14,8 @@ R = TypeVar("R", bound=Compared)
 
 
 def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
-    """Returns a sentence per cell about its fastest trial, and those not distinguishable from it. A
-    cell, or place, is the trials that are compared with each other."""
+    """Returns a sentence per cell about the fastest trial, and trials not distinguishable from it.
+    A cell, or place, is the trials that are compared with each other."""
     lines = []
     for peers in grouped(rows, lambda row: row.place).values():
         leaders = sorted((row for row in peers if row.leads), key=lambda row: row.step_s or 0.0)
@@ -97,8 +97,9 @@ def _power(rows: Sequence[Compared]) -> str | None:
         return f"{compared[0].where}: fewer than {MIN_REPEATS} repeats detect no difference"
     parts = ", ".join(f"{row.detectable:.1%} for {row.algorithm}" for row in known)
     return (
-        f"{known[0].where}: the smallest difference that this run detects with 80 % probability "
-        f"(Holm's correction for {len(compared)} comparisons) is {parts}"
+        f"{known[0].where}: with 80 % probability, this run detects a difference from "
+        f"{known[0].compared_to} of at least {parts} (with Holm's correction for {len(compared)} "
+        "comparisons)"
     )
 
 

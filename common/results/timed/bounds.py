@@ -35,12 +35,12 @@ def describe(kind: BoundNote, of_bound: float) -> str:
     """Describes an implausible share in a sentence."""
     if kind == "wrong bound":
         return (
-            f"wrong bound: the step is {1 - 1 / of_bound:.0%} shorter than it, so costs or compute "
-            "were measured wrong, or fewer bytes travel than it assumes"
+            f"wrong bound: the step is {1 - 1 / of_bound:.0%} shorter than its bound, so costs or "
+            "compute were measured wrong, or fewer bytes travel than the bound assumes"
         )
     return (
-        f"far from its bound: the step takes {1 / of_bound:.1f} times as long, more than if "
-        "nothing ran beside anything"
+        f"far from its bound: the step takes {1 / of_bound:.1f} times as long, which is "
+        "more than without any overlap"
     )
 
 

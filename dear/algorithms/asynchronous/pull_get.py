@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class PullExchange(WindowExchange):
     """Exchange in which the receiver reads from the sender.
 
-    `share` shows a bucket. When all are shown, the rank starts to read its neighbours' buckets.
-    This rank's own values count as a neighbour's which has shown none since it got its parameters.
+    `share` publishes a bucket. When all are published, the rank starts to read its neighbours'
+    buckets. If a neighbour has not published new parameters yet, this rank's own values replace its
+    values.
     """
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
@@ -41,7 +42,7 @@ class PullExchange(WindowExchange):
         self._hide()
 
     def _hide(self) -> None:
-        """Shows that this rank's parameters are being replaced."""
+        """Tells readers that this rank's parameters are being replaced."""
         for bucket, window in self.windows.items():
             window.show(bucket.values, steps=NEVER)
 
@@ -71,18 +72,18 @@ class PullExchange(WindowExchange):
 
 
 class PullGet(WindowAlgorithm["PullGet.Options"]):
-    """Averages with the parameters that each neighbour shows, read while both passes run.
+    """Averages with the parameters that each neighbour publishes, read while both passes run.
 
-    The pull-get optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): every rank shows the
-    parameters that its step starts from, and reads those of its neighbours without their help.
+    The pull-get optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): every rank publishes the
+    parameters that its step starts from, and reads its neighbours' parameters without their help.
 
-        x <- w x + sum of w_j (what j shows) - update(gradient at x)
+        x <- w x + sum of w_j (what j publishes) - update(gradient at x)
 
     Invariant: if parameters are equal on all ranks and updates are zero, nothing changes. With
     `barrier` it is decentralized SGD (`neighbor`, combine=awc).
     Bytes move: beside both passes; the step waits for the reads, not for the neighbours' steps.
-    Cost per step and rank: the parameters once from each neighbour; memory for the shown copy and
-    for the parameters being read.
+    Cost per step and rank: the parameters once from each neighbour; memory for the published copy
+    and for the parameters being read.
     """
 
     exchange = PullExchange

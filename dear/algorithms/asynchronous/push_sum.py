@@ -24,12 +24,12 @@ class PushSumExchange(WindowExchange):
     """Exchange of numerators u and weights p.
 
     After an update, the exchange turns the parameters into numerators. It adds an equal share to
-    the slot of each target that has taken the last message. Then it collects the values that have
-    arrived, and sets the parameters to u / p.
+    the slot of each target that has collected the last message. Then it collects the values that
+    have arrived, and sets the parameters to u / p.
 
     Without a barrier, a rank that is faster than its sources gives p away and gets none back. The
-    published step would then divide updates by a p near 0. Therefore the update is weighted by p,
-    `u <- C (u + p update)`, and a rank whose p is below `LEAST_P` sends nothing.
+    step of the paper would then divide updates by a p near 0. Therefore the update is weighted by
+    p, `u <- C (u + p update)`, and a rank whose p is below `LEAST_P` sends nothing.
     """
 
     weighted = True
@@ -42,7 +42,7 @@ class PushSumExchange(WindowExchange):
         """Share of each bucket that this rank keeps in the current round."""
 
     def refill(self, steps: int) -> None:
-        """Empties the slots after a state was loaded; waits for all ranks with `barrier`."""
+        """Empties the slots after a state was loaded; with `barrier`, waits for all ranks."""
         for window in self.windows.values():
             window.clear()
         self.meet()
@@ -101,7 +101,7 @@ class PushSumExchange(WindowExchange):
 class PushSum(WindowAlgorithm["PushSum.Options"]):
     """Stochastic gradient push (Assran, Loizou, Ballas and Rabbat, ICML 2019, arXiv 1811.10792).
 
-    Ranks send shares of their parameters together with a weight p. The model holds their quotient,
+    Ranks send shares of their parameters together with a weight p. The model holds parameters / p,
     which corrects for uneven graphs and late messages. With `barrier` this is the published method.
     Without it, updates are also weighted by p (see `PushSumExchange`).
 

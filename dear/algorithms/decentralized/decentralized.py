@@ -40,8 +40,8 @@ class Decentralized(Algorithm["Decentralized.Options"]):
     Bytes move: each bucket of parameters travels from its update to its update in the next step.
     Cost per step and rank: one exchange of the model with one peer (`ring`, `one-peer-exp`), or an
     all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: 1 or 2 nodes).
-    Overridden methods: `share` of the exchange sends to the group of this step, and `mix` in the
-    next step averages.
+    Overridden methods of the exchange: `share` sends to the group of this step, and `mix` averages
+    in the next step.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class GroupExchange(BucketExchange):
         """Transfers of `share` that `mix` has not used yet."""
         self._views = views
         self._resumed = False
-        """True if a state was loaded whose values no rank has sent again yet."""
+        """True if a state was loaded and its values were not sent again yet."""
 
     def open(self, communicator: Communicator, device: torch.device) -> None:
         super().open(communicator, device)

@@ -28,7 +28,7 @@ class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
     gradient pulls it away from the mean. Here each rank keeps an estimate y of the mean gradient.
     It averages y like its parameters, adds the change of its own gradient, and steps with y.
     Invariant: the mean of the estimates is the mean of the gradients. With a constant step size,
-    ranks reach the exact minimum of the sum of their losses; if it is strongly convex, linearly.
+    ranks reach the exact minimum of the sum of their losses (linearly, if strongly convex).
     Bytes move: beside both passes.
     Cost per step and rank: twice the parameters to each neighbour; two more copies in memory.
     Overridden methods: `carried` of the exchange adds the estimates; `adapt` updates with them.
@@ -36,7 +36,7 @@ class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """Topology; averaging over any of those with a name keeps the mean."""
+        """Topology; every named topology keeps the mean."""
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "beside_passes"

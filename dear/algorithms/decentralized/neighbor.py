@@ -78,8 +78,7 @@ class Neighbor(GraphAlgorithm["Neighbor.Options"]):
                 )
             if self.local_size is not None and not (self.hierarchical or inner_outer):
                 raise UserError(
-                    f"{option_of(self, 'local_size')} goes with hierarchical or an inner-outer "
-                    "topology"
+                    f"{option_of(self, 'local_size')} needs hierarchical or an inner-outer topology"
                 )
 
     capabilities = Capabilities(consistency="decentralized")

@@ -25,7 +25,7 @@ class PushDiging(GraphAlgorithm["PushDiging.Options"]):
     """Push-DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
     `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`, for parameters x and
-    gradients g, whose mean y estimates. C splits a rank's values equally among itself and its
+    gradients g; y estimates the mean of g. C splits a rank's values equally among itself and its
     targets, together with a weight v. Division by v corrects for uneven graphs, so a sender need
     not know how many ranks send to its receivers.
     Invariant: averaging keeps sums over the ranks. With a constant step size, ranks reach the exact

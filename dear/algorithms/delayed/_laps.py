@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DenseMessage(Bucket):
-    """All-reduce of a group's gradients, with one mark per parameter that has a gradient."""
+    """All-reduce of a group's gradients, with one mark per parameter (1: it has a gradient)."""
 
     work: Work | None = None
     packed_s: tuple[float, float] | None = None
@@ -101,7 +101,7 @@ class Lap:
     dense: list[DenseMessage] = field(default_factory=list)
     sparse: list[SparseMessage] = field(default_factory=list)
     loaded: Gradients = field(default_factory=dict)
-    """Gradients from a checkpoint; None where no rank has one."""
+    """Gradients from a checkpoint; None for a parameter without one on any rank."""
     step: int = 0
     scale: torch.Tensor | None = None
     """Loss scale of these gradients; None: 1."""

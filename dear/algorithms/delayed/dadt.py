@@ -44,14 +44,15 @@ class Dadt(Algorithm["Dadt.Options"]):
     """DADT, delayed data-parallel training, as Pipe-SGD (Li et al., NeurIPS 2018, 1811.03619).
 
     Update: w(t+1) = w(t) - lr * mean over ranks of g(t - delay). The all-reduce may therefore take
-    all of the `delay` steps between. The first `delay` steps update nothing; `flush()` and
+    all of the `delay` steps in between. The first `delay` steps update nothing; `flush()` and
     `close()` apply the gradients that are held back, with one update per step.
     Invariant: after `step()` the parameters are final, and the same on all ranks. Between
     `backward()` and `step()`, `p.grad` is this rank's own gradient, and the algorithm leaves it so.
-    Bytes move: from the backward pass of a step to `delay` steps later, as groups are complete.
-    Cost per step and rank: one all-reduce per group, with a mark per parameter. If gradients are
-    sparse: one all-gather of the entries of each, and one small all-gather for which the end of the
-    backward pass waits. One copy of the gradients into one of `delay` + 1 sets of buffers.
+    Bytes move: each group from when it is complete, in the backward pass, to `delay` steps later.
+    Cost per step and rank: one all-reduce per group, with a mark per parameter (has a gradient or
+    not). If gradients are sparse: one all-gather of the entries of each, and one small all-gather
+    for which the end of the backward pass waits. One copy of the gradients into one of `delay` + 1
+    sets of buffers.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,7 @@ class DelayedEngine(GradientEngine[Dadt.Options]):
         entries = state.get(PENDING, [])
         if len(entries) > self.options.delay:
             raise UserError(
-                f"the state holds back the gradients of {len(entries)} steps, more than delay="
+                f"the state has delayed gradients of {len(entries)} steps, more than delay="
                 f"{self.options.delay}: flush() before saving, or use the same delay"
             )
         self._drop_held()
@@ -264,7 +265,7 @@ class DelayedEngine(GradientEngine[Dadt.Options]):
         return len(self._held) > self.options.delay
 
     def _hold(self, scale: torch.Tensor | None) -> None:
-        """Adds the gradients of this step, which are under way, to those that are held back."""
+        """Adds this step's gradients, which are still in transfer, to those that are held back."""
         self._watched.forget()
         self._step += 1
         lap, self._filling = self._filling, None

@@ -41,7 +41,7 @@ LEVELS = 4
 TUNED_MB = {"credit_mb": (4.0, 64.0), "partition_mb": (2.0, 32.0)}
 """Bounds of the tuner."""
 SAMPLES = 8
-"""Groups in which changes by a GradScaler are looked for; it scales all gradients."""
+"""Number of groups that are searched for changes by a GradScaler, which scales all gradients."""
 
 
 class ByteScheduler(Algorithm["ByteScheduler.Options"]):
@@ -50,9 +50,9 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
     The gradients of each layer are cut into partitions. Partitions of layers that run first in a
     forward pass overtake the others: in mid-flight if the backend has priorities; otherwise a
     credit limits the bytes under way. The next forward pass starts at once, and each of its layers
-    waits only for its own tensors, which are updated just before it runs.
-    Horovod is neither needed nor patched. In the original, rank 0 negotiates every start. Here rank
-    0 simulates its scheduler once, with measured times, and all ranks keep the resulting order.
+    waits only for its own tensors, which are updated just before it runs. Horovod is neither needed
+    nor patched. In the original, rank 0 negotiates every start. Here rank 0 simulates the scheduler
+    once, with measured times, and all ranks keep the resulting order.
     Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
     `backward()` and `step()`, `p.grad` is still this rank's own gradient.
     Bytes move: from the backward pass, as layers are complete, into the next forward pass.
@@ -66,9 +66,9 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         partition_mb: float = 4.0
         """Largest partition, in MB of 2^20 bytes on the wire."""
         credit_mb: float | None = None
-        """Bytes under way at which no further partition starts, in MB of 2^20 bytes. None: no limit
-        if the backend has priorities, and with NCCL, which reports no end of a collective and
-        refuses a limit; else 16."""
+        """Bytes under way at which no further partition starts, in MB of 2^20 bytes. None: 16; no
+        limit if the backend has priorities or is NCCL. NCCL refuses a limit, because it does not
+        report when a collective ends."""
         levels: int | None = None
         """Number of priority levels, each with its own channel, if the backend has priorities and
         `credit_mb` is not given; None: 4."""
@@ -77,7 +77,7 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         tune: Literal["none", "credit", "partition", "both"] = field(default="none", metadata=LATER)
         """Sizes that rank 0 chooses by its step times in the 52 steps after the profile (Bayesian
         optimisation, 10 trials): the credit (4 to 64 MB; one queue on every backend), the
-        partitions (2 to 32 MB), or both. `credit_mb` and `partition_mb` are its first values."""
+        partitions (2 to 32 MB), or both. It starts from `credit_mb` and `partition_mb`."""
 
         def __post_init__(self) -> None:
             positive("option of bytescheduler 'partition_mb'", self.partition_mb)
@@ -131,9 +131,9 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         if (credit_mb is not None or options.tunes_credit) and kind in communicator.streamed:
             given = f"'tune'={options.tune}" if credit_mb is None else f"'credit_mb'={credit_mb:g}"
             raise UserError(
-                f"option of bytescheduler {given}: NCCL does not report "
-                "when a collective ends, so no credit would return; leave it out (the order of the "
-                "partitions stays), or use comm_core or gloo"
+                f"option of bytescheduler {given}: NCCL does not report when a collective ends, so "
+                "the bytes in flight cannot be limited; leave the option out (partitions keep "
+                "their order), or use comm_core or gloo"
             )
         if levels is not None and kind not in communicator.native:
             raise UserError(
@@ -269,7 +269,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         return None
 
     def finish(self, index: int) -> None:
-        """Updates a group; those that are read next and have arrived join its update."""
+        """Updates a group, together with groups that are read next and have arrived."""
         place = self._place[index]
         due = [index]
         for other in self._uses[place + 1 :]:
@@ -531,7 +531,7 @@ class OrderedIssuer(Generic[Task]):
         """Number of threads in `wait_started`."""
 
     def begin(self, order: Sequence[Task], sizes: Mapping[Task, float]) -> None:
-        """Sets the tasks of the next pass; those of the last one must be started or dropped."""
+        """Sets the tasks of the next pass; all tasks of the last one must be started or dropped."""
         with self._lock:
             if self._next < len(self._order):
                 raise RuntimeError(f"{len(self._order) - self._next} tasks were never started")

@@ -80,9 +80,10 @@ class Ddp(Algorithm["Ddp.Options"]):
         """Size in MB of 2^20 bytes at which a bucket is closed, also the first. None: torch's
         default, which is 1 MB for the first bucket and 25 MB for the others."""
         find_unused_parameters: bool = False
-        """Search the graph for parameters without a gradient; otherwise DDP raises if there are."""
+        """Search the graph for parameters without a gradient; otherwise DDP raises if there are
+        any."""
         broadcast_buffers: bool = True
-        """Give every rank rank 0's buffers (batch-norm statistics) before each forward."""
+        """Send rank 0's buffers (batch-norm statistics) to all ranks before each forward."""
         gradient_as_bucket_view: bool = False
         """Let `p.grad` be a view of the bucket, which saves a copy and memory."""
 
@@ -95,7 +96,7 @@ class Ddp(Algorithm["Ddp.Options"]):
             only_with(self, "powersgd_start_step", "compression", ["powersgd"])
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Returns the gradient as it travels, since torch's hooks divide after rounding."""
+            """Returns the gradient in the `wire` dtype, undivided: torch divides after rounding."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")
@@ -308,7 +309,7 @@ def bucket_hook(
 
 
 class ZeroUpdate:
-    """Updates of ZeRO-1: each rank updates some parameters, holds their state, and sends them.
+    """Updates of ZeRO-1: each rank updates some parameters, holds their state, and sends results.
 
     Each step uses the current hyper-parameters of the script's optimizer. The optimizer's own
     `state` is empty meanwhile; `whole_state` collects it.
@@ -387,8 +388,8 @@ class ZeroUpdate:
                     vars(to)[name] = value
 
     def take_state(self) -> None:
-        """Takes this rank's part of the optimizer's whole state. Keeps the rest until a step, in
-        case that this rank has loaded alone and broadcasts the state next."""
+        """Takes this rank's part of the optimizer's whole state. Keeps the rest until a step: if
+        only this rank has loaded the state, it may broadcast it next."""
         mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
         whole = self._optimizer.state
         self._zero.optim.state.clear()

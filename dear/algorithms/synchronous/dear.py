@@ -51,14 +51,14 @@ class Dear(Algorithm["Dear.Options"]):
     """DeAR (Zhang et al., ICDCS 2023, arXiv 2302.12445).
 
     An all-reduce is split into a reduce-scatter and an all-gather. For each group of layers, the
-    first half runs in the backward pass, the second in the next forward pass until it is needed.
+    first half runs in the backward pass, the second in the next forward pass, until needed.
     Update: `x <- x - lr * mean over ranks(gradient at x)`, element by element by its owner.
     Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
     `backward()` and `step()`, `p.grad` is this rank's own gradient.
     Bytes move: reduce-scatter in the backward pass, all-gather from `step()` into the next forward.
     Cost per step and rank: one reduce-scatter and one all-gather per group, together 2 (P-1)/P of
     the model's bytes, as many as an all-reduce. Groups of a few KB use an all-reduce instead. The
-    last group's message also carries a mark per parameter that is used. These marks need their own
+    last group's message also has a mark per parameter (used or not). These marks need their own
     all-reduce of a byte per parameter in two cases: if the group is larger than `COPIED_BYTES`
     (`dear.buckets.halves`) and travels in its own dtype, or if it is reduced to one rank.
 
@@ -285,7 +285,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
     def _unused(
         self, params: Iterable[torch.nn.Parameter] | None = None
     ) -> set[torch.nn.Parameter]:
-        """Returns the parameters without a gradient on any rank; their first halves have ended."""
+        """Returns the parameters without a gradient on any rank; first halves must have ended."""
         if self.options.gathers:
             return {param for part in _gathered(self._parts) for param in part.unused()}
         return self._usage.unused(params)

@@ -39,8 +39,8 @@ T = TypeVar("T")
 class Fsdp(Algorithm["Fsdp.Options"]):
     """PyTorch FSDP2 (`fully_shard`; Zhao et al., VLDB 2023, arXiv 2304.11277): ZeRO-2 and ZeRO-3.
 
-    Each rank holds 1/P of parameters, gradients and optimizer state. Layers of lists and sequences
-    are gathered before they run. Gradients are scattered when all gradients of a layer have
+    Each rank holds 1/P of parameters, gradients and optimizer state. Each layer of a ModuleList or
+    Sequential is gathered before it runs. Its gradients are reduce-scattered when all of them have
     arrived. Parameters that cannot be cut (scalars, rarer types, not contiguous ones) are averaged
     as by `wfbp`. All ranks must use the same parameters in every pass.
     Invariant: after `backward()` returns, each sharded parameter (a DTensor) has this rank's part
@@ -68,7 +68,7 @@ class Fsdp(Algorithm["Fsdp.Options"]):
             at_least("option of fsdp 'min_mb'", self.min_mb, 0)
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Returns the gradient as it travels; torch divides after rounding."""
+            """Returns the gradient in the `wire` dtype, undivided: torch divides after rounding."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")
@@ -222,7 +222,7 @@ class _FsdpEngine(AveragingEngine):
             group["params"][:] = [other.get(param, param) for param in group["params"]]
 
     def resume(self, state: StateDict) -> None:
-        """Cuts whole state, of the script's own parameters or of sharded ones, into parts."""
+        """Cuts whole state of the script's parameters, or of the sharded ones, into parts."""
         self._sharded.loaded = True
         states = self.optimizer.state
         for param, sharded in self._sharded.of.items():
@@ -257,7 +257,7 @@ def _agree_on_state(replica: Replica[Fsdp.Options]) -> None:
 
 
 def _refuse_second_derivatives(output: object) -> None:
-    """Lets a backward pass that makes a graph of its own raise `UserError`."""
+    """Makes a backward pass raise `UserError` if it builds a graph (`create_graph=True`)."""
     from torch.utils._pytree import tree_leaves
 
     def refuse(gradient: torch.Tensor) -> None:
@@ -276,8 +276,8 @@ def _refuse_parts(module: torch.nn.Module) -> None:
     """Raises `UserError` if the module is about to run on parts of its parameters."""
     if any(_in_parts(param) for param in module._parameters.values()):
         raise UserError(
-            f"fsdp: a {type(module).__name__} is called outside of the model's forward(), where "
-            "its parameters are whole: call model(...) itself, or use algorithm='dear'"
+            f"fsdp: a {type(module).__name__} is called outside of the model's forward(), but "
+            "its parameters are whole only inside: call model(...) itself, or use algorithm='dear'"
         )
 
 
@@ -295,7 +295,7 @@ class ShardedModel:
     """
 
     of: dict[torch.Tensor, torch.nn.Parameter]
-    """Sharded parameter of each of the script's own."""
+    """Sharded parameter of each of the script's own parameters."""
     whole = False
     """True while the model has whole parameters."""
     loaded = False
@@ -404,7 +404,7 @@ class ShardedModel:
         self._memory = {(m, name, p): _registered(m, name).data for m, name, p in self._places}
 
     def reshard(self) -> None:
-        """Gives the model its parts again, with the present values of whole parameters."""
+        """Shards the model again, with the present values of the whole parameters."""
         if self.whole:
             self.whole = False
             with torch.no_grad():
@@ -424,10 +424,10 @@ class ShardedModel:
         self._versions = self._now()
 
     def meet(self) -> None:
-        """Waits, after this rank has loaded state, for the others to have loaded theirs.
+        """Waits until all other ranks have loaded state, if this rank has.
 
         Raises:
-            UserError: another rank has loaded none, and the backend can see it.
+            UserError: another rank has loaded none, if the backend can detect this.
         """
         if self.loaded:
             self.loaded = False
@@ -536,7 +536,7 @@ class ShardedModel:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Raises `UserError` where the ranks call different operations; gives a lost rank a note."""
+    """Raises `UserError` where the ranks call different operations; adds a note to other errors."""
     advice = (
         "fsdp: each rank holds a part of the parameters, so all ranks must run the same passes, "
         "and load state, call state_dict() and synchronize() together"
@@ -563,7 +563,7 @@ class _Together:
 
 
 class _Part(Mixin):
-    """Part of the class of a parameter that is kept in parts."""
+    """Mixin for the class of a sharded parameter."""
 
     __slots__ = ()
 
@@ -575,7 +575,7 @@ class _Part(Mixin):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise UserError(
-            "fsdp: a value that is assigned to `.data` of a parameter in parts would be lost; call "
+            "fsdp: a value that is assigned to `.data` of a sharded parameter would be lost; call "
             "optimizer.synchronize() before, or copy_() the value into the parameter"
         )
 
@@ -593,10 +593,10 @@ def _explained(
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
 ) -> object:
-    """Runs `func`, a function of torch that takes a parameter in parts."""
+    """Runs torch's `func` with a sharded parameter; raises `UserError` if torch cannot."""
     if func is torch.autograd.grad:
         raise UserError(
-            "fsdp: torch.autograd.grad() has no gradients of parameters that are kept in parts; "
+            "fsdp: torch.autograd.grad() has no gradients of sharded parameters; "
             "call backward(), or use algorithm='dear'"
         )
     try:
@@ -604,9 +604,8 @@ def _explained(
             result = func(*args, **(kwargs or {}))
     except (RuntimeError, TypeError) as error:
         raise UserError(
-            f"fsdp: torch cannot run {getattr(func, '__name__', func)}() on a parameter that is "
-            f"kept in parts ({error}); call optimizer.synchronize() before, or use "
-            "algorithm='dear'"
+            f"fsdp: torch cannot run {getattr(func, '__name__', func)}() on a sharded "
+            f"parameter ({error}); call optimizer.synchronize() before, or use algorithm='dear'"
         ) from None
     if _in_parts(result) and not isinstance(result, _Part):
         kind = next(kind for kind in types if issubclass(kind, _Part))
@@ -615,7 +614,7 @@ def _explained(
 
 
 class _Parts(InFlight):
-    """Parameters of one engine that are kept in parts."""
+    """Sharded parameters of one engine."""
 
     mixin = _Part
     function = staticmethod(_explained)

@@ -42,8 +42,8 @@ class Hierarchical(Algorithm["Hierarchical.Options"]):
         local_size: int | None = None
         """Number of consecutive ranks in a block; None: the ranks of a machine."""
         threshold_mb: float = 25.0
-        """Largest size of neighbouring tensors that travel together, in MB of 2^20 bytes; 0: each
-        tensor travels alone."""
+        """Largest total size of neighbouring tensors that travel together, in MB of 2^20 bytes; 0:
+        each tensor travels alone."""
 
         def __post_init__(self) -> None:
             at_least("option of hierarchical 'local_size'", self.local_size, 1)

@@ -73,13 +73,13 @@ class Horovod(Algorithm["Horovod.Options"]):
         autotune_samples: int | None = field(default=None, metadata=LATER)
         """Largest number of samples; null: Horovod's own, 20."""
         compression: Literal["none", "fp16"] = "none"
-        """`fp16`: gradients travel in half precision, divided before the sum."""
+        """`fp16`: gradients travel in half precision, divided by the number of ranks."""
         adasum: bool = False
         """True: `p.grad` is the adaptive sum of gradients (Maleki et al. 2020, arXiv 2006.02924),
         not their mean. Needs controller=mpi and a power of 2 as the number of ranks."""
         gradient_predivide_factor: float = 1.0
-        """Divisor of gradients before the sum; the sum is divided by the rest of the number of
-        ranks. `compression=fp16` divides by the number of ranks before the sum."""
+        """Divisor f of gradients before the sum; the sum is divided by (number of ranks) / f. Not
+        with `compression=fp16`, which has its own division."""
         groups: int | None = None
         """Number of groups of gradients, in the order of the parameters. A group is sent when all
         its gradients have arrived, so every rank must use the same parameters in a step. None: no
@@ -96,7 +96,7 @@ class Horovod(Algorithm["Horovod.Options"]):
                     False,
                 ):
                     raise UserError(
-                        "option of horovod 'gradient_predivide_factor' does not go with "
+                        "option of horovod 'gradient_predivide_factor' cannot be used with "
                         f"{other}, which has its own division; leave one of them out"
                     )
             at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
@@ -132,7 +132,7 @@ class Horovod(Algorithm["Horovod.Options"]):
             return torch.float16 if self.compression == "fp16" else None
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Returns the gradient as it travels; Horovod divides after rounding."""
+            """Returns the gradient in the `wire` dtype, undivided; Horovod divides it later."""
             return gradient.to(self.wire) / size
 
     capabilities = Capabilities(consistency="synchronous")
@@ -208,7 +208,7 @@ FUSION_THRESHOLD_MB = 128.0
 AGREEMENT_BYTES = 256
 """Bytes of the bit vector by which ranks agree on cached tensors in each cycle."""
 POLL_PERIOD_S = 50e-6
-"""Seconds between two checks whether Horovod is done; sleeping is hardly shorter on Linux."""
+"""Seconds between two checks whether Horovod is done; Linux hardly sleeps for less."""
 
 
 class _HorovodEngine(GradientEngine[Horovod.Options]):

@@ -25,7 +25,7 @@ class Mgs(Algorithm["Mgs.Options"]):
     Invariant: after `backward()` returns, `p.grad` is the same on all ranks: the sum of the
     elements sent, divided by the number of ranks. With density=1 it is the mean.
     Bytes move: during the backward pass, each group when its last gradient arrives.
-    Cost per step and rank: one all-gather per group of 8 bytes per travelling float32 element.
+    Cost per step and rank: one all-gather per group, with 8 bytes per float32 element sent.
     """
 
     @dataclass(frozen=True, kw_only=True)

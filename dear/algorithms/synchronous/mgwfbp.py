@@ -52,7 +52,8 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
 
     Neighbouring gradients share an all-reduce if that ends the communication earlier. This depends
     on when each gradient arrives, and on the cost of an all-reduce by size. Both are measured: the
-    arrivals in the first steps, the cost after them. Rank 0 then decides; the groups stay.
+    arrivals in the first steps, the cost after them. Rank 0 then decides; the groups stay the same
+    from then on.
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
     Bytes move: during the backward pass, each group when its last gradient arrives.
     Cost per step and rank: one all-reduce per group, or all-gather of elements or signs.
@@ -70,8 +71,8 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
         """Costs of an all-reduce: measured on these ranks, or (for comparison) from a published
         table, interpolated by the number of workers."""
         small_elements: int = 0
-        """Number of elements below which a group always takes the next gradient, with merge=greedy
-        or asc (DeAR's suite: 8192)."""
+        """A group with fewer elements always takes the next gradient, too; for merge=greedy or asc
+        (DeAR's suite: 8192)."""
         threshold_mb: float | None = None
         """Size for merge=threshold, in MB of 2^20 bytes; 0: every gradient alone."""
         layer_times: dict[str, float] = field(default_factory=dict)

@@ -86,7 +86,8 @@ class AveragingEngine(GradientEngine[HalfOptions]):
         self._usage = Usage(params, communicator) if params else None
         self._batches = [Batch(communicator, channel) for channel in range(channels)]
         self._running: list[tuple[torch.nn.Parameter, torch.Tensor, Work | None]] = []
-        """Gradients that are being averaged; None as the work if one of `_batches` has it."""
+        """Gradients that are being averaged, with their works (None: one of `_batches` has the
+        work)."""
         # Without overlap the whole model is one unit. It is complete only at the end of the pass.
         self._units = [[param] for param in params] if overlap else [list(params)]
         super().__init__(replica, self._units, learn=bool(params))

@@ -10,8 +10,8 @@ from other ranks. To *adapt* it means to update it by this rank's own gradients.
     Overlapped         mix, adapt and share each bucket as soon as its gradients are ready
 
 An exchange (`dear.training.parameters.exchange`) moves the bytes. An algorithm combines an engine
-and an exchange, e.g. `CombineThenAdapt(replica, GraphExchange(rounds))`. An algorithm of its own
-kind overrides methods of the exchange, not of the engine.
+and an exchange, e.g. `CombineThenAdapt(replica, GraphExchange(rounds))`. A new kind of algorithm
+overrides methods of the exchange, not of the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STATE_KEY = "replica"
 
 
 def refuse_writers(model: torch.nn.Module) -> None:
-    """Raises `UserError` if a module writes parameters in a forward pass, when they are sent."""
+    """Raises `UserError` if a module writes parameters in a forward pass, while they are sent."""
     if any(getattr(module, "max_norm", None) is not None for module in model.modules()):
         raise UserError(
             "an embedding with max_norm changes its weights in the forward pass, while the weights "

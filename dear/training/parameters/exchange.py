@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
 STREAMS = 2
-"""Exchanges that may run at the same time: the CPU adds up one while the wire carries the other."""
+"""Number of exchanges at the same time: the CPU adds up one while the wire carries another."""
 
 Rounds = Callable[[int], Round]
 """Function from the number of steps to this rank's part in the next round."""

@@ -213,7 +213,7 @@ class OverlappedInBackward(Overlapped):
         self._left_out, self._applied = self._applied, False
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Raises `UserError`; if the script catches it, the last updates count as its step."""
+        """Raises `UserError`; if the script catches it, the last updates count as a step."""
         self._applied = False
         raise UserError(f"{reason}; use the option update='step'")
 

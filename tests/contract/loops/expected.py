@@ -18,7 +18,7 @@ ALL = ""
 _TOO_LATE = {EARLY: "use the option update='step'"}
 _SENT = {"decentralized": "use an algorithm whose averages end"}
 _ON_THE_WAY = {SENDING: "between step() and the next training forward", **_SENT}
-_OWN = {"ddp": "DDP averages one backward pass after each forward pass of the whole model"}
+_OWN = {"ddp": "DDP averages only in the first backward pass after a call of model(...)"}
 _TAKEN = {"fsdp": "close() the optimizer first"}
 _WHOLE = {"fsdp": "copy or save its state_dict()"}
 _SYNCHRONIZE = {LATER: "optimizer.synchronize()", **_TOO_LATE}
@@ -26,7 +26,7 @@ _NO_SCALER = {TRACKING: "without a scaler", **_TOO_LATE}
 _FSDP_TWICE = {"fsdp": "cannot differentiate twice"}
 _FSDP_PARTS = {"fsdp": "call model(...) itself"}
 _FSDP_WHOLE = {"fsdp": "call optimizer.synchronize() before"}
-_FSDP_GRAD = {"fsdp": "has no gradients of parameters that are kept in parts"}
+_FSDP_GRAD = {"fsdp": "has no gradients of sharded parameters"}
 _FSDP_ALONE = {"fsdp": "each rank holds a part"}
 
 REFUSED: dict[Loop, dict[str, str]] = {

@@ -2,9 +2,9 @@
 
 1. Before the trial: plain training of the first steps, with the same start and data. Plain training
    averages each gradient by one collective, without the trial's algorithm.
-2. First steps with the algorithm; all elements are compared with plain training.
-3. Warm-up and timed steps; a sample of the elements is recorded. For one step, drawn at random (the
-   watched step), all inputs are kept, and its gradients are computed again later.
+2. First steps with the algorithm; all parameters are compared with plain training.
+3. Warm-up and timed steps; a sample of each tensor's elements is recorded. One step is drawn at
+   random (the watched step). Its inputs are kept, and its gradients are computed again later.
 4. Two more steps; settings of the optimizer change between them.
 5. Verdict of rank 0: a serial reference (all ranks in one process) repeats all steps from the
    recordings of all ranks, and must get the same parameters.
@@ -33,7 +33,7 @@ from common.results.records.trust import Check
 from dear.comm import runtime
 
 STEPS = 10
-"""Steps per exchange if no steps are timed; on slow links, only some messages arrive in time."""
+"""Number of checked exchanges if no steps are timed; on slow links, not all arrive in time."""
 
 
 def check_training(trial: Trial, workload: Workload) -> Check:
@@ -160,7 +160,7 @@ class Checker:
         return _with_finding(check, finding)
 
     def recompute(self, check: Check) -> Check:
-        """Computes the watched step's gradients again; returns `check`, failed if they differ.
+        """Recomputes the watched step's gradients; returns `check`, failed if they differ.
 
         All ranks call this after the algorithm has been removed. The model cannot be trained
         afterwards.
@@ -185,7 +185,7 @@ class Checker:
             wanted = self._recorder.buffers()
             least = limit * np.abs(wanted - begin).max()
             if not np.allclose(left, wanted, rtol=limit, atol=least):
-                return f"in step {step} the forward pass left other buffers than a plain one does"
+                return f"after the forward pass of step {step}, buffers differ from plain training"
         return None
 
 

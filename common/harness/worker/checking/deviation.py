@@ -40,7 +40,7 @@ class Agreement(TypedDict, total=False):
 
 
 def worst_deviation(errors: Mapping[str, float], moved: Mapping[str, float]) -> Deviation:
-    """Returns the tensor of `moved` with the largest ratio of its error to its movement."""
+    """Returns the tensor of `moved` with the largest ratio of error to movement."""
     worst = Deviation()
     for name, way in moved.items():
         off = errors[name]
@@ -73,8 +73,8 @@ def movements(state: State, start: State, names: Iterable[str], least: float) ->
     """Returns the norm of each tensor's movement from `start` to `state`.
 
     Args:
-        least: smallest movement that is returned, relative to the tensor's norm, so that rounding
-            of a tensor that hardly moves is no error.
+        least: smallest movement that is returned, relative to the tensor's norm. Otherwise, the
+            rounding of a tensor that hardly moves would be an error.
     """
     return {
         name: max(
@@ -96,7 +96,7 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _squared_distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    # In float64, a large parameter would need three times its memory, so it is done in parts.
+    # A large parameter in float64 would need three times its memory, so it is converted in parts.
     pieces = zip(first.flatten().split(_PIECE), second.flatten().split(_PIECE), strict=True)
     return sum((a - b).double().norm().item() ** 2 for a, b in pieces)
 

@@ -95,7 +95,7 @@ class ForwardPasses:
 
 
 def unlike_plain(plain: ForwardPass, passes: list[ForwardPass], compared: int) -> str | None:
-    """Returns the first difference of a trial's forward passes from one of plain training, or None.
+    """Returns the first difference between a trial's forward passes and a plain one, or None.
 
     Args:
         compared: number of first steps that were compared with plain training completely. If all

@@ -1,12 +1,12 @@
 """Invariants of asynchronous algorithms, which hold for any order of messages.
 
-It is not known which of a neighbour's values a rank has averaged with, so many results are right.
-But from the recorded gradients follows where each rank would be without averaging (alone). The
-checks are:
+A rank may average with newer or older values of a neighbour, so many results are right. But the
+recorded gradients tell where each rank would be if it trained alone (without averaging). The checks
+are:
 
 - Averaging moves ranks towards each other, in every tensor, and their mean moves little.
 - No more bytes are sent than the algorithm declares.
-- Values are not older (staler) than the algorithm declares.
+- Values that a rank averages with are not older (staler) than the algorithm declares.
 - Weights that are sent with values are positive, and their sum is the number of ranks.
 """
 
@@ -29,16 +29,16 @@ LEAST_ROUNDS = 3.0
 """Smallest number of messages from each neighbour (on average) for a verdict. The first message has
 no effect, because sender and receiver start with equal values."""
 CLOSER = 0.25
-"""Least effect of averaging if every message was sent: a share of the distance between ranks alone
-minus that between ranks in lockstep. It is less if the links could not carry all messages."""
+"""Least effect of averaging, relative to its effect in lockstep, if every message was sent. (The
+effect is how much smaller the distance between ranks is than between ranks that train alone.)"""
 DRIFT = 0.5
-"""Largest distance of the mean of all ranks from the mean without averaging, relative to the
-movement of the mean plus the distance between ranks alone. Stale values move the mean a little."""
+"""Largest distance of the mean of all ranks from the mean of ranks alone, relative to the movement
+of that mean plus the distance between ranks alone. Stale values move the mean a little."""
 TOUCHED = 1e-3
-"""Smallest effect of averaging on a tensor: its distance from the rank alone, relative to the
-distance between ranks alone. A tensor with less was never averaged."""
+"""Smallest distance of a rank's tensor from that of the rank alone, relative to the distance
+between ranks alone. A tensor with a smaller distance was never averaged."""
 HEADERS = 1.02
-"""Largest ratio of sent to declared bytes; above 1, as messages also carry steps and weights."""
+"""Largest ratio of sent to declared bytes. It is above 1: messages also carry steps and weights."""
 
 
 def check_invariants(
@@ -134,12 +134,12 @@ def _from_mean(x: np.ndarray) -> np.ndarray:
 
 
 def _spread(norms: np.ndarray, distance: np.ndarray) -> float:
-    """Returns the norms of the farthest rank, relative to `distance`: the median over tensors."""
+    """Returns the norm of the farthest rank relative to `distance`, as the median over tensors."""
     return float(np.median(norms.max(axis=0)[distance > 0] / distance[distance > 0]))
 
 
 def _declared(trial: Trial, local_size: int, steps: int) -> float:
-    """Returns the size of all messages of all ranks, relative to the parameters."""
+    """Returns the size of all ranks' messages by `traffic()`, in units of all parameters."""
     traffic = algorithm_class(trial.algorithm).traffic(trial.options, trial.world_size, local_size)
     shares = [
         sum(part.share * (1 if isinstance(part, Message) else len(part.ranks)) for part in step)

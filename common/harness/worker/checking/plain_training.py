@@ -1,8 +1,7 @@
 """Plain training: the standard for a trial's first steps, and the source of its compute times.
 
-Plain training has the same start and data as the trial, but averages each gradient by a collective
-between backward pass and update. So it shows how long the passes and the update take without
-communication.
+Plain training has the same start and data as the trial. It averages each gradient by a collective
+between backward pass and update, so the passes and the update can be timed without communication.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ from dear.comm.communicator import Communicator
 from dear.cost.bounds import StepTimes, compute_limit_s
 
 LEAST, ENOUGH, ENOUGH_S = 2, 3, 1.0
-"""Timed steps after the first: the least number; and what is enough, in steps or real seconds."""
+"""Timed steps after the first: smallest number; enough steps; real seconds that are enough, too."""
 SHORT, SHORT_S = 20, 0.3
-"""Most steps and real seconds if steps are short: then the first few are not typical."""
+"""Timed steps, or real seconds, that are enough if steps are short: the first few are not
+typical."""
 Average = Callable[[torch.Tensor], None]
-"""Function that averages a gradient over the ranks, in place."""
+"""Function that averages a gradient over the ranks in place."""
 
 
 class PlainTraining:
@@ -128,7 +128,7 @@ class PlainTraining:
         average_over_ranks(gradient)
 
     def _summed_average(self, gradient: torch.Tensor) -> None:
-        """Averages a gradient in place, with the sum rounded to the 16-bit dtype, too."""
+        """Averages a gradient in place; the sum is rounded to the 16-bit dtype, too."""
         communicator = runtime.communicator()
         rows = gradient.new_empty(communicator.size, gradient.numel())
         communicator.all_gather(rows.flatten(), gradient.flatten()).wait()
@@ -215,7 +215,7 @@ def slowest_rank(
     communicator: Communicator,
     steps: Sequence[StepTimes],
 ) -> StepTimes:
-    """Returns the median compute times of the slowest rank, while all ranks compute.
+    """Returns the slowest rank's median compute times, measured while all ranks compute.
 
     Trains further steps without averages until there are enough. The caller restores parameters,
     optimizer state, gradients and random state.

@@ -18,14 +18,14 @@ from common.harness.worker.checking.deviation import Deviation, worst_deviation
 from common.models.workload import Workload
 
 SMALL = 1e-3
-"""Smallest size of a tensor's gradient, relative to the largest one, that is compared. For example,
-the gradient of a bias before a batch norm is only rounding errors."""
+"""Smallest compared gradient of a tensor, relative to the largest gradient. Smaller ones may be
+only rounding errors, such as the gradient of a bias before a batch norm."""
 Read = list[tuple[torch.nn.Module, str, str]]
 """Parameters that a module reads: owning module, attribute of the owner, and name in the model."""
 
 
 class Recomputation:
-    """Record of one step's inputs, which repeats the step's passes without the algorithm.
+    """Record of one step's inputs, and the step's repetition without the algorithm.
 
     Args:
         workload: workload that no algorithm has wrapped yet.
@@ -77,7 +77,7 @@ class Recomputation:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Repeats the passes of the step; returns the gradients of the trained parameters.
 
-        Afterwards, the model has no algorithm and the buffers of these passes, and cannot be
+        Afterwards, the model has the buffers of these passes and no algorithm. It cannot be
         trained.
         """
         for module, (kind, attributes) in self._original.items():

@@ -24,7 +24,7 @@ GLANCES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Recording of one rank: sampled elements of all tensors, one after another; NaN: unknown."""
+    """Recording of one rank: sampled elements of all tensors in a row; NaN: unknown."""
 
     names: tuple[str, ...]
     """Names of the tensors."""
@@ -139,7 +139,7 @@ class Recorder:
         )
 
     def gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, np.ndarray]:
-        """Returns the sampled elements of dense gradients by tensor; zeros if there is none."""
+        """Returns sampled elements of dense gradients by tensor; zeros for a missing gradient."""
         return {
             name: np.zeros(len(self._places[name]))
             if (value := gradients[name]) is None

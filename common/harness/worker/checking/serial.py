@@ -1,8 +1,7 @@
 """Serial references: all ranks of a trial in one process.
 
-A reference is a generator that makes a step of an algorithm on all ranks, in a few lines. It
-repeats all steps of a trial from the gradients that the ranks have recorded, at a sample of the
-elements.
+A reference is a generator that makes the steps of an algorithm for all ranks, in a few lines. Only
+a sample of each tensor's elements takes part, with the gradients that the ranks have recorded.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Ranks:
 
     @g.setter
     def g(self, values: torch.Tensor) -> None:
-        """Sets a row per rank, or one row for all; if it is all zeros, a gradient becomes None."""
+        """Sets the gradients from a row per rank or one for all; zeros make a gradient None."""
         for params, row in zip(self._params, values.expand(len(self.models), -1), strict=True):
             for param, tensor in zip(params, self.tensors, strict=True):
                 gradient = row[tensor] if param.requires_grad else row[:0]
@@ -232,7 +231,7 @@ class RecordedJob:
         return np.logical_and.reduceat(np.isnan(values), self._starts, axis=1)
 
     def worst(self, errors: np.ndarray, moved: np.ndarray) -> Deviation:
-        """Returns the worst tensor of any rank, from norms; skips tensors without gradients."""
+        """Returns the largest `errors / moved` of any rank; skips tensors without gradients."""
         with np.errstate(divide="ignore", invalid="ignore"):
             relative = np.where(errors == 0, 0.0, errors / moved)
         relative = np.where(np.isnan(relative), np.inf, relative).max(axis=0)
@@ -241,7 +240,7 @@ class RecordedJob:
         return Deviation(error=float(relative[place]), tensor=self.names[place])
 
     def difference(self, reference: Reference, other: Reference, tolerance: float) -> Deviation:
-        """Returns how far two references end from each other, relative to `other`'s movement."""
+        """Returns how far the last parameters differ, relative to how far `other`'s moved."""
         end, wanted = self.end_of(reference), self.end_of(other)
         least = rounding(self.trial.dtype, self.steps) / tolerance
         moved = np.maximum(self.norms(wanted - self.start), least * self.norms(wanted))
@@ -322,8 +321,7 @@ class Comparison:
 def _slack(at: np.ndarray, others: Sequence[Iterator[np.ndarray]]) -> np.ndarray:
     """Returns allowed distances from `at`, `[2, ranks, elements]`; empty without `others`.
 
-    The first is that of an algorithm that does not round, the second of one that sums in another
-    order.
+    The first distance is for algorithms that do not round, the second for another order of sums.
     """
     if not others:
         return at[:0, None]

@@ -28,7 +28,7 @@ COMPUTED_TOLERANCE = {
     **{"float32": 2e-3, "float64": 1e-7, "bfloat16": 0.2},
     **{"amp-bf16": 0.2, "amp-fp16": 0.2},
 }
-"""Largest error if gradients are computed twice: they magnify the rounding of parameters."""
+"""Largest error if both sides compute gradients, which magnify the rounding of parameters."""
 WIRE_TOLERANCE = {"fp16": 5e-3, "bf16": 0.05}
 """Smallest tolerance if gradients are sent in a 16-bit dtype."""
 MIXED = 10
@@ -82,7 +82,7 @@ class Standard:
         if getattr(options, "wire", None) and options.settling_steps():
             self.compares_first_steps = False
         self.recomputes = self._plain and not is_replay(trial.model)
-        """True if a step's gradients are computed again; a replayed model's are random numbers."""
+        """True if a step's gradients are computed again (a replayed model's are random numbers)."""
         self._sizes = {
             name: (param.nbytes, param.element_size())
             for name, param in workload.model.named_parameters()
@@ -190,7 +190,7 @@ class Standard:
         size = 0.0
         for name in job.always_used:
             nbytes, element_size = self._sizes[name]
-            # Bytes that are sent per byte of a gradient.
+            # Sent bytes per byte of the gradient.
             size += nbytes * (min(1.0, share(element_size)) if share else 1.0)
         least = (trial.world_size - 1) * size
         sent = sum(report.sent_per_step for report in reports)
@@ -224,11 +224,12 @@ def changed_buffers(recordings: Sequence[Recording], changed: int) -> str | None
 
 def off_by(when: str, worst: Deviation, limit: float) -> str:
     """Returns the text of an error about a tensor whose values are wrong."""
-    return f"{when} {worst.tensor} is off by {worst.error:.2g} of its movement (at most {limit:g})"
+    share = f"{worst.error:.2g} of the distance that it moved"
+    return f"{when} {worst.tensor} is off by {share} (at most {limit:g})"
 
 
 def _promises_average(trial: Trial, module: str) -> bool:
-    """Returns True if a plugin (in `module`) promises to be synchronous but has a reference."""
+    """Returns True if the algorithm is a plugin (in `module`) that promises to be synchronous."""
     if trial.algorithm == BASELINE or module == references.__name__:
         return False
     if getattr(trial.options, "compression", "none") not in ("none", *WIRE_TOLERANCE):

@@ -17,7 +17,7 @@ from dear.comm.communicator import Communicator
 PIECES = 48
 _SIDE, _PRODUCTS = 192, 12
 _COPY_FLOATS, _COPIES = 1 << 20, 2
-"""Sizes in a piece of about 2 ms: matrices that fit into a core's cache, copies that do not."""
+"""Sizes for pieces of about 2 ms: matrices that fit into a core's cache, copies that do not."""
 
 
 def canary_s(communicator: Communicator) -> float:

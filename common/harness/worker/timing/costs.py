@@ -20,8 +20,8 @@ _LEAST_SIZES = 3
 BUDGET_S = 0.5
 """Budget for each of the four operations, in seconds of the modelled cluster."""
 SENDER_BUDGET_S = 1.5
-"""Budget for each kind of message of a library that sends messages itself. It is longer, because
-such a library does not report from which sizes it uses other algorithms: beta needs large ones."""
+"""Budget for each kind of message of a library that sends messages itself. It is longer: such a
+library does not report at which size its algorithm changes, so beta needs large messages."""
 
 
 def time_collectives(

@@ -69,7 +69,7 @@ def timing(
 
 
 def learning(saved: Sequence[Mapping[str, Any] | None]) -> Json:
-    """Returns the evidence of a repeat that learns, from its ranks' files (None: the rank died)."""
+    """Returns the evidence of training for a time, from the ranks' files (None: the rank died)."""
     return {
         "copies": [rank and [[t["seconds"], t["steps"]] for t in rank["taken"]] for rank in saved],
         "pressure": [rank and rank["pressure"] for rank in saved],
@@ -89,7 +89,7 @@ def write(path: Path, facts: Json) -> None:
 
 
 class Trace:
-    """Trace of some further steps on this rank: when gradients were ready, and transfers ran.
+    """Trace of some further steps on this rank: when gradients were ready, and when transfers ran.
 
     All ranks must create it together.
     """

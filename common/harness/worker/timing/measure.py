@@ -43,7 +43,7 @@ class Measured:
 
 
 def untimed_in_block(staleness: int) -> int:
-    """Returns the number of untimed steps after a barrier, if gradients are so many steps old."""
+    """Returns the number of untimed steps after a barrier, for gradients of this age in steps."""
     return FILLING_STEPS + staleness
 
 

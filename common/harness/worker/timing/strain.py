@@ -46,8 +46,8 @@ class Pressure:
     """Waits of the training thread that did not lengthen its compute, because the time scale slows
     compute down anyway. None if compute is replayed."""
     fell_behind_s: float = 0.0
-    """Change of the host's delay behind its replayed device. This time is missing in the steps;
-    delays that the host caught up are included."""
+    """Change of the host's delay behind its replayed device. Step times do not contain it. They
+    contain delays that the host caught up."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """Busy time of each core that this process may use, by all processes."""
     steal_s: dict[str, float] = field(default_factory=dict)
@@ -213,7 +213,7 @@ def _largest(values: Sequence[float | None]) -> float | None:
 
 
 def _wait(rank: Pressure, threads: tuple[str, ...] = ("",)) -> float | None:
-    """Returns the share of time for which threads with these prefixes waited, added up."""
+    """Returns the shares of time for which threads with these prefixes waited, added up."""
     if rank.waited_s is None:
         return None
     waits = (s for name, s in rank.waited_s.items() if name.startswith(threads))

@@ -195,8 +195,8 @@ class EmulatedCluster:
         lossy = profile.loss_percent or any(far.loss_percent for far in profile.between)
         if lossy and self.time_scale != 1 and not left_out:
             notes.append(
-                "packets are lost at a time scale other than 1: the least time after which TCP "
-                "sends again is scaled, its other timers are not"
+                "packets are lost at a time scale other than 1: TCP's minimum retransmission "
+                "timeout is scaled, but its other timers are not"
             )
         if profile.rdma:
             notes.append("RDMA is emulated by TCP")

@@ -231,7 +231,7 @@ def needed_scale(
         longer = min(2.0, seen.core_wait / WAIT_TARGET)
         why = (
             f"at {seen.time_scale:g} a rank's threads waited {seen.core_wait:.2f} s per second for "
-            f"a core, of which {WAIT_TARGET:g} are allowed"
+            f"a core; at most {WAIT_TARGET:g} s are allowed"
         )
         least = seen.time_scale * seen.core_wait / UNFAITHFUL_WAIT
         bounds.append((seen.time_scale * longer, least, why))
@@ -239,7 +239,7 @@ def needed_scale(
     if off > BEHIND_TARGET:
         verb = "fell behind" if seen.fell_behind > 0 else "caught up with"
         why = (
-            f"at {seen.time_scale:g} hosts {verb} their devices by {off:.1%} of the time, of which "
+            f"at {seen.time_scale:g} hosts {verb} their devices by {off:.1%} of the time; at most "
             f"{BEHIND_TARGET:.1%} are allowed"
         )
         least = seen.time_scale * off / FELL_BEHIND

@@ -199,7 +199,7 @@ def network_record(
     if worst is not None and flagged:
         percent, host, direction, gbps = worst
         notes.append(
-            f"links are not as asked: {host} {direction} {gbps:.3g} Gb/s instead of "
+            f"links differ from the request: {host} {direction} {gbps:.3g} Gb/s instead of "
             f"{profile.gbps:.3g} ({percent:+.1f} %)"
         )
     for row in delays:
@@ -207,8 +207,8 @@ def network_record(
         if abs(off_us) > max(slack_us, FLAG_PERCENT / 100 * row["requested_us"]):
             flagged = True
             notes.append(
-                f"links are not as asked: from {row['source']} to {row['target']} packets take "
-                f"{row['delay_us']:.3g} us instead of {row['requested_us']:g}"
+                f"links differ from the request: from {row['source']} to {row['target']} packets "
+                f"take {row['delay_us']:.3g} us instead of {row['requested_us']:g}"
             )
     return {
         "requested": json.loads(json.dumps(dataclasses.asdict(profile))),  # tuples become lists

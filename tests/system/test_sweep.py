@@ -312,7 +312,7 @@ def test_a_stopped_trial_begins_again_if_what_it_uses_has_changed(
     assert line.run(*ONE_CELL) == 0
     warning = capsys.readouterr().err
     for label, record in zip(("ddp", "dear"), store.latest(line.records).values(), strict=True):
-        words = f"{label}: begins again, as this has changed since it stopped: "
+        words = f"{label}: begins again, because of changes since it stopped: "
         assert (words in warning) == (label in begun_again), warning
         notes = " ".join(note.text for note in record.notes)
         assert ("begins again" in notes) == (label in begun_again), notes

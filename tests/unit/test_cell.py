@@ -422,7 +422,7 @@ def test_what_was_disturbed_is_better_than_a_launch_that_fails():
     rounds = ran(outcome=answer)
     turn, outcome = rounds.recorded["dear"]
     assert outcome.status == "ok" and [item.steps[0] for item in turn.results] == [1.0, 7.0]
-    assert turn.set_aside == [] and "done again has failed" in turn.notes[0].text
+    assert turn.set_aside == [] and "the second one ended as failed" in turn.notes[0].text
 
 
 def test_a_base_that_is_disturbed_later_begins_again_once_at_a_scale_that_can():
@@ -503,8 +503,8 @@ def test_what_needs_more_than_the_others_on_record_says_how_to_get_it():
     turn, _ = rounds.recorded["dear"]
     assert len(turn.results) == 1
     assert [note.text for note in turn.notes] == [
-        "it needs time scale 16; the others of its cell, on record, have 8: --rerun all measures "
-        "all of them"
+        "it needs time scale 16, but the records of its cell have 8; --rerun all measures all of "
+        "them again"
     ]
 
 

@@ -218,7 +218,7 @@ def test_the_reason_for_a_scale_has_the_numbers():
     waiting = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.9)
     choice = needed_scale(waiting, BERT, linked(10), 2)
     assert choice.reason == (
-        "at 4 a rank's threads waited 0.90 s per second for a core, of which 0.6 are allowed"
+        "at 4 a rank's threads waited 0.90 s per second for a core; at most 0.6 s are allowed"
     )
 
 
@@ -230,7 +230,7 @@ def test_hosts_that_leave_their_devices_need_a_larger_scale_in_both_directions()
     assert need(dataclasses.replace(kept, fell_behind=0.2)) == 8, "no more than twice at once"
     choice = needed_scale(dataclasses.replace(kept, fell_behind=-0.021), BERT, linked(10), 2)
     assert choice.reason == (
-        "at 4 hosts caught up with their devices by 2.1% of the time, of which 1.5% are allowed"
+        "at 4 hosts caught up with their devices by 2.1% of the time; at most 1.5% are allowed"
     )
 
 
@@ -301,7 +301,9 @@ def test_links_are_recorded_and_the_worst_is_named_where_it_is_far_off():
     assert json.loads(json.dumps(block)) == block
     block = network_record(linked(1), measured((1.0, 0.99), (1.02, 0.8)))
     assert (block["off_percent"], block["flagged"]) == (-20.0, True)
-    assert block["notes"] == ["links are not as asked: h1 down 0.8 Gb/s instead of 1 (-20.0 %)"]
+    assert block["notes"] == [
+        "links differ from the request: h1 down 0.8 Gb/s instead of 1 (-20.0 %)"
+    ]
     assert network_record(linked(1), measured((1.2, 1.0)))["flagged"]
     # Where frames are lost, or on a line that others share, TCP sets the speed.
     slow = {"host": "h0", "gbps": 0.2, "requested_gbps": None}
@@ -315,7 +317,7 @@ def test_links_are_recorded_and_the_worst_is_named_where_it_is_far_off():
     assert not network_record(linked(1), [], [], [result], slack_us=10)["flagged"]
     block = network_record(linked(1), [], [], [result], slack_us=7)
     assert (block["flagged"], block["delays"]) == (True, [result])
-    words = "links are not as asked: from h0 to h1 packets take 108 us instead of 100"
+    words = "links differ from the request: from h0 to h1 packets take 108 us instead of 100"
     assert block["notes"] == [words]
     block = network_record(linked(1), [])
     assert (block["off_percent"], block["flagged"], block["measured"]) == (None, False, [])

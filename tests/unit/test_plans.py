@@ -59,8 +59,8 @@ def test_a_plan_in_lines():
     assert [line.strip() for line in report] == [
         "2 groups of 4 tensors, MB: 1.00, 0.50",
         "groups grow from 0.0312 MB at both ends, by costs",
-        "predicted: gradients are there after 200.0 ms of the backward pass, averaged 50.0 ms "
-        "later",
+        "predicted: all gradients are ready after 200.0 ms of the backward pass; their averages "
+        "are complete 50.0 ms later",
         "tuner: 25.00 MB 200.0 ms; 8.00 MB 100.0 ms",
         "tuner: 8.00 MB stayed",
     ]

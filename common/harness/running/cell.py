@@ -258,8 +258,8 @@ class Cell:
         if choice is not None and self._settled:
             if not valid:
                 text = (
-                    f"it needs time scale {choice.time_scale:g}; the others of its cell, on "
-                    f"record, have {self._fabric.time_scale:g}: --rerun all measures all of them"
+                    f"it needs time scale {choice.time_scale:g}, but the records of its cell have "
+                    f"{self._fabric.time_scale:g}; --rerun all measures all of them again"
                 )
                 turn.notes.append(Note(kind="time scale", text=text))
             choice = None

@@ -92,7 +92,7 @@ class Launches:
             self._crowded = notes.others(better.strain) is not None
             return second, better
         # A disturbed result is better than none.
-        text = f"a launch that was done again has {second.status}"
+        text = f"a launch was repeated; the second one ended as {second.status}"
         turn.notes.append(Note(kind="relaunch", text=text))
         turn.set_aside.pop()
         return outcome, result

@@ -154,7 +154,7 @@ class Sweep:
                 continue
             changed = changes(begun.uses[trial.hash], used(trial, self.machine))
             if changed:
-                text = f"begins again, as this has changed since it stopped: {', '.join(changed)}"
+                text = f"begins again, because of changes since it stopped: {', '.join(changed)}"
                 _say(f"{trial.title}: {text}")
                 self._begun_again[trial.hash] = text
                 continue

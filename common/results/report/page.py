@@ -202,7 +202,7 @@ def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
     faster = (
         f"the difference to {compare_to} in {what} is at least {notable}, and significant at "
         f"{alpha} among all comparisons of its cell (Holm's correction): at most one table in 20 "
-        "of equal trials has a false one"
+        "of equal trials has a false verdict"
     )
     unsure = (
         f"anything else, and always with fewer than {stats.MIN_REPEATS} {several}: nothing can be "

@@ -59,8 +59,8 @@ def _groups(groups: Sequence[Group]) -> str:
 def _predicted(predicted: JsonObject) -> str:
     backward_s, end_s = predicted["backward_s"], predicted["ends_s"][-1]
     return (
-        f"predicted: gradients are there after {1e3 * backward_s:.1f} ms of the backward pass, "
-        f"averaged {1e3 * (end_s - backward_s):.1f} ms later"
+        f"predicted: all gradients are ready after {1e3 * backward_s:.1f} ms of the backward pass; "
+        f"their averages are complete {1e3 * (end_s - backward_s):.1f} ms later"
     )
 
 

@@ -33,10 +33,10 @@ from common.results.timed.bounds import BoundNote
 from common.results.validity import flag, flag_text
 
 LEGEND = (
-    "milliseconds per step; step is elapsed time over steps, median and p95 are of single steps; "
-    "forward, backward, update and exposed comm are of the rank that waits least and add up "
-    "to its step; event model is the step by that; exposed comm -: contained in the others "
-    "(docs/methodology.md)"
+    "milliseconds per step. step: elapsed time / number of steps. median, p95: of single steps. "
+    "forward, backward, update, exposed comm: of the rank that waits least; they add up to its "
+    "step (exposed comm '-': the other three contain it). event model: the simulated step. "
+    "See docs/methodology.md."
 )
 
 

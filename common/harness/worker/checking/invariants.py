@@ -78,7 +78,7 @@ def check_invariants(
     if broken := _too_stale(trial, statistics) or _leaking(trial, statistics, job.steps):
         finding = broken
     elif not np.isfinite(end).all() or drift.error > DRIFT:
-        finding = f"the mean of {drift.tensor} is not where the gradients move it"
+        finding = f"the mean of {drift.tensor} over ranks is not where gradients moved it"
     elif sent_bytes > HEADERS * declared:
         finding = f"{sent_bytes:,} bytes were sent, and at most {declared:,.0f} are declared"
     elif rounds < LEAST_ROUNDS and sent_bytes:

@@ -148,8 +148,8 @@ class Standard:
         if finding is None and compared.read.error > limit:
             worst = compared.read
             finding = (
-                f"the forward pass of step {compared.read_in} read other values of {worst.tensor} "
-                "than the step before should have left"
+                f"the forward pass of step {compared.read_in} read values of {worst.tensor} that "
+                "the previous step should not have left"
             )
             if compared.read_in > job.steps:
                 finding = (

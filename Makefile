@@ -76,7 +76,6 @@ records: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 
 docs: $(READY)
 	$(PY) -m common.results.readme
-	$(PY) -m common.results.committed.published
 	$(PY) -m common.profiling.compared
 	$(PY) -m common.harness.verbs.list
 

@@ -107,7 +107,11 @@ def looks(records: Iterable[Record]) -> dict[str, Look]:
     of one algorithm are its variants. The variant that is named like the algorithm (or else the
     first) has the algorithm's look. The others have shades of its colour, and unused markers,
     hatches and line styles."""
-    names = {record.label: record.trial["algorithm"] for record in records}
+    return looks_of({record.label: record.trial["algorithm"] for record in records})
+
+
+def looks_of(names: Mapping[str, str]) -> dict[str, Look]:
+    """Returns the looks of labels, as `looks`; `names` has the algorithm of each label."""
     ordered = sorted(names, key=lambda label: (order(names[label]), label != names[label]))
     groups = grouped(ordered, names.__getitem__)
     taken = {labels[0]: LOOKS[name] for name, labels in groups.items() if name in LOOKS}

@@ -87,7 +87,7 @@ def _ours(marks: Sequence[Mark], half: str) -> list[Bar]:
 
 def _theirs(cells: Sequence[tuple[str, str]]) -> list[Bar]:
     """Returns published speed-ups over WFBP; with tensor fusion, no baseline is published."""
-    table = published.read("ddl_benchmarks")
+    table = published.suite()
     table["method"] = table["method"].str.removesuffix("-A2A")
     bars = []
     for model, network in cells:

@@ -60,7 +60,7 @@ def _compared(records: Sequence[Record]) -> bool:
 
 
 def _table(record: Record) -> DataFrame:
-    table, trial = published.read("ddl_benchmarks"), record.trial
+    table, trial = published.suite(), record.trial
     device = trial["model"].partition("@")[2]
     if not device.startswith(_DEVICE) or trial.get("sentence_len") not in (None, _SENTENCE_LEN):
         return table[:0]

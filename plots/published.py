@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 
 from common.paths import CONFIGS
 from common.results.records import Record, grouped
+from common.virtual.published.study import declared
 from plots import style, sweep
 from plots.looks import Look
 from plots.sweep import Mark
@@ -44,16 +45,32 @@ def read(name: str) -> pd.DataFrame:
     return pd.read_csv(_FOLDER / f"{name}.csv")
 
 
+def suite() -> pd.DataFrame:
+    """Reads the throughputs of ddl-benchmarks, with the number of hosts."""
+    table = read("ddl_benchmarks")
+    names = {"batch_per_gpu": "batch_size", "samples_per_s_total": "samples_per_s"}
+    return table.rename(columns=names).assign(hosts=table["gpus"] // declared().gpus_per_host)
+
+
 def model(record: Record) -> str:
     """Returns the name of the model in papers; a replayed model has the name of its original."""
-    name = record.trial["model"].partition("@")[0]
+    return model_name(record.trial["model"])
+
+
+def model_name(given: str) -> str:
+    """Returns the name in papers of a model of this project."""
+    name = given.partition("@")[0]
     return _MODELS.get(name, name)
 
 
 def network(record: Record) -> str:
     """Returns the name of the network in papers: `10gbe` is 10GbE."""
-    name = record.trial.get("network") or "this machine"
-    return name.replace("gbe", "GbE").replace("gbib", "GbIB")
+    return network_name(record.trial.get("network"))
+
+
+def network_name(given: str | None) -> str:
+    """Returns the name in papers of a network of this project."""
+    return (given or "this machine").replace("gbe", "GbE").replace("gbib", "GbIB")
 
 
 def fits(records: Sequence[Record], compared: Callable[[Sequence[Record]], bool]) -> bool:

@@ -135,4 +135,4 @@ def test_a_node_that_has_ended_is_named_by_the_next_job(tmp_path, port, start, m
     short = [sys.executable, str(tmp_path / "short.py"), str(port), "node1"]
     monkeypatch.setattr(leader, "_agent_for", lambda host: None if host.name == "node0" else short)
     outcome = leader.run(stub_job(tmp_path / "job", "hang", world_size=2))
-    assert "host node1 ended with status 255: node1 did not call" in outcome.error["message"]
+    assert "host node1 ended with status 255: node1 did not connect" in outcome.error["message"]

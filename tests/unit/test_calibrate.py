@@ -221,7 +221,7 @@ def test_what_is_wrong_with_a_log_is_one_clear_line(text, words, tmp_path, capsy
     ("files", "flags", "words"),
     [
         (["a", "b"], [], "all files must have the same number of ranks, got 4 (a), 8 (b)"),
-        (["a"], ["--ranks", "8"], "one number of ranks, got 4 (a), 8 (--ranks)"),
+        (["a"], ["--ranks", "8"], "the same number of ranks, got 4 (a), 8 (--ranks)"),
         (["a", "one"], [], "different numbers of hosts: [1, 2]"),
         (["nameless"], [], "does not say how many ranks took part; add --ranks N"),
         (["no"], [], "no: there is no such file"),

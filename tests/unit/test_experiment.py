@@ -108,7 +108,7 @@ def one_line(read, content, *overrides):
         ({"dtype": "float31"}, ["dtype 'float31'", "did you mean 'float32'?"]),
         ({"device": "gpu"}, ["'device': unknown value 'gpu'", "cuda"]),
         ({"launcher": "slumr"}, ["launcher 'slumr'", "slurm"]),
-        ({"hostfile": "hosts"}, ["hostfile", "launcher=mpirun"]),
+        ({"hostfile": "hosts"}, ["hostfile", "use mpirun or ssh"]),
         ({"name": "a/b"}, ["name", "'a/b'"]),
         ({"name": ".."}, ["name", "'..'"]),
         ({"seed": True}, ["'seed'", "whole number"]),

@@ -102,7 +102,7 @@ A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
         ("slurm", A, {}, "does not support a hostfile"),
         ("slurm", virtual("h0"), {}, "does not run on virtual hosts"),
         ("ssh", [], {}, "list of hosts is empty"),
-        ("ssh", LOCAL_B, {}, "'localhost', which the others cannot reach"),
+        ("ssh", LOCAL_B, {}, "cannot reach the first host as 'localhost'"),
         ("ssh", real("a", slots=1), {}, "have 1 slots, fewer than the 2 workers"),
     ],
 )

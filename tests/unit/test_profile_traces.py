@@ -351,7 +351,7 @@ def test_options_of_the_recorder_are_refused(capsys):
     assert layers.main([*arguments, "--steps", "3"]) == 2
     assert "--steps: has no effect with --from-trace" in capsys.readouterr().err
     assert layers.main(["--model", "mnist_cnn", "--memory-gb-per-s", "3"]) == 2
-    assert "--memory-gb-per-s: only --from-trace" in capsys.readouterr().err
+    assert "--memory-gb-per-s: needs --from-trace" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.emulation.config import EMULATED_ONLY, ClusterConfig
@@ -28,9 +29,10 @@ from dear.errors import Unavailable, UserError
 from dear.options import Options, positive
 
 if TYPE_CHECKING:
-    from common.results.tables.predicted import PredictedRow
+    from common.results.tables.predicted import PredictedRow, ReachRow
     from common.virtual.costs.parts import Shape
     from common.virtual.link import Cost
+    from common.virtual.over import Point
     from common.virtual.world.run import Setting
 
 HELP = "predict an experiment on a cluster that you do not have"
@@ -66,6 +68,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--beta-ns", type=float, metavar="NS", help="with --alpha-ms: time per byte, in ns"
     )
+    group.add_argument(
+        "--over",
+        metavar="AXIS[=V,...]",
+        help="predict a series over workers, bandwidth (Gb/s), latency (us), compute (speed of a "
+        "GPU / the profile's) or, with --alpha-ms, start_up (ms)",
+    )
+    parser.add_argument(
+        "--figure", type=Path, metavar="FOLDER", help="draw the series of --over into this folder"
+    )
     add_custom(parser.add_argument_group("custom models and algorithms"))
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--rows", action="store_true", help="print a row for each trial")
@@ -75,6 +86,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints the predictions; the exit status is 1 if no trial has one."""
     fixed = _fixed(options.alpha_ms, options.beta_ns)
+    series = _series(options.over, fixed)
+    if options.figure is not None and not series:
+        raise UserError("--figure draws a series: it goes with --over, e.g. --over workers")
     path = find_experiment(options.experiment or EXPERIMENT)
     keys = {key: getattr(options, key) for key in ("engine", "inside")}
     overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
@@ -86,12 +100,17 @@ def main(options: argparse.Namespace) -> int:
         everything = experiment.trials()
 
     from common.harness.running import plan
-    from common.results.tables.predicted import overview, table_of
+    from common.results.tables.predicted import overview, reach_text, table_of
 
     trials = plan.select(everything, options.filter, None, experiment.name)
     cluster = experiment.cluster
     assert cluster is not None, "the overrides have made one"
-    rows = predictions(trials, experiment.base, cluster, fixed)
+    rows = predictions(trials, experiment.base, cluster, fixed, series)
+    if options.figure is not None:
+        from plots import predicted as figure
+
+        for path in figure.draw(rows, options.figure):
+            print(path, file=sys.stderr)
     if options.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
         return _status(rows)
@@ -103,6 +122,8 @@ def main(options: argparse.Namespace) -> int:
     else:
         print(f"{title}; speed-up over {experiment.base}, with its range\n")
         print(overview(rows, experiment.base))
+    if series and series[0].axis == "bandwidth":
+        print(reach_text(reaches(trials, cluster)))
     print(
         f"range: costs of collectives +-{COSTS:.0%} (measured costs: their residual), compute "
         f"+-{COMPUTE:.0%}; how it is computed: docs/prediction.md"
@@ -124,8 +145,25 @@ def _fixed(alpha_ms: float | None, beta_ns: float | None) -> AlphaBeta | None:
     return AlphaBeta(alpha_s=alpha_ms / 1e3, beta_s_per_byte=beta_ns / 1e9)
 
 
+def _series(text: str | None, fixed: AlphaBeta | None) -> list[Point]:
+    from common.virtual.over import points
+
+    series = [] if text is None else points(text)
+    if series and (series[0].axis == "start_up") > (fixed is not None):
+        raise UserError("--over start_up: goes with --alpha-ms and --beta-ns")
+    if series and series[0].axis in ("workers", "bandwidth", "latency") and fixed is not None:
+        raise UserError(
+            f"--over {series[0].axis}: goes with the costs of a network, not with --alpha-ms"
+        )
+    return series
+
+
 def predictions(
-    trials: Sequence[Trial], base: str, cluster: ClusterConfig, fixed: AlphaBeta | None = None
+    trials: Sequence[Trial],
+    base: str,
+    cluster: ClusterConfig,
+    fixed: AlphaBeta | None = None,
+    series: Sequence[Point] = (),
 ) -> list[PredictedRow]:
     """Returns the rows of trials in their order, without the single workers.
 
@@ -133,6 +171,7 @@ def predictions(
         base: label of the algorithm to which the others are compared.
         fixed: cost of an all-reduce of all ranks; None: costs are measured or composed for the
             network.
+        series: points at each of which the trials are predicted; empty: as they are.
 
     Raises:
         UserError: the cluster, or a setting of all trials, cannot be predicted.
@@ -140,14 +179,48 @@ def predictions(
     many = [trial for trial in trials if trial.algorithm != BASELINE]
     for trial in many:
         _check(trial)
-        _links(trial, cluster, fixed)
+        _links(trial, cluster, fixed, series[0] if series else None)
     # A forked process cannot use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, min(usable_cores(), len(many))), context) as pool:
-        planned = [trial.to_json() for trial in many]
-        rows = list(pool.map(partial(_row, cluster=cluster, fixed=fixed), planned))
+        planned = [(trial.to_json(), point) for trial in many for point in series or [None]]
+        rows = list(
+            pool.map(partial(_row, cluster=cluster, fixed=fixed), *zip(*planned, strict=True))
+        )
     bases = {row.place: row.step_s for row in rows if row.algorithm == base}
     return [dataclasses.replace(row, baseline_s=bases.get(row.place)) for row in rows]
+
+
+def reaches(trials: Sequence[Trial], cluster: ClusterConfig) -> list[ReachRow]:
+    """Returns the bandwidths at which trials reach shares of the speed of compute alone."""
+    many = [trial.to_json() for trial in trials if trial.algorithm != BASELINE]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(usable_cores(), len(many))), context) as pool:
+        return list(pool.map(partial(_reach, cluster=cluster), many))
+
+
+def _reach(planned: Mapping[str, object], cluster: ClusterConfig) -> ReachRow:
+    from common.results.tables.predicted import SHARES, ReachRow
+    from common.virtual.costs.parts import Shape
+    from common.virtual.over import Point, reached
+    from common.virtual.passes import UnmodelledError
+    from common.virtual.world.run import predicted
+
+    trial = Trial.from_json(planned)
+    plain = dataclasses.replace(
+        _setting(trial, cluster, None, 0), algorithm=None, options=Options(), shape=Shape(hosts=1)
+    )
+    compute_s = predicted(plain).step_s
+
+    def efficiency(gbps: float) -> float:
+        point = Point(axis="bandwidth", value=gbps)
+        return compute_s / predicted(_setting(trial, cluster, None, 0, point)).step_s
+
+    row = ReachRow(model=trial.model, workers=trial.world_size, algorithm=trial.label)
+    try:
+        return dataclasses.replace(row, gbps=reached(efficiency, SHARES))
+    except (UserError, Unavailable, UnmodelledError) as error:
+        return dataclasses.replace(row, reason=str(error))
 
 
 def _check(trial: Trial) -> None:
@@ -164,7 +237,10 @@ def _check(trial: Trial) -> None:
 
 
 def _row(
-    planned: Mapping[str, object], cluster: ClusterConfig, fixed: AlphaBeta | None
+    planned: Mapping[str, object],
+    point: Point | None,
+    cluster: ClusterConfig,
+    fixed: AlphaBeta | None,
 ) -> PredictedRow:
     """Predicts a trial, given as `Trial.to_json()`, in a process of its own."""
     from common.results.tables.predicted import PredictedRow
@@ -173,15 +249,22 @@ def _row(
     from common.virtual.world.run import predicted, stated
 
     trial = Trial.from_json(planned)  # loads the plugin and the model of the user
+    if point is not None and point.axis == "workers":
+        trial = dataclasses.replace(trial, world_size=int(point.value))
+    if point is not None and point.axis == "start_up":
+        assert fixed is not None, "checked with the flags"
+        fixed = dataclasses.replace(fixed, alpha_s=point.value / 1e3)
     place: dict[str, Any] = {
+        "point": point,
         "model": trial.model,
         "batch": trial.batch_size,
         "world_size": trial.world_size,
         "network": trial.network,
         "algorithm": trial.label,
+        "kind": trial.algorithm,
     }
     try:
-        settings = [_setting(trial, cluster, fixed, sign) for sign in (0, -1, 1)]
+        settings = [_setting(trial, cluster, fixed, sign, point) for sign in (0, -1, 1)]
         steps = [predicted(setting) for setting in settings]
     except (UserError, Unavailable, UnmodelledError) as error:
         return PredictedRow(**place, status="unsupported", reason=str(error))
@@ -221,7 +304,9 @@ def _shape(trial: Trial, cluster: ClusterConfig) -> Shape:
     return Shape(hosts=trial.world_size // local, ranks_per_host=local)
 
 
-def _links(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> Links:
+def _links(
+    trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None, point: Point | None = None
+) -> Links:
     """Returns the costs of a trial's collectives: given, measured or composed.
 
     Raises:
@@ -246,6 +331,8 @@ def _links(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> Lin
             raise UserError(f"network {profile.name}: predictions do not model `{key}:`")
     inside = cluster.inside or ("pcie4" if engine == "nccl" else None)
     platform, measured = platform_of(trial.network, inside), profile.costs
+    if point is not None and point.axis in ("workers", "bandwidth", "latency"):
+        platform, measured = point.platform(platform), None
 
     def composed(hosts: int, local: int) -> Mapping[str, Cost]:
         return costs_of(engine, platform, Shape(hosts=hosts, ranks_per_host=local))
@@ -275,12 +362,18 @@ def _links(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None) -> Lin
     return Links(costs=known, error=max(residuals))
 
 
-def _setting(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None, sign: int) -> Setting:
-    """Returns a trial's setting; `sign` -1 or 1: with inputs at an end of their ranges."""
+def _setting(
+    trial: Trial,
+    cluster: ClusterConfig,
+    fixed: AlphaBeta | None,
+    sign: int,
+    point: Point | None = None,
+) -> Setting:
+    """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
     from common.virtual.link import Scaled
     from common.virtual.world.run import Setting, slowest
 
-    shape, links = _shape(trial, cluster), _links(trial, cluster, fixed)
+    shape, links = _shape(trial, cluster), _links(trial, cluster, fixed, point)
     profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
     jitter = profile.jitter
     slowdown = slowest(shape.ranks, jitter.relative_std if jitter is not None else 0.0)
@@ -291,7 +384,7 @@ def _setting(trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None, sign
         return {name: Scaled(cost=cost, factor=factor) for name, cost in middle.items()}
 
     return Setting(
-        profile=profile.slowed((1 + sign * COMPUTE) * slowdown),
+        profile=profile.slowed((1 + sign * COMPUTE) * slowdown / (point.speed if point else 1)),
         algorithm=trial.algorithm,
         options=trial.options,
         shape=shape,

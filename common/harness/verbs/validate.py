@@ -1,4 +1,4 @@
-"""Verb `validate`: compares predicted steps with measured ones, and shows the errors.
+"""Verb `validate`: compares predicted steps with measured or published ones; shows the errors.
 
 The costs of collectives come from trials of another model on the same links, if there is one.
 """
@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.harness.verbs import Status
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from common.results.records import Record
     from common.virtual.link import Cost
 
-HELP = "compare predictions with measured sweeps"
+HELP = "compare predictions with measured sweeps, or with published throughputs"
 APART = 0.05
 """Smallest relative difference of two measured steps whose order must be predicted."""
 
@@ -29,7 +30,14 @@ APART = 0.05
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     parser.add_argument(
-        "sweeps", nargs="+", help="folders of emulated sweeps, or names of sweeps below --logs"
+        "sweeps", nargs="*", help="folders of emulated sweeps, or names of sweeps below --logs"
+    )
+    parser.add_argument(
+        "--published",
+        type=Path,
+        metavar="FILE",
+        help="compare with published throughputs: a file with the columns of "
+        "configs/published/ddl_benchmarks.csv",
     )
     parser.add_argument("--json", action="store_true", help="print rows and summary as JSON")
 
@@ -44,7 +52,11 @@ class Check:
     world_size: int
     network: str
     algorithm: str
+    scales: str
+    """Time scale k of the emulation, or `k, 2k` if the step is extrapolated from both."""
     measured_s: float
+    """Step; T(inf) = 2 T(2k) - T(k) if both are known, since the emulation's errors shrink as 1 / k
+    does."""
     predicted_s: float
     costs_of: str
     """Model of the trial whose costs of collectives were used."""
@@ -67,22 +79,33 @@ def main(options: argparse.Namespace) -> int:
     from common.results.tables.table import markdown
     from common.virtual.passes import UnmodelledError
 
+    if (options.published is None) == (not options.sweeps):
+        raise UserError("validate needs either sweeps, or --published FILE")
+    if options.published is not None:
+        return _published(options.published, options.json)
     checks, skipped = [], []
-    for name in options.sweeps:
-        folder = find_sweep(name, options.logs)
-        records = [r for r in Comparison.load(folder).results(folder) if _is_measured(r)]
+    folders = [find_sweep(name, options.logs) for name in options.sweeps]
+    sweeps = [
+        [r for r in Comparison.load(folder).results(folder) if _is_measured(r)]
+        for folder in folders
+    ]
+    slower = {_scaled(record): record for records in sweeps for record in records}
+    doubled = {id(double) for record in slower.values() if (double := _double(record, slower))}
+    for folder, records in zip(folders, sweeps, strict=True):
         for record in records:
+            if id(record) in doubled:
+                continue  # a part of the row at half its time scale
             try:
-                checks.append(_check(record, records, folder.name))
+                checks.append(_check(record, _double(record, slower), records, folder.name))
             except (UserError, UnmodelledError) as error:
-                skipped.append(f"{record.title}: {error}")
+                skipped.append(f"{record.id}: {error}")
     summary = Summary.of(checks) if checks else None
     if options.json:
         rows = [{**asdict(check), "error": check.error} for check in checks]
         shown = summary and asdict(summary)
         print(json.dumps({"rows": rows, "summary": shown, "skipped": skipped}))
         return Status.OK if checks else Status.NO_ANSWER
-    head = ("sweep", "model", "batch", "workers", "network", "algorithm")
+    head = ("sweep", "model", "batch", "workers", "network", "algorithm", "time scale")
     lines = [(*head, "measured ms", "predicted ms", "error", "costs of")]
     for check in checks:
         lines.append(
@@ -90,17 +113,29 @@ def main(options: argparse.Namespace) -> int:
                 *map(str, check.place[:4]),
                 check.network,
                 check.algorithm,
+                check.scales,
                 f"{1e3 * check.measured_s:.1f}",
                 f"{1e3 * check.predicted_s:.1f}",
                 f"{check.error:+.1%}",
                 check.costs_of,
             )
         )
-    print(markdown(lines, [False, False, True, True, False, False, True, True, True, False]))
+    right = [False, False, True, True, False, False, True, True, True, True, False]
+    print(markdown(lines, right))
     for line in skipped:
         print(f"not compared: {line}")
     print("nothing to compare" if summary is None else summary)
     return Status.OK if checks else Status.NO_ANSWER
+
+
+def _published(path: Path, as_json: bool) -> Status:
+    from common.results.tables import published
+    from common.virtual.published.comparison import compare
+    from common.virtual.published.study import read
+
+    comparison = compare(read(path))
+    print(json.dumps(published.as_json(comparison)) if as_json else published.text(comparison))
+    return Status.OK if comparison.compared else Status.NO_ANSWER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +186,30 @@ def _is_measured(record: Record) -> bool:
     return many and emulated and record.fault is None and not flag_text(record)
 
 
-def _check(record: Record, others: Sequence[Record], sweep: str) -> Check:
+def _scaled(record: Record, factor: float = 1) -> str:
+    """Returns the trial without repeats and labels, at a multiple of its time scale, as a key."""
+    apart = {"label": None, "measure": None, "time_scale": factor * record.fabric.time_scale}
+    return json.dumps({**record.trial, **apart}, sort_keys=True)
+
+
+def _double(record: Record, records: Mapping[str, Record]) -> Record | None:
+    """Returns the record of the same trial at twice its time scale."""
+    return records.get(_scaled(record, 2))
+
+
+def _measured_s(record: Record, double: Record | None) -> tuple[float, str]:
+    """Returns the measured step in seconds, extrapolated if possible, and the time scales."""
+    scale, step_s = record.fabric.time_scale, record.step_s
+    if double is not None:
+        at_2k_s = double.step_s
+    elif record.systematic is not None:
+        at_2k_s = record.systematic.step_2k_s
+    else:
+        return step_s, f"{scale:g}"
+    return 2 * at_2k_s - step_s, f"{scale:g}, {2 * scale:g}"
+
+
+def _check(record: Record, double: Record | None, others: Sequence[Record], sweep: str) -> Check:
     from common.models.registry import profile_of
     from common.virtual.costs.parts import Shape
     from common.virtual.world.run import Setting, predicted
@@ -175,7 +233,7 @@ def _check(record: Record, others: Sequence[Record], sweep: str) -> Check:
         optimizer=trial["optimizer"]["name"],
         momentum=trial["optimizer"]["momentum"],
     )
-    assert record.throughput is not None
+    measured_s, scales = _measured_s(record, double)
     return Check(
         sweep=sweep,
         model=trial["model"],
@@ -183,7 +241,8 @@ def _check(record: Record, others: Sequence[Record], sweep: str) -> Check:
         world_size=trial["world_size"],
         network=trial["network"],
         algorithm=record.label,
-        measured_s=trial["batch_size"] * trial["world_size"] / record.throughput.value,
+        scales=scales,
+        measured_s=measured_s,
         predicted_s=predicted(setting).step_s,
         costs_of=donor.trial["model"],
     )

@@ -102,9 +102,14 @@ class Systematic:
         return [[step for block in repeat for step in block] for repeat in self.iters]
 
     @property
+    def step_2k_s(self) -> float:
+        """Mean step time T(2k)."""
+        return mean_step_s(self.iters)
+
+    @property
     def relative(self) -> float:
         """Relative change of the step time, |T(k) - T(2k)| / T(k)."""
-        return abs(self.step_s - mean_step_s(self.iters)) / self.step_s
+        return abs(self.step_s - self.step_2k_s) / self.step_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from common.results.tables.cells import Cell, Column, number, significant
+from common.results.tables.cells import Cell, Column, number, significant, texts
 from common.results.tables.fields import NOTES, PLACE
 from common.results.tables.table import Table, markdown
+from common.virtual.over import Point
+
+SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
+"""Shares of the speed of compute alone, of `ReachRow`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +23,8 @@ class PredictedRow:
     world_size: int
     network: str | None
     algorithm: str
+    kind: str = ""
+    """Name of the algorithm, if `algorithm` is the label of a variant."""
     status: str = "ok"
     reason: str | None = None
     step_s: float | None = None
@@ -37,6 +43,8 @@ class PredictedRow:
     messages: float | None = None
     """Transfers per step."""
     fault: str | None = None
+    point: Point | None = None
+    """Value of the property that a series goes over."""
 
     @property
     def flag(self) -> str | None:
@@ -49,7 +57,12 @@ class PredictedRow:
     @property
     def place(self) -> tuple[object, ...]:
         """Settings that compared rows have in common."""
-        return self.model, self.batch, self.world_size, self.network
+        return self.model, self.batch, self.world_size, self.network, self.at
+
+    @property
+    def at(self) -> str:
+        """Value of the property that a series goes over; empty if another column has it."""
+        return "" if self.point is None or self.point.axis == "workers" else self.point.text
 
     def samples_per_s(self, step_s: float | None) -> float | None:
         """Returns the samples per second of all workers with steps of `step_s`."""
@@ -73,7 +86,9 @@ def _off(row: PredictedRow) -> float | None:
 
 
 COLUMNS: tuple[Column[PredictedRow], ...] = (
-    *PLACE,
+    *PLACE[:-1],
+    texts("at", sparse=True, weight=0, role="place"),
+    PLACE[-1],
     Column(title="samples/s (range)", cell=_throughput, weight=1),
     Column(title="step ms", cell=lambda row: number(row.step_s and 1e3 * row.step_s), weight=3),
     Column(
@@ -113,9 +128,9 @@ def overview(rows: Sequence[PredictedRow], base: str) -> str:
     The range is that of the ratio, since costs and compute change for both algorithms.
     """
     labels = [label for label in dict.fromkeys(row.algorithm for row in rows) if label != base]
-    place_titles = ["model", "batch", "workers", "network"]
+    place_titles = ["model", "batch", "workers", "network", "at"]
     lines = [[*place_titles, f"{base}, samples/s", *labels, "fastest"]]
-    right = [False, True, True, False, True, *[True] * len(labels), False]
+    right = [False, True, True, False, True, True, *[True] * len(labels), False]
     for place in dict.fromkeys(row.place for row in rows):
         cell = {row.algorithm: row for row in rows if row.place == place}
         valid = {n: row.step_s for n, row in cell.items() if row.step_s and row.flag is None}
@@ -124,6 +139,9 @@ def overview(rows: Sequence[PredictedRow], base: str) -> str:
         first = "-" if under is None or under.step_s is None else _throughput(under).text
         fastest = min(valid, key=valid.__getitem__) if valid else ""
         lines.append([*(str(value or "") for value in place), first, *texts, fastest])
+    if not any(row.at for row in rows):
+        lines = [[*line[:4], *line[5:]] for line in lines]
+        del right[4]
     notes = [f"{row.algorithm}: {note}" for row in rows for note in (row.reason, row.flag) if note]
     return "\n".join([markdown(lines, right), *dict.fromkeys(notes)])
 
@@ -139,3 +157,30 @@ def _speedup(under: PredictedRow | None, row: PredictedRow | None) -> str:
     known = [ratio for ratio in ratios if ratio is not None]
     text = f"{known[0]:.2f} ({min(known):.2f}-{max(known):.2f})"
     return f"({text})" if row.flag or under.flag else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReachRow:
+    """Bandwidths at which an algorithm reaches `SHARES` of the speed of compute alone."""
+
+    model: str
+    workers: int
+    algorithm: str
+    gbps: Mapping[float, float | None] = field(default_factory=dict)
+    """Bandwidth of a host's link in Gb/s by share; None: no bandwidth is enough."""
+    reason: str | None = None
+    """Reason why there is no bandwidth."""
+
+
+def reach_text(rows: Sequence[ReachRow]) -> str:
+    """Returns a Markdown table of the bandwidths, with the notes below it."""
+    titles = ["model", "workers", "algorithm", *(f"{share:.0%}, Gb/s" for share in SHARES)]
+    lines = [titles]
+    for row in rows:
+        cells = [row.gbps.get(share) for share in SHARES]
+        texts = ["never" if value is None else significant(value) for value in cells]
+        if row.reason is None:
+            lines.append([row.model, str(row.workers), row.algorithm, *texts])
+    notes = [f"{row.algorithm}: {row.reason}" for row in rows if row.reason]
+    table = markdown(lines, [False, True, False, *[True] * len(SHARES)])
+    return "\n".join([table, *dict.fromkeys(notes)])

@@ -1,0 +1,1 @@
+"""Published throughputs of real clusters, and their prediction from a few of them."""

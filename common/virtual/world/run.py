@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from common.models.replay.model import workload
 from common.models.replay.pace import paced
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
+from common.virtual.link import Cost, Scaled
 from common.virtual.passes import update_s_of
 from common.virtual.step import Prediction, steady
 from common.virtual.world.communicator import VirtualCommunicator
@@ -28,6 +29,9 @@ from dear.comm import runtime
 from dear.comm.environment import RankFacts
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
+
+COSTS, COMPUTE = 0.1, 0.02
+"""Assumed relative errors of composed costs and of compute, for the range of a prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,18 @@ class Setting:
         """Seconds of an update of all parameters on one rank."""
         tensors = 7 if self.optimizer == "adamw" else 5 if self.momentum else 3
         return update_s_of(self.profile, tensors)
+
+
+def shifted(setting: Setting, costs: float, compute: float) -> Setting:
+    """Returns the setting with costs of collectives and times of compute that are larger by these
+    relative errors, such as -0.1."""
+
+    def scaled(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
+        middle = setting.costs(hosts, ranks_per_host)
+        return {name: Scaled(cost=cost, factor=1 + costs) for name, cost in middle.items()}
+
+    profile = setting.profile.slowed(1 + compute)
+    return replace(setting, profile=profile, costs=scaled if costs else setting.costs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from dear.errors import UserError
 from dear.options import at_least
@@ -14,6 +14,36 @@ from dear.options import at_least
 ROUNDS = 30
 HUBER = 1.5
 """Number of standard deviations beyond which a residual counts less."""
+
+Cost = Callable[[float], float]
+"""Function from the bytes of the full buffer to the seconds of a single collective."""
+
+
+@runtime_checkable
+class Occupying(Protocol):
+    """Cost whose `occupancy_s` is known, the part that queued messages cannot overlap."""
+
+    def occupancy_s(self, nbytes: float) -> float: ...
+
+
+def occupancy_s(cost: Cost, nbytes: float) -> float:
+    """Returns the seconds for which a message occupies the link; if not known, the whole cost."""
+    return cost.occupancy_s(nbytes) if isinstance(cost, Occupying) else cost(nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnWire:
+    """Cost by bytes of gradients, of which `share` bytes travel per byte."""
+
+    cost: Cost
+    share: float
+
+    def __call__(self, nbytes: float) -> float:
+        return self.cost(nbytes * self.share)
+
+    def occupancy_s(self, nbytes: float) -> float:
+        """Returns the seconds for which a message occupies the link."""
+        return occupancy_s(self.cost, nbytes * self.share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from common.emulation.links.profile import NetworkProfile
 from common.virtual.costs.engines import ENGINES, OPERATIONS, costs_of, ring_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Platform, Shape, Wire
-from common.virtual.link import Cost, Occupying
 from dear.cost.collectives import TABLES, table_costs
+from dear.cost.event_model.link import Cost, Occupying
 from dear.cost.fit import AlphaBeta
 from dear.errors import UserError
 

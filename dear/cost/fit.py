@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, TypeVar
 
 from dear.errors import UserError
 from dear.options import at_least
@@ -19,16 +19,12 @@ Cost = Callable[[float], float]
 """Function from the bytes of the full buffer to the seconds of a single collective."""
 
 
-@runtime_checkable
-class Occupying(Protocol):
-    """Cost whose `occupancy_s` is known, the part that queued messages cannot overlap."""
-
-    def occupancy_s(self, nbytes: float) -> float: ...
-
-
 def occupancy_s(cost: Cost, nbytes: float) -> float:
-    """Returns the seconds for which a message occupies the link; if not known, the whole cost."""
-    return cost.occupancy_s(nbytes) if isinstance(cost, Occupying) else cost(nbytes)
+    """Returns the seconds for which a message occupies the link, which messages behind it cannot
+    overlap: those of `cost.occupancy_s`, if it has this method, else the whole cost."""
+    known = getattr(cost, "occupancy_s", cost)
+    seconds: float = known(nbytes)
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from common.virtual.world.run import predicted
 from dear.cost.event_model.passes import Passes
 from dear.cost.event_model.planning import Legs, exposed_s, planned
 from dear.cost.fit import AlphaBeta
-from dear.training.tuning import WATCHED_STEPS, LayerTimes
+from dear.training import tuning
+from dear.training.hooks import ReaderMap
+from dear.training.tuning import WATCHED_STEPS, BackwardProfile, LayerTimes
 from tests.contract.loops import difference, everybody, make_model, mine, steps, wrap
 from tests.unit.test_virtual_world import setting
 
@@ -93,7 +96,7 @@ def test_modules_are_timed_from_the_start_of_the_forward_pass():
             return super().forward(x)
 
     model = nn.Sequential(Slow(2, 2), Slow(2, 2), Slow(2, 2))
-    readers = dear.training.hooks.ReaderMap(model, list(model.parameters()))
+    readers = ReaderMap(model, list(model.parameters()))
     run: Any = type("Run", (), {"clock": staticmethod(lambda: clock[0])})
     times = LayerTimes(model, list(model.parameters()), run, readers)
     for _ in range(2):
@@ -104,56 +107,61 @@ def test_modules_are_timed_from_the_start_of_the_forward_pass():
     assert profile.forward_s == 6.0
 
 
-def _trained(update: str, small_kb: float) -> tuple[float, list[list[int]], int]:
+def _profile_of_rank(profile: BackwardProfile, model: nn.Sequential) -> BackwardProfile:
+    """Returns a pass in which gradients come one by one on rank 0, and at once on others."""
+    apart_s = 1.0 if dear.rank() == 0 else 0.0
+    return dataclasses.replace(
+        profile,
+        arrivals_s=[apart_s * (place + 1) for place in range(len(profile.order))],
+        backward_s=apart_s * len(profile.order),
+        entered_s={layer: apart_s * i for i, layer in enumerate(model)},
+        forward_s=apart_s * len(model),
+    )
+
+
+def _trained(update: str, small_kb: float) -> tuple[float, list[list[int]], list[int]]:
+    """Returns the difference from serial training, the last groups, and their number by step."""
     model, wanted = make_model(), make_model()
     make = torch.optim.AdamW
     optimizer, serial = make(model.parameters(), 0.01), make(wanted.parameters(), 0.01)
     wrap(optimizer, model, "dear", fusion="planned", update=update, small_kb=small_kb)
-    if dear.size() > 1:
-        # Ranks measure differently: gradients of rank 0 come one by one, those of others at once.
-        times = optimizer._engine._rule._times
-        stop = times.stop
-
-        def stop_otherwise() -> Any:
-            profile = stop()
-            apart_s = 1.0 if dear.rank() == 0 else 0.0
-            return dataclasses.replace(
-                profile,
-                arrivals_s=[apart_s * (place + 1) for place in range(len(profile.order))],
-                backward_s=apart_s * len(profile.order),
-                entered_s={layer: apart_s * i for i, layer in enumerate(model)},
-                forward_s=apart_s * len(model),
-            )
-
-        times.stop = stop_otherwise
-    counts = []
+    which = range(WATCHED_STEPS + 4)
     names = {param: i for i, param in enumerate(model.parameters())}
-    steps(
-        model,
-        optimizer,
-        mine(),
-        range(WATCHED_STEPS + 4),
-        after_step=lambda *_: counts.append(len(optimizer.groups())),
-    )
-    steps(wanted, serial, everybody(), range(WATCHED_STEPS + 4))
+    counts: list[int] = []
+    with mock.patch.object(tuning, "measured_costs", lambda *_: HALF):
+        if dear.size() > 1:
+            times = optimizer._engine._rule._times
+            stop = times.stop
+            times.stop = lambda: _profile_of_rank(stop(), model)
+        steps(
+            model,
+            optimizer,
+            mine(),
+            which,
+            after_step=lambda *_: counts.append(len(optimizer.groups())),
+        )
+    steps(wanted, serial, everybody(), which)
     far = difference(model, wanted)
     groups = [sorted(names[param] for param in params) for _, params in optimizer.groups()]
-    planned_at = next((i + 1 for i, count in enumerate(counts) if count > 1), 0)
-    assert len(set(counts[WATCHED_STEPS - 1 :])) == 1, "it plans once"
     optimizer.close()
-    return far, groups, planned_at
+    return far, groups, counts
 
 
-@pytest.mark.parametrize(("update", "small_kb"), [("sharded", 0), ("replicated", 0), ("auto", 0.1)])
+SETTINGS = [("sharded", 0), ("replicated", 0), ("auto", 0.1)]
+
+
+@pytest.mark.parametrize(("update", "small_kb"), SETTINGS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_training_is_serial_training_and_all_ranks_have_the_plan_of_rank_0(
     world, size, update, small_kb
 ):
     ranks = world(size).run(_trained, update, small_kb)
     assert max(far for far, _, _ in ranks) < 1e-4
-    assert all(groups == ranks[0][1] for _, groups, _ in ranks)
+    assert all(rank[1:] == ranks[0][1:] for rank in ranks)
     if size > 1:
-        assert all(planned_at == WATCHED_STEPS for _, _, planned_at in ranks)
+        counts = ranks[0][2]
+        assert counts == [1] * (WATCHED_STEPS - 1) + [counts[-1]] * 5, "it plans once"
+        assert 1 < counts[-1] == len(ranks[0][1])
 
 
 MODELS = [("resnet50", 64), ("densenet201", 32), ("bert_base", 64)]
@@ -161,20 +169,23 @@ MODELS = [("resnet50", 64), ("densenet201", 32), ("bert_base", 64)]
 
 @pytest.mark.parametrize(("model", "batch"), MODELS)
 def test_planned_groups_are_never_slower_than_other_rules_on_64_gpus(model, batch):
-    shape = Shape(hosts=16, ranks_per_host=4)
+    cluster = Shape(hosts=16, ranks_per_host=4)
     rules = {
-        "planned": {"fusion": "planned"},
-        "threshold": {},
-        "flat threshold": {"first_mb": 25.0},
-        "none": {"fusion": "none"},
-        "tuned": {"fusion": "tuned"},
+        "planned": ("dear", {"fusion": "planned"}),
+        "threshold": ("dear", {}),
+        "equal sizes": ("dear", {"first_mb": 25.0}),
+        "mgwfbp": ("mgwfbp", {}),
     }
+    if model == "bert_base":  # 54 steps of the other models take long
+        rules["tuned"] = ("dear", {"fusion": "tuned"})
     step_s = {
         rule: predicted(
-            setting(f"{model}@rtx2080ti-modelled", batch, "dear", shape, "10gbe", **options)
+            setting(f"{model}@rtx2080ti-modelled", batch, name, cluster, "10gbe", **options)
         ).step_s
-        for rule, options in rules.items()
+        for rule, (name, options) in rules.items()
     }
     for rule, seconds in step_s.items():
-        print(f"{model}: dear {rule} {1e3 * seconds:.2f} ms, x {seconds / step_s['planned']:.3f}")
-    assert min(step_s.values()) == pytest.approx(step_s["planned"], rel=1e-3)
+        print(f"{model}, {rule}: {1e3 * seconds:.2f} ms, x {seconds / step_s['planned']:.3f}")
+    assert min(step_s.values()) == step_s["planned"]
+    if model != "densenet201":  # whose transfers threshold hides already
+        assert step_s["planned"] < 0.97 * step_s["threshold"]

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dear.cost.event_model.link import Scaled
 from dear.cost.event_model.passes import Passes
 from dear.cost.fit import Cost, occupancy_s
 from dear.lazy import np
@@ -24,6 +25,10 @@ Groups = list[list[int]]
 MOST_STATES = 48
 """Number of partial plans that the search keeps for each gradient; if more of them could still be
 the best, an even choice of them."""
+DEARER = 1.1
+"""Factor of the costs up to which a plan should not get worse by fewer messages."""
+NOTHING = 1e-6
+"""Share of the backward pass that counts as no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,14 @@ class Legs:
         if self.at_once is not None and nbytes <= self.small_bytes:
             return (*_parts(self.at_once, nbytes), 0.0, 0.0)
         return (*_parts(self.first, nbytes), *_parts(self.second, nbytes))
+
+    def times_as_dear(self, factor: float) -> Legs:
+        """Returns these messages at `factor` times their costs."""
+        first, second, at_once = (
+            None if cost is None else Scaled(cost=cost, factor=factor)
+            for cost in (self.first, self.second, self.at_once)
+        )
+        return dataclasses.replace(self, first=first, second=second, at_once=at_once)
 
 
 def _parts(cost: Cost | None, nbytes: float) -> tuple[float, float]:
@@ -93,15 +106,37 @@ def planned(
         kinds: dtype and device of each gradient; a group has one kind.
     """
     count = len(passes.gradients)
+    kinds = kinds or [None] * count
     known = [*candidates, [[i] for i in range(count)]]
     limit_s = min(exposed_s(groups, passes, legs) for groups in known)
-    known += _search(passes, legs, kinds or [None] * count, limit_s)
-    return min(known, key=lambda groups: (_rounded(exposed_s(groups, passes, legs)), len(groups)))
+    known += _search(passes, legs, kinds, limit_s)
+    best = min(known, key=lambda groups: exposed_s(groups, passes, legs))
+    return _merged(best, passes, legs, kinds)
 
 
-def _rounded(seconds: float) -> float:
-    """Returns seconds to 1 part in 10^9, so that sums in another order compare as equal."""
-    return float(f"{seconds:.9g}")
+def _merged(groups: Groups, passes: Passes, legs: Legs, kinds: Sequence[Hashable]) -> Groups:
+    """Joins neighbours where this costs no time, since each message also costs a host some.
+
+    Large messages leave less room for longer transfers than measured, so neighbours are joined only
+    if this would cost nothing at `DEARER` times the costs either.
+    """
+    dearer = legs.times_as_dear(DEARER)
+
+    def costs_s(plan: Groups) -> tuple[float, float]:
+        return exposed_s(plan, passes, legs), exposed_s(plan, passes, dearer)
+
+    least_s = costs_s(groups)
+    slack_s = NOTHING * passes.backward_s
+    place = 0
+    while place + 1 < len(groups):
+        joined = [*groups[:place], groups[place] + groups[place + 1], *groups[place + 2 :]]
+        alike = kinds[groups[place][-1]] == kinds[groups[place + 1][0]]
+        pairs = zip(costs_s(joined), least_s, strict=True) if alike else ()
+        if alike and all(after_s <= before_s + slack_s for after_s, before_s in pairs):
+            groups = joined
+        else:
+            place += 1
+    return groups
 
 
 @dataclass(frozen=True)

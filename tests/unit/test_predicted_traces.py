@@ -164,7 +164,7 @@ def test_what_has_no_chakra_trace_says_why(tmp_path):
     with pytest.raises(UserError, match="with exchange: it has messages between single ranks"):
         chakra.write(traced(tiny("neighbor")), SHAPE.ranks, tmp_path)
     trace = traced(tiny("wfbp"))
-    with pytest.raises(UserError, match="2048 ranks need as many .* files; allowed: up to 1024"):
+    with pytest.raises(UserError, match=r"2048 ranks need as many .* files; allowed: up to 1024"):
         chakra.write(trace, 2048, tmp_path)
     with pytest.raises(UserError, match="library does not run"):
         traced(tiny("horovod"))

@@ -16,11 +16,11 @@ from common.results.tables.predicted import PredictedRow, overview
 from common.virtual.costs.engines import costs_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
-from common.virtual.events import Events
 from common.virtual.foresee import foresee, halved
 from common.virtual.passes import UnmodelledError
 from common.virtual.world.run import Setting, predicted, slowest
 from dear.cost.collectives import table_costs
+from dear.cost.event_model.events import Events
 from dear.cost.fit import AlphaBeta
 from dear.errors import UserError
 from dear.options import Options

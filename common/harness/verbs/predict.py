@@ -29,9 +29,9 @@ from dear.options import Options, positive
 if TYPE_CHECKING:
     from common.results.tables.predicted import PredictedRow, ReachRow
     from common.virtual.costs.parts import Shape
-    from common.virtual.link import Cost
     from common.virtual.over import Point
     from common.virtual.world.run import Setting
+    from dear.cost.event_model.link import Cost
 
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
@@ -371,8 +371,8 @@ def _setting(
     point: Point | None = None,
 ) -> Setting:
     """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
-    from common.virtual.link import Scaled
     from common.virtual.world.run import Setting, slowest
+    from dear.cost.event_model.link import Scaled
 
     shape, links = _shape(trial, cluster), _links(trial, cluster, fixed, point)
     profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)

@@ -20,7 +20,7 @@ from dear.errors import UserError
 
 if TYPE_CHECKING:
     from common.results.records import Record
-    from common.virtual.link import Cost
+    from dear.cost.event_model.link import Cost
 
 HELP = "compare predictions with measured sweeps, or with published throughputs"
 APART = 0.05

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 
 from common.virtual.costs.parts import Shape
-from common.virtual.events import Events
-from common.virtual.link import CHUNK_BYTES, Cost, Link, Sending
 from common.virtual.world.trace import Recorder
 from dear.comm.handles import WorkTimes
+from dear.cost.event_model.events import Events
+from dear.cost.event_model.link import CHUNK_BYTES, Cost, Link, Sending
 from dear.errors import UserError
 
 Place = Literal["inside", "between"]
@@ -79,7 +79,7 @@ class Transfer:
 class Network:
     """Links of rank 0 of a cluster whose ranks all do the same at the same time.
 
-    A link carries one message at a time, the most urgent first (`common.virtual.link`).
+    A link carries one message at a time, the most urgent first (`dear.cost.event_model.link`).
 
     Args:
         costs: cost of each operation in a group of some hosts and ranks per host.

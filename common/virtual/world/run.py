@@ -18,9 +18,7 @@ from common.models.replay.model import workload
 from common.models.replay.pace import paced
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
-from common.virtual.link import Cost, Scaled
 from common.virtual.passes import update_s_of
-from common.virtual.step import Prediction, steady
 from common.virtual.world.communicator import VirtualCommunicator
 from common.virtual.world.device import Arithmetic, VirtualPace
 from common.virtual.world.group import job
@@ -28,6 +26,8 @@ from common.virtual.world.network import CostsOf, Network, Transfer
 from common.virtual.world.trace import STEPS, Gradient, Recorder, Trace
 from dear.comm import runtime
 from dear.comm.environment import RankFacts
+from dear.cost.event_model.link import Cost, Scaled
+from dear.cost.event_model.step import Prediction, steady
 from dear.errors import UserError
 from dear.options import Options
 from dear.training.algorithm import algorithm_class

@@ -11,7 +11,7 @@ import torch
 
 from common.virtual.costs.parts import Shape
 from common.virtual.events import Events
-from common.virtual.link import CHUNK_BYTES, Cost, Link, Sending
+from common.virtual.link import CHUNK_BYTES, Cost, Crowded, Link, Sending
 from dear.comm.handles import WorkTimes
 from dear.errors import UserError
 
@@ -123,6 +123,8 @@ class Network:
     def cost(self, operation: str, shape: Shape) -> Cost:
         """Returns the cost of an operation in a group of this shape.
 
+        If the group has only some ranks of its hosts, the others do the same over the same link.
+
         Raises:
             UserError: the engine's costs lack the operation.
         """
@@ -134,7 +136,9 @@ class Network:
             raise UserError(
                 f"engine {self.engine} has no cost of {operation}; its costs are of {known}"
             )
-        return self._known[key][operation]
+        cost = self._known[key][operation]
+        groups = self.shape.ranks_per_host // shape.ranks_per_host if shape.hosts > 1 else 1
+        return Crowded(cost=cost, groups=groups) if groups > 1 else cost
 
     def start(
         self,

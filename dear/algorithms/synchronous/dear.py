@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dear.buckets.flat import Bucket, adopt, flatten
 from dear.buckets.grouping import (
@@ -121,6 +121,13 @@ class Dear(Algorithm["Dear.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "dear"
+    candidates = (
+        {"threshold_mb": 5.0},
+        {"threshold_mb": 10.0},
+        {"threshold_mb": 50.0},
+        {"threshold_mb": 100.0},
+    )
+    unfused: ClassVar[Mapping[str, object]] = {"fusion": "none"}
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:

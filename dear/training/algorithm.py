@@ -52,6 +52,10 @@ class Algorithm(ABC, Generic[OptionsT]):
     """Formula of `dear.cost.bounds` for the shortest step; None: no formula is known."""
     overlap: ClassVar[Overlap | Unstated | None] = None
     """Start of each transfer, and what waits for it (`dear.cost.overlap`); None fails the tests."""
+    candidates: ClassVar[tuple[Mapping[str, object], ...]] = ()
+    """Options that a search for the fastest settings tries besides the defaults."""
+    unfused: ClassVar[Mapping[str, object] | None] = None
+    """Options with which every gradient travels alone; None: nothing travels together anyway."""
 
     @classmethod
     def bound_of(cls, options: OptionsT) -> Bound | None:

@@ -394,3 +394,9 @@ def _setting(
         optimizer=trial.optimizer.name,
         momentum=trial.optimizer.momentum,
     )
+
+
+def setting_of(trial: Trial, cluster: ClusterConfig, sign: int, point: Point | None) -> Setting:
+    """Returns a trial's setting, as `_setting`; raises `UserError` if nothing can be predicted."""
+    _check(trial)
+    return _setting(trial, cluster, None, sign, point)

@@ -22,7 +22,7 @@ _FRESH = ("clone", "_to_copy", "zeros_like")
 _BINARY = ("add", "sub", "mul", "div", "sqrt", "neg", "rsub", "pow")
 _WRITES = (
     *_BINARY, "copy", "fill", "zero", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min",
-    "normal", "uniform", "random", "maximum", "sign",
+    "normal", "uniform", "random", "maximum", "sign", "split_with_sizes_copy", "_chunk_cat",
 )  # fmt: skip
 """Names of operators, without underscores at the end. They do nothing if they write to a large
 tensor. All other operators run as usual."""

@@ -13,7 +13,7 @@ from common.virtual.costs.parts import Shape
 from common.virtual.world.trace import Recorder
 from dear.comm.handles import WorkTimes
 from dear.cost.event_model.events import Events
-from dear.cost.event_model.link import CHUNK_BYTES, Cost, Link, Sending
+from dear.cost.event_model.link import CHUNK_BYTES, Cost, Crowded, Link, Sending
 from dear.errors import UserError
 
 Place = Literal["inside", "between"]
@@ -128,6 +128,8 @@ class Network:
     def cost(self, operation: str, shape: Shape) -> Cost:
         """Returns the cost of an operation in a group of this shape.
 
+        If the group has only some ranks of its hosts, the others do the same over the same link.
+
         Raises:
             UserError: the engine's costs lack the operation.
         """
@@ -139,7 +141,9 @@ class Network:
             raise UserError(
                 f"engine {self.engine} has no cost of {operation}; its costs are of {known}"
             )
-        return self._known[key][operation]
+        cost = self._known[key][operation]
+        groups = self.shape.ranks_per_host // shape.ranks_per_host if shape.hosts > 1 else 1
+        return Crowded(cost=cost, groups=groups) if groups > 1 else cost
 
     def start(
         self,

@@ -123,6 +123,7 @@ class AsyncDdp(GraphAlgorithm["AsyncDdp.Options"]):
             at_least("option of asyncddp 'max_staleness'", self.max_staleness, 0)
 
     capabilities = Capabilities(consistency="asynchronous")
+    candidates = ({"topology": "ring"},)
 
     @classmethod
     def bound_of(cls, options: Options) -> Bound:

@@ -73,6 +73,7 @@ class Decentralized(Algorithm["Decentralized.Options"]):
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "decentralized"
+    candidates = ({"topology": "ring"}, {"topology": "one-peer-exp"})
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:

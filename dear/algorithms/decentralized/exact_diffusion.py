@@ -52,6 +52,7 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "after_update"
+    candidates = ({"topology": "ring"},)
     overlap = Overlap(transfers=(adapt_then_combine("parameters"),))
 
     def engine(self, replica: Replica[Options]) -> AdaptThenCombine:

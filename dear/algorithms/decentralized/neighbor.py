@@ -82,6 +82,7 @@ class Neighbor(GraphAlgorithm["Neighbor.Options"]):
                 )
 
     capabilities = Capabilities(consistency="decentralized")
+    candidates = ({"dynamic": "one-peer-exp"}, {"topology": "ring"})
 
     @classmethod
     def bound_of(cls, options: Options) -> Bound:

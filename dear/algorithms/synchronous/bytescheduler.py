@@ -104,6 +104,7 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "cross_iteration"
+    candidates = ({"partition_mb": 16.0}, {"partition_mb": 64.0})
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:

@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dear.buckets.compressors import CompressedOptions, Compression
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total
@@ -101,6 +101,13 @@ class Ddp(Algorithm["Ddp.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
+    candidates = (
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 5.0},
+        {"bucket_cap_mb": 50.0},
+        {"bucket_cap_mb": 100.0},
+    )
+    unfused: ClassVar[Mapping[str, object]] = {"bucket_cap_mb": 1e-6}
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:

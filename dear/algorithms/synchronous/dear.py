@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dear.algorithms.planning import best_groups, measured_pass, passes_of
 from dear.buckets.compressors import HalfOptions
@@ -140,6 +140,13 @@ class Dear(Algorithm["Dear.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "dear"
+    candidates = (
+        {"threshold_mb": 5.0},
+        {"threshold_mb": 10.0},
+        {"threshold_mb": 50.0},
+        {"threshold_mb": 100.0},
+    )
+    unfused: ClassVar[Mapping[str, object]] = {"fusion": "none"}
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:

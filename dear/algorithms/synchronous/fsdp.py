@@ -73,6 +73,7 @@ class Fsdp(Algorithm["Fsdp.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "sharded"
+    candidates = ({"stage": 2},)
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:

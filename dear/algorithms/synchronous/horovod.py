@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dear.algorithms.synchronous._horovod_sender import HorovodSender
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_count
@@ -137,6 +137,8 @@ class Horovod(Algorithm["Horovod.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
+    candidates = ({"fusion_threshold_mb": 16.0}, {"cycle_time_ms": 5.0})
+    unfused: ClassVar[Mapping[str, object]] = {"fusion_threshold_mb": 0.0}
 
     @classmethod
     def overlap_of(cls, options: Options) -> Unstated:

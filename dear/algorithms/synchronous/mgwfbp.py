@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from dear.buckets.carriers import Payloads, make_carrier
 from dear.buckets.compressors import CompressedOptions, HalfOptions
@@ -105,6 +105,8 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
+    candidates = ({"merge": "asc"}, {"merge": "optimal"})
+    unfused: ClassVar[Mapping[str, object]] = {"merge": "threshold", "threshold_mb": 0.0}
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     @classmethod

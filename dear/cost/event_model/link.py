@@ -18,6 +18,19 @@ CHUNK_BYTES = 128 * 1024
 """Unit of preemption: the comm core sends a buffer in pieces of this size."""
 
 
+@runtime_checkable
+class OnLink(Protocol):
+    """Cost whose `link_s` is known, the part in which the link carries bytes or headers."""
+
+    def link_s(self, nbytes: float) -> float: ...
+
+
+def link_s(cost: Cost, nbytes: float) -> float:
+    """Returns the seconds that messages of other channels cannot overlap; if not known, those for
+    which the message occupies the link."""
+    return cost.link_s(nbytes) if isinstance(cost, OnLink) else occupancy_s(cost, nbytes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pairwise:
     """Cost measured for one message, and for two equal messages that start together."""
@@ -47,6 +60,28 @@ class Scaled:
     def occupancy_s(self, nbytes: float) -> float:
         """Returns the seconds for which a message occupies the link."""
         return self.factor * occupancy_s(self.cost, nbytes)
+
+    def link_s(self, nbytes: float) -> float:
+        """Returns the seconds that messages of other channels cannot overlap."""
+        return self.factor * link_s(self.cost, nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crowded:
+    """Cost on a link over which several groups of ranks send a message at the same time."""
+
+    cost: Cost
+    groups: int
+
+    def __call__(self, nbytes: float) -> float:
+        return self.cost(nbytes) + self._others_s(nbytes)
+
+    def occupancy_s(self, nbytes: float) -> float:
+        """Returns the seconds for which the messages of all groups occupy the link."""
+        return occupancy_s(self.cost, nbytes) + self._others_s(nbytes)
+
+    def _others_s(self, nbytes: float) -> float:
+        return (self.groups - 1) * link_s(self.cost, nbytes)
 
 
 @dataclass(eq=False)

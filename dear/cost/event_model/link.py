@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from dear.cost.event_model.events import Events
 from dear.cost.fit import Cost, occupancy_s

@@ -176,7 +176,8 @@ def test_what_has_no_chakra_trace_says_why(tmp_path):
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "chakra", None)
+    for name in ["chakra", *(name for name in sys.modules if name.startswith("chakra."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["predict", "--chakra", str(tmp_path)]) == 2
     text = capsys.readouterr().err
     assert text.startswith("error: --chakra: ") and text.count("\n") == 1

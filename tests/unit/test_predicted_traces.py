@@ -37,7 +37,7 @@ def times(node):
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_each_node_starts_when_the_last_node_before_it_ends(name):
-    """So no dependency is missing, and none is invented that another network would feel."""
+    """No dependency is missing: those of a node explain when it could start."""
     try:
         trace = traced(tiny(name))
     except UnmodelledError:
@@ -164,7 +164,7 @@ def test_what_has_no_chakra_trace_says_why(tmp_path):
     with pytest.raises(UserError, match="with exchange: it has messages between single ranks"):
         chakra.write(traced(tiny("neighbor")), SHAPE.ranks, tmp_path)
     trace = traced(tiny("wfbp"))
-    with pytest.raises(UserError, match="2048 ranks need as many .* files; allowed: up to 1024"):
+    with pytest.raises(UserError, match="2048 ranks need as many"):
         chakra.write(trace, 2048, tmp_path)
     with pytest.raises(UserError, match="library does not run"):
         traced(tiny("horovod"))
@@ -176,7 +176,8 @@ def test_what_has_no_chakra_trace_says_why(tmp_path):
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "chakra", None)
+    for module in ("chakra", "chakra.schema.protobuf"):
+        monkeypatch.setitem(sys.modules, module, None)
     assert main(["predict", "--chakra", str(tmp_path)]) == 2
     text = capsys.readouterr().err
     assert text.startswith("error: --chakra: ") and text.count("\n") == 1

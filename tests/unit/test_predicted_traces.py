@@ -12,6 +12,8 @@ import pytest
 from common.harness.cli import main
 from common.results.exports import chakra, traces
 from common.virtual.costs.parts import Shape
+from common.virtual.events import Events
+from common.virtual.link import Link
 from common.virtual.passes import UnmodelledError
 from common.virtual.world.run import predicted, traced
 from common.virtual.world.trace import Computation, Sent
@@ -194,3 +196,47 @@ def test_predict_writes_a_folder_for_each_trial(tmp_path, capsys):
     assert "1 traces in" in output.err and "its library does not run" in output.err
     (folder,) = tmp_path.iterdir()
     assert "-n64-ddp-" in folder.name and (folder / "merged.json").exists()
+
+
+def again(trace, shape, costs):
+    """Runs the nodes of a trace by their dependencies alone; returns the end of each."""
+    events, ends, left, later = Events(), {}, {}, {}
+    link = Link(events)
+
+    def start(node):
+        def end():
+            ends[node] = events.now_s
+            for follower in later.get(node, []):
+                left[follower] -= 1
+                if not left[follower]:
+                    start(follower)
+
+        if isinstance(node, Computation):
+            events.at(events.now_s + node.end_s - node.start_s, end)
+        else:
+            sent = node.transfer
+            queue = {"channel": node.channel, "priority": node.priority}
+            link.send(costs[sent.name], sent.nbytes, **queue, then=end)
+
+    for node in trace.nodes:
+        left[node] = len(node.after)
+        for before in node.after:
+            later.setdefault(before, []).append(node)
+    for node in trace.nodes:
+        if not node.after:
+            start(node)
+    events.run_until(lambda: len(ends) == len(trace.nodes))
+    return ends
+
+
+@pytest.mark.parametrize("name", ["ddp", "wfbp", "bytescheduler", "dear", "fsdp"])
+def test_the_dependencies_of_a_step_hold_on_another_network(name):
+    near, far = (setting(*TINY, name, SHAPE, network) for network in ("100gbib", "10gbe"))
+    trace = traced(near)
+    ends = again(trace, SHAPE, far.costs(SHAPE.hosts, SHAPE.ranks_per_host))
+    last = [
+        max(ends[n] for n in trace.nodes if isinstance(n, Computation) and n.start_s < step[-1])
+        for step in trace.phases_s
+    ]
+    assert predicted(far).step_s > 2 * predicted(near).step_s
+    assert last[2] - last[1] == pytest.approx(predicted(far).step_s, rel=1e-6)

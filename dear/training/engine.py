@@ -229,6 +229,8 @@ class Distributed(OptimizerBase):
     _local: contextlib.ExitStack | None = None
     before_engine: Hooks | None = None
     """Hooks that were registered before the engine's own, such as those that clip each gradient."""
+    former_findings: Mapping[str, object] = {}
+    """Findings of an engine that another one has replaced."""
 
     def step(self, closure: Closure | None = None) -> object:  # type: ignore[override]  # no overloads
         _check_all_managed(self)
@@ -270,7 +272,7 @@ class Distributed(OptimizerBase):
 
     def findings(self) -> dict[str, object]:
         """Returns the algorithm's own measurements and choices; rank 0's values count."""
-        return self._engine.findings()
+        return {**self.former_findings, **self._engine.findings()}
 
     def sender(self) -> Sender | None:
         """Returns the library that sends in place of the communicator, or None."""
@@ -322,6 +324,7 @@ class Distributed(OptimizerBase):
         """Flushes and removes the algorithm; the optimizer is then plain again."""
         self.flush()
         self._engine.close()
+        vars(self).pop("former_findings", None)
         before = vars(self).pop("before_engine", None)
         if before is not None:
             before.remove()

@@ -18,7 +18,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar, cast
 
 from dear.buckets.agreement import agree, described, tables
 from dear.comm import runtime
@@ -37,6 +37,7 @@ else:
     OptimizerBase = object
 
 OptionsT_co = TypeVar("OptionsT_co", bound=Options, covariant=True)
+OtherT = TypeVar("OtherT", bound=Options)
 Update = Callable[[], object]
 """An optimizer's own step, without a closure."""
 Closure = Callable[[], float]
@@ -84,9 +85,9 @@ class Replica(Generic[OptionsT_co]):
         assert self._optimizer is not None, "the engine's owner updates the parameters"
         return self._optimizer
 
-    def with_options(self, options: Any) -> Replica[Any]:
+    def with_options(self, options: OtherT) -> Replica[OtherT]:
         """Returns the same replica with options of another algorithm."""
-        other: Replica[Any] = copy.copy(self)
+        other = cast(Replica[OtherT], copy.copy(self))
         other.options = options
         return other
 

@@ -6,19 +6,19 @@ import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from dear.algorithms.planning import foreseen, measured_pass, passes_of
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import HalfOptions
-from dear.buckets.flat import Watch
+from dear.buckets.flat import Bucket
 from dear.cost.event_model.passes import UnmodelledError
 from dear.cost.fit import OnWire
 from dear.cost.measurement import Operation
 from dear.cost.overlap import Unstated
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least
+from dear.options import Options, at_least
 from dear.training.algorithm import Algorithm, Capabilities, algorithm_class, algorithm_options
 from dear.training.engine import Distributed, Replica, Update
 from dear.training.hooks import ReaderMap
@@ -62,13 +62,13 @@ class Auto(Algorithm["Auto.Options"]):
             later = (self.of(name).settling_steps() for name in self.candidates)
             return self.profile_steps + max(later)
 
-        def of(self, name: str) -> Any:
+        def of(self, name: str) -> Options:
             """Returns the options of a candidate."""
             given = {**CHOSEN.get(name, {}), "compression": self.compression}
             return algorithm_options(name, given)
 
     capabilities = Capabilities(consistency="synchronous")
-    overlap = Unstated("it is the order of the chosen algorithm.")
+    overlap = Unstated("it is the order of the chosen algorithm")
 
     def refuse(self, replica: Replica[Options]) -> None:
         if not _accepted(replica):
@@ -82,9 +82,9 @@ class Auto(Algorithm["Auto.Options"]):
         return AutoEngine(replica)
 
 
-def _accepted(replica: Replica[Auto.Options]) -> dict[str, Any]:
+def _accepted(replica: Replica[Auto.Options]) -> dict[str, Options]:
     """Returns the candidates that can train this rank's replica, with their options."""
-    accepted = {}
+    accepted: dict[str, Options] = {}
     for name in dict.fromkeys(replica.options.candidates):
         options = replica.options.of(name)
         try:
@@ -160,7 +160,7 @@ class AutoEngine(AveragingEngine):
         self._times = LayerTimes(replica.model, replica.params, replica.communicator, self._readers)
         self._updates_s: list[float] = []
         self._left = replica.options.profile_steps
-        self._watch = Watch(replica.params)
+        self._watch = Bucket(replica.params)
         self._synchronized = False
         """True if the script has synchronized since the last step."""
         self._touches = False

@@ -523,7 +523,7 @@ def _measured_legs(engine: DearEngine) -> tuple[Cost, Legs]:
 
 
 def _search(engine: DearEngine, profile: BackwardProfile) -> tuple[Groups, dict[str, object]]:
-    """Returns the parameters of each group, and what the groups should save; rank 0's. Collective."""
+    """Returns the parameters of each group, and what to expect of the groups; a collective call."""
     engine.settle()  # nothing else may use the network during the measurement
     average, legs = _measured_legs(engine)
     communicator, params = engine.communicator, engine.params

@@ -181,6 +181,7 @@ class Link:
     def _yield(self) -> None:
         """Stops the current message at the end of its current chunk."""
         served = self._served
+        assert served is not None, "a message is served"
         gone_s = self._events.now_s - self._since_s
         chunks = math.ceil(gone_s / served.chunk_s - 1e-9) if served.chunk_s else 1
         end_s = chunks * served.chunk_s
@@ -190,6 +191,7 @@ class Link:
 
     def _stop(self) -> None:
         served = self._served
+        assert served is not None, "a message is served"
         gone_s = self._events.now_s - self._since_s
         self.busy_s += gone_s
         served.left_s -= gone_s

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dear.cost.event_model.events import Events
-from dear.cost.event_model.link import CHUNK_BYTES, Cost, Link, Sending
+from dear.cost.event_model.link import CHUNK_BYTES, Link, Sending
 from dear.cost.event_model.passes import Message, Passes, UnmodelledError
+from dear.cost.fit import Cost
 from dear.cost.overlap import Cycles, Kind, Moment, Overlap, Transfer, Unstated
 
 OPERATIONS: dict[Kind, str] = {
@@ -248,13 +249,12 @@ class _Stated(_Rank):
     def _send(self, index: int, transfer: Transfer) -> list[Sending]:
         nbytes = self.messages[index].nbytes
         parts = max(1, math.ceil(nbytes / transfer.part_bytes)) if transfer.part_bytes else 1
-        queue = {"channel": self._layer[index] + 1, "priority": self._urgency[index]}
+        channel, priority = 0, 0.0
+        if transfer.urgent:
+            channel, priority = self._layer[index] + 1, self._urgency[index]
+        cost = self._costs[OPERATIONS[transfer.kind]]
         return [
-            self.link.send(
-                self._costs[OPERATIONS[transfer.kind]],
-                nbytes / parts,
-                **(queue if transfer.urgent else {}),
-            )
+            self.link.send(cost, nbytes / parts, channel=channel, priority=priority)
             for _ in range(parts)
         ]
 
@@ -297,9 +297,10 @@ def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:
 def _transfers_of(message: Message, overlap: Overlap) -> tuple[Transfer, ...]:
     instead = [t for t in overlap.transfers if t.buckets == "instead"]
     some = any(t.buckets == "some" for t in overlap.transfers)
-    if (some and message.some is None) or any(t.up_to_bytes is None for t in instead):
+    limits = [t.up_to_bytes for t in instead if t.up_to_bytes is not None]
+    if (some and message.some is None) or len(limits) < len(instead):
         raise UnmodelledError("it is not known which messages have which transfers")
-    small = tuple(t for t in instead if message.nbytes <= t.up_to_bytes)
+    small = tuple(t for t, limit in zip(instead, limits, strict=True) if message.nbytes <= limit)
     having = ("all", "some") if message.some else ("all",)
     return small or tuple(t for t in overlap.transfers if t.buckets in having)
 

@@ -30,7 +30,9 @@ class Occupying(Protocol):
 
 def occupancy_s(cost: Cost, nbytes: float) -> float:
     """Returns the seconds for which a message occupies the link; if not known, the whole cost."""
-    return cost.occupancy_s(nbytes) if isinstance(cost, Occupying) else cost(nbytes)
+    # Faster than `isinstance(cost, Occupying)`, and this runs twice per message.
+    occupied_s: Cost = getattr(cost, "occupancy_s", cost)
+    return occupied_s(nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ class Link:
         self._events = events
         self._chunk_bytes = chunk_bytes
         self._channels: dict[object, deque[Sending]] = {}
+        """Queues that are not empty."""
         self._count = 0
         self._served: Sending | None = None
         self._since_s = 0.0
@@ -136,8 +139,12 @@ class Link:
         return sending
 
     def _head(self) -> Sending | None:
-        heads = [queue[0] for queue in self._channels.values() if queue]
-        return max(heads, key=lambda head: (head.priority, -head.order)) if heads else None
+        first = None
+        for queue in self._channels.values():
+            head = queue[0]
+            if first is None or (head.priority, -head.order) > (first.priority, -first.order):
+                first = head
+        return first
 
     def _serve(self) -> None:
         self._served = self._head()
@@ -173,7 +180,10 @@ class Link:
         self.busy_s += gone_s
         served.left_s -= gone_s
         if served.left_s <= 1e-12:
-            self._channels[served.channel].popleft()
+            queue = self._channels[served.channel]
+            queue.popleft()
+            if not queue:
+                del self._channels[served.channel]
             self._events.at(self._events.now_s + served.start_up_s, lambda: self._end(served))
         self._serve()
 

@@ -117,6 +117,7 @@ class VirtualCommunicator(Communicator):
             operation,
             max(tensor.nbytes for tensor in tensors),
             effect,
+            None if operation == "broadcast" else output,
             legs=(group.shape,),
             channel=id(group),
             priority=priority,

@@ -12,11 +12,11 @@ import pytest
 from common.harness.cli import main
 from common.results.exports import chakra, traces
 from common.virtual.costs.parts import Shape
-from common.virtual.events import Events
-from common.virtual.link import Link
 from common.virtual.passes import UnmodelledError
 from common.virtual.world.run import predicted, traced
 from common.virtual.world.trace import Computation, Sent
+from dear.cost.event_model.events import Events
+from dear.cost.event_model.link import Link
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names
 from tests.unit.test_virtual_world import setting

@@ -118,6 +118,7 @@ class VirtualCommunicator(Communicator):
             operation,
             max(tensor.nbytes for tensor in tensors),
             effect,
+            None if operation == "broadcast" else output,
             legs=(group.shape,),
             ranks=group.ranks,
             channel=id(group),

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
 
     # A forked process cannot use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(usable_cores(), context) as pool:
+    with ProcessPoolExecutor(usable_cores(), context, initializer=_alone_on_core) as pool:
 
         def answers(questions: Sequence[Question]) -> list[Answer]:
             with contextlib.redirect_stdout(sys.stderr):
@@ -98,6 +98,13 @@ def main(options: argparse.Namespace) -> int:
         print(table.text(advice, asked.title, asked.samples))
         print("\n".join(f"{key}:\n  {text}" for key, text in use.items()))
     return Status.OK
+
+
+def _alone_on_core() -> None:
+    """Keeps torch from more threads than the process has cores."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -206,6 +206,7 @@ class InProcess:
 
 def test_advice_of_the_virtual_cluster(capsys, monkeypatch):
     monkeypatch.setattr(verb, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(verb, "FACTORS", (4.0,))
     cluster = ["--hosts", "4", "--ranks-per-host", "2", "--network", "1gbe"]
     assert main(["advise", "--json", "--model", TINY[0], *cluster]) == 0
     advice = json.loads(capsys.readouterr().out)

@@ -35,7 +35,8 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         optimizer: any torch optimizer over parameters of `model`; it is changed in place.
         model: the replica on this rank, already on its device; it is changed in place.
         algorithm: a name from `python benchmarks.py list`, or a name that the reference suites use.
-            None: `dear`, or `mgwfbp` if `named_parameters` is given in place of `model`.
+            `auto` measures the first steps and then chooses one. None: `dear`, or `mgwfbp` if
+            `named_parameters` is given in place of `model`.
         named_parameters: the generator `model.named_parameters()`, in place of `model`, as in
             scripts of MG-WFBP and Horovod. A list does not work: the model is read from the
             generator.
@@ -68,8 +69,7 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         if clipping is not None:
             clipping.remove()
         raise
-    if clipping is not None:
-        wrapped._engine.hooks.adopt(clipping)
+    wrapped.before_engine = clipping
     return wrapped
 
 

@@ -17,10 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.models.profile import Profile
-from common.virtual.link import Cost
-from common.virtual.passes import Passes, UnmodelledError, grouped, passes_of, update_s_of
-from common.virtual.step import Prediction, predict
+from common.virtual.passes import passes_of, update_s_of
+from dear.algorithms.planning import foreseen
 from dear.buckets.grouping import Arrived
+from dear.cost.event_model.link import Cost
+from dear.cost.event_model.passes import Passes, UnmodelledError
+from dear.cost.event_model.step import Prediction
 from dear.cost.fit import AlphaBeta
 from dear.training.algorithm import algorithm_class
 
@@ -38,8 +40,8 @@ def foresee(
     Args:
         options: the algorithm's options (`dear.training.algorithm.algorithm_options`).
         costs: cost by operation. A cost may have an `occupancy_s`, the time for which it occupies
-            the link; queued messages overlap the rest (see `common.virtual.link`). A cost without
-            it occupies the link all the time.
+            the link; queued messages overlap the rest (see `dear.cost.event_model.link`). A cost
+            without it occupies the link all the time.
         update_s: seconds of the optimizer's step for all parameters; None: SGD with momentum.
 
     Raises:
@@ -48,17 +50,9 @@ def foresee(
     """
     kind = algorithm_class(algorithm)
     passes = passes_of(profile, update_s_of(profile) if update_s is None else update_s)
-    if kind.traffic(options, world_size, 1) is not None:
-        raise UnmodelledError("the algorithm's ranks average in groups")
-    share = share_on_wire(options)
-    reduced = costs.get("all_reduce")
-    if reduced is None:
-        raise UnmodelledError("no cost of all_reduce is known")
-    groups = kind.grouping(options, arrived(passes), lambda nbytes: reduced(nbytes * share))
-    if groups is None:
-        raise UnmodelledError("which gradients travel together is not known before it runs")
-    messages = grouped(passes, groups, share)
-    return predict(passes, messages, kind.overlap_of(options), costs, world_size)
+    return foreseen(
+        kind, options, arrived(passes), passes, costs, world_size, share_on_wire(options)
+    )
 
 
 def arrived(passes: Passes) -> Arrived:
@@ -69,6 +63,7 @@ def arrived(passes: Passes) -> Arrived:
         arrivals_s=[gradient.ready_s for gradient in gradients],
         owners=[gradient.name.rpartition(".")[0] for gradient in gradients],
         end_s=passes.backward_s,
+        reads_s=passes.reads_s(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Compute and messages of a training step, from a layer profile and a plan.
+"""Passes and messages of a training step, from a layer profile and a plan.
 
 A plan is the list of the messages of a step: the record of a trial has the size and the first and
 last gradient of each.
@@ -11,52 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.models.profile import Profile
-
-
-class UnmodelledError(Exception):
-    """Reason why the event model cannot compute a step, as a sentence without a full stop."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gradient:
-    """Gradient of the backward pass."""
-
-    name: str
-    nbytes: int
-    ready_s: float
-    """Seconds from the start of the backward pass."""
-    layer: int
-    """Index of the first layer of the forward pass that reads the parameter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Compute of one rank in a step."""
-
-    forward_s: tuple[float, ...]
-    """Seconds of each layer in the forward pass."""
-    backward_s: float
-    update_s: float
-    """Time of the optimizer's step for all parameters."""
-    gradients: tuple[Gradient, ...]
-    """Gradients in the order in which they become ready."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.gradients)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """Gradients that are sent together."""
-
-    members: tuple[int, ...]
-    """Indices in `Passes.gradients`."""
-    nbytes: float
-    """Bytes on the wire."""
-    some: bool | None = None
-    """True if the message has the transfers with `buckets="some"` (`dear.cost.overlap.Transfer`),
-    such as a second all-gather; None: not known."""
+from dear.cost.event_model.passes import Gradient, Message, Passes, UnmodelledError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,20 +101,3 @@ def _stretch(passes: Passes, left: Sequence[int], bundle: Bundle) -> slice | Non
         if total == bundle.nbytes and matches:
             return slice(start, stop)
     return None
-
-
-def grouped(
-    passes: Passes, groups: Sequence[Sequence[int]], share: float = 1.0
-) -> tuple[Message, ...]:
-    """Returns one message for each group of gradients.
-
-    Args:
-        groups: indices in `passes.gradients`, as from the rules of `dear.buckets.grouping`.
-    """
-    return tuple(
-        Message(
-            members=tuple(group),
-            nbytes=share * sum(passes.gradients[index].nbytes for index in group),
-        )
-        for group in groups
-    )

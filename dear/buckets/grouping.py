@@ -227,6 +227,9 @@ class Arrived:
     """Layer of each gradient."""
     end_s: float
     """Duration of the pass in seconds."""
+    reads_s: Sequence[float] = ()
+    """Seconds from the start of a forward pass until it reads each gradient's parameter; empty: not
+    known."""
 
     def by_layer(self) -> Groups:
         """Returns the gradients of each layer, in the order in which layers are complete."""
@@ -322,7 +325,11 @@ def agree(mine: RunOrder, communicator: Communicator) -> RunOrder:
 
 
 def group(
-    model: torch.nn.Module, params: Sequence[torch.nn.Parameter], order: RunOrder, options: Any
+    model: torch.nn.Module,
+    params: Sequence[torch.nn.Parameter],
+    order: RunOrder,
+    options: Any,
+    plan: Groups | None = None,
 ) -> list[list[torch.nn.Parameter]]:
     """Groups `params`, and sorts the groups by when the next forward pass needs them.
 
@@ -332,11 +339,14 @@ def group(
 
     Args:
         options: options of `dear` that choose which layers travel together.
+        plan: indices of the parameters of each group, with fusion=planned.
     """
     place = {param: i for i, param in enumerate(params)}
     arrival = {params[index]: i for i, index in enumerate(order.arrivals)}
     waits = dict(zip((params[index] for index in order.arrivals), order.waits_s, strict=True))
     units = [[param] for param in params] if options.fusion == "none" else layers(model, params)
+    if plan is not None:
+        units = [[params[index] for index in members] for members in plan]
     kinds: dict[tuple[object, ...], list[list[torch.nn.Parameter]]] = {}
     for unit in units:
         for kind, alike in _split(unit, lambda param: (*_kind(param), param in arrival)).items():
@@ -371,7 +381,7 @@ def launch_order(
 
 
 def _joined(sizes: Sequence[float], waits_s: Sequence[float], options: Any) -> Groups:
-    if options.fusion == "none":
+    if options.fusion in ("none", "planned"):  # a unit is a tensor, or a group of the plan
         return by_count(len(sizes), 1)
     if options.fusion == "nearby_layers":
         return by_count(len(sizes), options.nearby_layers)

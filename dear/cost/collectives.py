@@ -91,7 +91,7 @@ QUEUE, QUEUED_FROM = 8, 16 << 10
 MOST_BITS = 64
 """Exponent of the largest size that `start_up_bytes` tries."""
 
-Key = tuple[str, str, int, float]
+Key = tuple[str, str, int, float, bool]
 _fits: WeakKeyDictionary[Communicator, dict[Key, CollectiveCost]] = WeakKeyDictionary()
 
 
@@ -297,6 +297,7 @@ def measured_costs(
     device: torch.device,
     largest: int = SIZES[-1],
     budget_s: float = BUDGET_S,
+    queues: bool = False,
 ) -> CollectiveCost:
     """Measures a collective and returns its fitted cost, the same on all ranks.
 
@@ -306,19 +307,19 @@ def measured_costs(
     Args:
         largest: bytes of the largest message. Larger ones are sent only if `burst_bytes` is so
             large that fewer than two sizes would exceed it.
-        budget_s: as for `measure_collective`.
+        budget_s, queues: as for `measure_collective`.
     """
     if communicator.size == 1:
         return CollectiveCost(alpha_s=0.0, beta_s_per_byte=0.0)
     fits = _fits.setdefault(communicator, {})
-    key = (operation, device.type, largest, budget_s)
+    key = (operation, device.type, largest, budget_s, queues)
     if key not in fits:
         free = communicator.burst_bytes / carried(operation, communicator.size)
         # Each size is four times the previous one: the last two are above LARGE * free.
         most = max(largest, 16 * LARGE * free)
         sizes = [size for size in SIZES if size <= most]
         fits[key] = measure_collective(
-            communicator, operation, device, sizes=sizes, budget_s=budget_s
+            communicator, operation, device, sizes=sizes, queues=queues, budget_s=budget_s
         ).fit()
     return fits[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -14,6 +14,32 @@ from dear.options import at_least
 ROUNDS = 30
 HUBER = 1.5
 """Number of standard deviations beyond which a residual counts less."""
+
+Cost = Callable[[float], float]
+"""Function from the bytes of the full buffer to the seconds of a single collective."""
+
+
+def occupancy_s(cost: Cost, nbytes: float) -> float:
+    """Returns the seconds for which a message occupies the link, which messages behind it cannot
+    overlap: those of `cost.occupancy_s`, if it has this method, else the whole cost."""
+    known = getattr(cost, "occupancy_s", cost)
+    seconds: float = known(nbytes)
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnWire:
+    """Cost by bytes of gradients, of which `share` bytes travel per byte."""
+
+    cost: Cost
+    share: float
+
+    def __call__(self, nbytes: float) -> float:
+        return self.cost(nbytes * self.share)
+
+    def occupancy_s(self, nbytes: float) -> float:
+        """Returns the seconds for which a message occupies the link."""
+        return occupancy_s(self.cost, nbytes * self.share)
 
 
 @dataclass(frozen=True, kw_only=True)

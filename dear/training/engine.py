@@ -14,6 +14,7 @@ the algorithm. The engine calls the optimizer's own step:
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -82,6 +83,12 @@ class Replica(Generic[OptionsT_co]):
     def optimizer(self) -> torch.optim.Optimizer:
         assert self._optimizer is not None, "the engine's owner updates the parameters"
         return self._optimizer
+
+    def with_options(self, options: Any) -> Replica[Any]:
+        """Returns the same replica with options of another algorithm."""
+        other: Replica[Any] = copy.copy(self)
+        other.options = options
+        return other
 
 
 class Engine(Generic[OptionsT_co]):
@@ -220,6 +227,8 @@ class Distributed(OptimizerBase):
     _managed: set[torch.nn.Parameter]
     """Parameters that were trainable when the optimizer was distributed."""
     _local: contextlib.ExitStack | None = None
+    before_engine: Hooks | None = None
+    """Hooks that were registered before the engine's own, such as those that clip each gradient."""
 
     def step(self, closure: Closure | None = None) -> object:  # type: ignore[override]  # no overloads
         _check_all_managed(self)
@@ -313,6 +322,9 @@ class Distributed(OptimizerBase):
         """Flushes and removes the algorithm; the optimizer is then plain again."""
         self.flush()
         self._engine.close()
+        before = vars(self).pop("before_engine", None)
+        if before is not None:
+            before.remove()
         del self._engine, self._managed
         _change_class(self, type(self).__mro__[2])
 

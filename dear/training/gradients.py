@@ -96,6 +96,11 @@ class BackwardSchedule:
         finally:
             self._paused = before
 
+    @property
+    def sends_nothing(self) -> bool:
+        """True within `paused()`."""
+        return self._paused
+
     def regroup(self, units: Sequence[Sequence[torch.nn.Parameter]], order: Sequence[int]) -> None:
         """Replaces the units, which are launched in `order` from the next pass on."""
         self._set_units(units)

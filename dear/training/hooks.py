@@ -152,11 +152,6 @@ class Hooks:
                 hook = _ModuleHook(partial(_compare, before, replaced))
                 self._handles.append(module.register_load_state_dict_post_hook(hook))
 
-    def adopt(self, others: Hooks) -> None:
-        """Takes over the hooks of `others`, which `remove` then removes."""
-        self._handles += others._handles
-        others._handles = []
-
     def remove(self) -> None:
         """Takes out every hook; a second call does nothing."""
         while self._handles:

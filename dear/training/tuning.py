@@ -8,18 +8,19 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from dear.buckets.compressors import CompressedOptions, HalfOptions
-from dear.buckets.grouping import Cost
+from dear.buckets.grouping import Groups
 from dear.comm.communicator import Communicator
 from dear.cost.collectives import BUDGET_S, SIZES, measured_costs
+from dear.cost.fit import OnWire
 from dear.cost.measurement import Operation
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch
 from dear.options import only_with, option_of, positive
-from dear.training.hooks import Hooks, at_end_of_backward
+from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
 
 if TYPE_CHECKING:
     from bayes_opt import BayesianOptimization
@@ -38,11 +39,15 @@ RAMPS = ("threshold", "tuned")
 class FusionOptions(CompressedOptions):
     """Options of the fusion rule, by which layers form groups, and of compression."""
 
-    fusion: Literal["threshold", "none", "nearby_layers", "wait_time", "tuned"] = "threshold"
+    fusion: Literal["threshold", "none", "nearby_layers", "wait_time", "tuned", "planned"] = (
+        "threshold"
+    )
     """`threshold`: neighbouring layers up to `threshold_mb`; `none`: every tensor alone;
     `nearby_layers`: that many layers per group; `wait_time`: layers whose gradients arrive within
     one `cycle_time_ms`, as measured in the first 5 steps; `tuned`: like `threshold`, with a
-    threshold from the first 52 steps (Bayesian optimisation, 1 to 256 MB, 10 trials)."""
+    threshold from the first 52 steps (Bayesian optimisation, 1 to 256 MB, 10 trials); `planned`:
+    the best groups under a model of the step, whose passes and collectives are measured in the
+    first 5 steps."""
     threshold_mb: float = 25.0
     """Size below which layers are joined, in MB of 2^20 bytes; first value of `tuned`."""
     first_mb: float | None = None
@@ -56,17 +61,18 @@ class FusionOptions(CompressedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("threshold_mb", "first_mb", "cycle_time_ms"):
-            positive(option_of(self, field), getattr(self, field))
+        for name in ("threshold_mb", "first_mb", "cycle_time_ms"):
+            positive(option_of(self, name), getattr(self, name))
         if self.nearby_layers == 0:
             raise UserError(f"{option_of(self, 'nearby_layers')} must not be 0")
-        for field in ("threshold_mb", "first_mb"):
-            only_with(self, field, "fusion", RAMPS)
+        for name in ("threshold_mb", "first_mb"):
+            only_with(self, name, "fusion", RAMPS)
         only_with(self, "nearby_layers", "fusion", ["nearby_layers"])
         only_with(self, "cycle_time_ms", "fusion", ["wait_time"])
 
     def settling_steps(self) -> int:
-        regroups = {"wait_time": WATCHED_STEPS, "tuned": tuning_steps(TRIALS)}
+        regroups = dict.fromkeys(("wait_time", "planned"), WATCHED_STEPS)
+        regroups["tuned"] = tuning_steps(TRIALS)
         return max(super().settling_steps(), regroups.get(self.fusion, 0))
 
     def slowed(self: FusionT, factor: float) -> FusionT:
@@ -186,6 +192,9 @@ class Regrouping(Generic[RuleT]):
     watches = False
     """True if arrival times are needed after the first step, too."""
 
+    plan: Groups | None = None
+    """Groups of indices of parameters, in place of a rule over layers."""
+
     def __init__(self, options: RuleT) -> None:
         self.options = options
         """Current options, for `dear.buckets.grouping.group`."""
@@ -197,6 +206,9 @@ class Regrouping(Generic[RuleT]):
     def findings(self) -> dict[str, object]:
         """Returns this rule's entries for `Engine.findings`."""
         return {}
+
+    def close(self) -> None:
+        """Removes the rule's hooks, if it has some."""
 
 
 class ByWaitTime(Regrouping[FusionOptions]):
@@ -216,6 +228,38 @@ class ByWaitTime(Regrouping[FusionOptions]):
         self.options = self._wanted
         self.watches = False
         return True
+
+
+class Planned(ByWaitTime):
+    """Rule with a single group at first, and then groups by the measured times of the passes.
+
+    Args:
+        times: measures the passes.
+        plan: returns the groups for the measured passes, and findings; a collective call.
+    """
+
+    def __init__(
+        self,
+        options: FusionOptions,
+        times: LayerTimes,
+        plan: Callable[[BackwardProfile], tuple[Groups, dict[str, object]]],
+    ) -> None:
+        super().__init__(options)
+        self._times = times
+        self._plan = plan
+        self._findings: dict[str, object] = {}
+
+    def after_step(self) -> bool:
+        regroups = super().after_step()
+        if regroups:
+            self.plan, self._findings = self._plan(self._times.stop())
+        return regroups
+
+    def findings(self) -> dict[str, object]:
+        return {"planned": self._findings} if self._findings else {}
+
+    def close(self) -> None:
+        self._times.stop()
 
 
 class Tuned(Regrouping[RuleT]):
@@ -309,19 +353,22 @@ def cost_of_gradients(
     options: HalfOptions,
     like: torch.Tensor,
     *,
+    operation: Operation | None = None,
     largest: int = SIZES[-1],
     budget_s: float = BUDGET_S,
-) -> Cost:
+    queues: bool = False,
+) -> OnWire:
     """Returns a function from the bytes of gradients like `like` to the seconds of their message.
 
     Args:
         options: compression; payloads are all-gathered, other gradients all-reduced.
-        largest, budget_s: as for `measured_costs`.
+        operation: another collective of the gradients.
+        largest, budget_s, queues: as for `measured_costs`.
     """
-    operation: Operation = "all_gather" if options.gathers else "all_reduce"
-    cost = measured_costs(communicator, operation, like.device, largest, budget_s)
+    operation = operation or ("all_gather" if options.gathers else "all_reduce")
+    cost = measured_costs(communicator, operation, like.device, largest, budget_s, queues)
     share = options.share(like.element_size()) * (communicator.size if options.gathers else 1)
-    return lambda nbytes: cost(nbytes * share)
+    return OnWire(cost=cost, share=share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +379,8 @@ class BackwardProfile:
     """Parameters in the order of their gradients; those without a gradient come last."""
     arrivals_s: list[float]
     """Seconds from the start of the backward pass, ascending, in the order of `order`."""
+    entered_s: Mapping[torch.nn.Module, float] = field(default_factory=dict)
+    """Seconds from the start of the forward pass until each module ran, if modules were timed."""
     forward_s: float = 0.0
     backward_s: float = 0.0
 
@@ -341,6 +390,9 @@ class LayerTimes:
 
     The backward pass starts when the model's forward pass ends, so it includes the loss. On CUDA
     the times are the device's. Nothing should communicate meanwhile.
+
+    Args:
+        readers: if given, also the modules are timed, except those inside a compiled region.
     """
 
     def __init__(
@@ -348,6 +400,7 @@ class LayerTimes:
         model: torch.nn.Module,
         params: Sequence[torch.nn.Parameter],
         communicator: Communicator,
+        readers: ReaderMap | None = None,
     ) -> None:
         self._params = list(params)
         self._device = params[0].device
@@ -360,6 +413,12 @@ class LayerTimes:
         self._marks: dict[int, Mark] = {}
         self._in_pass = False
         self._passes: list[tuple[Mark, Mark, dict[int, Mark], Mark]] = []
+        self._entered: dict[torch.nn.Module, Mark] = {}
+        self._entries: list[dict[torch.nn.Module, Mark]] = []
+        """First entries into modules in each of `_passes`."""
+        if readers is not None:
+            inner = [module for module in model.modules() if module is not model]
+            self._hooks.before_forward(inner, self._before_module, readers)
         self._hooks.before_forward([model], self._before_forward)
         self._hooks.after_forward(model, self._after_forward)
         self._hooks.on_gradient(self._params, self._on_gradient)
@@ -385,18 +444,28 @@ class LayerTimes:
             if seen:
                 arrivals[i] = middle(seen)
         last = max([backward, *arrivals.values()])
+        entered: dict[torch.nn.Module, list[float]] = {}
+        for (began, *_), entries in zip(passes, self._entries, strict=True):
+            for module, mark in entries.items():
+                entered.setdefault(module, []).append(between(began, mark))
         # Among parameters that arrive together, the last registered came first, as in the pass.
         order = sorted(range(count), key=lambda i: (i not in arrivals, arrivals.get(i, 0.0), -i))
         return BackwardProfile(
             order=order,
             arrivals_s=[arrivals.get(i, last) for i in order],
+            entered_s={module: middle(times_s) for module, times_s in entered.items()},
             forward_s=forward,
             backward_s=backward,
         )
 
     def _before_forward(self, module: torch.nn.Module) -> None:
         self._began = self._now()
+        self._entered = {}
         self._in_pass = False  # an error may have ended the last pass
+
+    def _before_module(self, module: torch.nn.Module) -> None:
+        if module not in self._entered:  # a checkpoint runs it again in the backward pass
+            self._entered[module] = self._now()
 
     def _after_forward(self, module: torch.nn.Module) -> None:
         self._turned = self._now()
@@ -415,6 +484,7 @@ class LayerTimes:
             self._in_pass = False
             assert self._began is not None and self._turned is not None, "the forward came first"
             self._passes.append((self._began, self._turned, self._marks, self._now()))
+            self._entries.append(self._entered)
 
     def _now(self) -> Mark:
         if not self._cuda:

@@ -127,6 +127,8 @@ _FUSIONS: tuple[dict[str, Any], ...] = (
     {"small_kb": 0, "fusion": "wait_time", "cycle_time_ms": 0.05},
     {"fusion": "none", "small_kb": 0.3},
     {"fusion": "threshold", "small_kb": 8},
+    {"fusion": "planned", "small_kb": 0.05},
+    {"fusion": "planned", "small_kb": 0.0001},
 )
 _UPDATES: tuple[dict[str, Any], ...] = (
     {"update": "sharded"},

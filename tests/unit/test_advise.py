@@ -12,9 +12,9 @@ from common.virtual.advice.search import Answer, Axis, Candidate, advise
 from common.virtual.costs.engines import costs_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
-from common.virtual.link import Pairwise
 from common.virtual.passes import UnmodelledError
 from common.virtual.world.run import predicted
+from dear.cost.event_model.link import Pairwise
 from dear.cost.fit import AlphaBeta, CollectiveCost, Regime
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options

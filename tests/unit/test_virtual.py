@@ -11,25 +11,25 @@ import torch
 
 from common.models.profile import Call, ProfiledParameter, load, path_of
 from common.models.replay.model import Replay
-from common.virtual.events import Events
 from common.virtual.foresee import arrived, foresee, halved, share_on_wire
-from common.virtual.link import Link
 from common.virtual.passes import (
     Bundle,
     Gradient,
     Message,
     Passes,
     UnmodelledError,
-    grouped,
     messages_of,
     passes_of,
     update_s_of,
 )
-from common.virtual.step import predict
 from dear.algorithms.synchronous.dear import with_first
 from dear.buckets.grouping import RunOrder, group, launch_order
 from dear.cost.bounds import StepTimes, comm_times, step_bound_s
 from dear.cost.collectives import table_costs
+from dear.cost.event_model.events import Events
+from dear.cost.event_model.link import Link
+from dear.cost.event_model.passes import grouped
+from dear.cost.event_model.step import predict
 from dear.cost.fit import AlphaBeta
 from dear.cost.overlap import Cycles, Overlap, Transfer, Unstated
 from dear.errors import UserError

@@ -16,11 +16,11 @@ from common.results.tables.predicted import PredictedRow, overview
 from common.virtual.costs.engines import costs_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
-from common.virtual.events import Events
 from common.virtual.foresee import foresee, halved
 from common.virtual.passes import UnmodelledError
 from common.virtual.world.run import Setting, predicted, slowest
 from dear.cost.collectives import table_costs
+from dear.cost.event_model.events import Events
 from dear.cost.fit import AlphaBeta
 from dear.errors import UserError
 from dear.options import Options
@@ -274,3 +274,18 @@ def test_validate_compares_with_a_record(capsys):
     assert status == 0 and len(result["rows"]) == 16
     assert all(math.isfinite(row["error"]) for row in result["rows"])
     assert result["summary"]["mean_error"] < 0.05
+    for row in result["rows"]:
+        assert row["low_s"] < row["predicted_s"] < row["high_s"]
+        assert row["inside"] == (row["low_s"] <= row["measured_s"] <= row["high_s"])
+    assert result["summary"]["inside"] == sum(row["inside"] for row in result["rows"]) > 0
+    assert 0.01 < result["summary"]["median_width"] < 0.3
+
+
+def test_costs_come_from_another_model_of_another_sweep(capsys):
+    names = ("fidelity-bert", "fidelity")
+    assert (
+        main(["validate", "--json", *(str(ROOT / "docs" / "records" / name) for name in names)])
+        == 0
+    )
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(row["costs_of"] != row["model"] for row in rows)

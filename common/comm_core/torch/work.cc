@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -24,6 +25,9 @@ namespace {
 // A callback gets this long before another thread runs the next ones. It must be much longer than a
 // callback that only waits for a core or for Python's lock, or later ones would overtake it.
 constexpr auto kPatience = std::chrono::milliseconds(50);
+// Time that callbacks get to end at the end of the process. The other ranks wait for it, too: they
+// notice the end of this one by its connections.
+constexpr auto kExitPatience = std::chrono::seconds(3);
 // Limit on threads: more callbacks that wait for each other are probably a mistake.
 constexpr size_t kMostThreads = 64;
 
@@ -43,17 +47,20 @@ class Caller {
 
   bool forked() const { return forks_ != forks(); }
 
-  // Returns once all queued callbacks have run. Later ones are dropped.
-  void stop() {
-    if (forked()) return;  // the threads are the parent's
+  // Returns once all queued callbacks have run, or at `until`. Later ones are dropped. Returns how
+  // many are still running: their threads are left to the end of the process.
+  size_t stop(std::chrono::steady_clock::time_point until) {
+    if (forked()) return 0;  // the threads are the parent's
     std::vector<std::thread> threads;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopped_ = true;
-      threads.swap(threads_);
-      changed_.notify_all();
-    }
-    for (std::thread& thread : threads) thread.join();
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopped_ = true;
+    threads.swap(threads_);
+    changed_.notify_all();
+    const bool all = changed_.wait_until(lock, until, [&] { return ended_ == threads.size(); });
+    const size_t running = threads.size() - ended_ - idle_;
+    lock.unlock();
+    for (std::thread& thread : threads) all ? thread.join() : thread.detach();
+    return all ? 0 : running;
   }
 
  private:
@@ -66,7 +73,7 @@ class Caller {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return stopped_ || !queue_.empty(); });
-      if (queue_.empty()) return;
+      if (queue_.empty()) break;
       if (calling_) {
         const uint64_t call = call_;
         const auto over = [&] { return !calling_ || call_ != call; };
@@ -87,6 +94,9 @@ class Caller {
       if (call_ == call) calling_ = false;  // else another thread runs later callbacks
       changed_.notify_all();
     }
+    --idle_;
+    ++ended_;
+    changed_.notify_all();
   }
 
   const size_t most_threads_;
@@ -95,6 +105,7 @@ class Caller {
   std::deque<std::function<void()>> queue_;
   std::vector<std::thread> threads_;
   size_t idle_ = 0;       // number of threads outside callbacks
+  size_t ended_ = 0;      // number of threads that have nothing more to do
   uint64_t call_ = 0;     // number of the last callback begun
   bool calling_ = false;  // that callback has not ended
   bool stopped_ = false;
@@ -136,8 +147,11 @@ void call_back(std::function<void()> callback) { caller().add(std::move(callback
 void call_in_order(std::function<void()> work) { starter().add(std::move(work)); }
 
 void stop_calling_back() {
-  starter().stop();
-  caller().stop();
+  const auto until = std::chrono::steady_clock::now() + kExitPatience;
+  const size_t running = starter().stop(until) + caller().stop(until);
+  if (running == 0) return;
+  fprintf(stderr, "comm_core: the process ends although %zu callback(s) of futures still run\n",
+          running);
 }
 
 void keep_waiting_threads() {

@@ -74,7 +74,8 @@ Block& block();  // this thread's
 void call_back(std::function<void()> callback);
 // Runs `work`, which may block on a device, strictly in the order of the calls.
 void call_in_order(std::function<void()> work);
-// Ends the threads of the two above after the queued work has run. Later work is dropped.
+// Ends the threads of the two above after the queued work has run, or says on stderr that some
+// still runs after a few seconds. Later work is dropped.
 void stop_calling_back();
 // The thread that ends Python calls this. From then on, other threads that wait for an operation
 // never return: the interpreter would end them inside C++ frames, and the process would abort.

@@ -9,10 +9,8 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,7 @@ from common.harness.experiment_file import CommandLine, find_experiment, load
 from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
-from common.machine.cgroups import usable_cores
+from common.machine.processes import spread
 from common.models.registry import profile_of
 from dear.cost.fit import AlphaBeta
 from dear.errors import Unavailable, UserError
@@ -31,9 +29,9 @@ from dear.options import Options, positive
 if TYPE_CHECKING:
     from common.results.tables.predicted import PredictedRow, ReachRow
     from common.virtual.costs.parts import Shape
-    from common.virtual.link import Cost
     from common.virtual.over import Point
     from common.virtual.world.run import Setting
+    from dear.cost.event_model.link import Cost
 
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
@@ -77,6 +75,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--figure", type=Path, metavar="FOLDER", help="draw the series of --over into this folder"
     )
+    for name, what in (("trace", "timelines, for Perfetto"), ("chakra", "Chakra execution traces")):
+        what = f"write {what} of each trial's predicted steps there"
+        parser.add_argument(f"--{name}", type=Path, metavar="FOLDER", help=what)
     add_custom(parser.add_argument_group("custom models and algorithms"))
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--rows", action="store_true", help="print a row for each trial")
@@ -85,10 +86,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints the predictions; the exit status is 1 if no trial has one."""
+    from common.harness import output
+
     fixed = _fixed(options.alpha_ms, options.beta_ns)
     series = _series(options.over, fixed)
     if options.figure is not None and not series:
         raise UserError("--figure draws a series: it goes with --over, e.g. --over workers")
+    folders = options.trace, options.chakra
+    output.check_predicted(*folders, series=bool(series))
     path = find_experiment(options.experiment or EXPERIMENT)
     keys = {key: getattr(options, key) for key in ("engine", "inside")}
     overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
@@ -111,6 +116,9 @@ def main(options: argparse.Namespace) -> int:
 
         for path in figure.draw(rows, options.figure):
             print(path, file=sys.stderr)
+    if any(folders):
+        setting_of = partial(_setting, cluster=cluster, fixed=fixed, sign=0)
+        output.write_predicted(trials, setting_of, *folders)
     if options.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
         return _status(rows)
@@ -180,13 +188,8 @@ def predictions(
     for trial in many:
         _check(trial)
         _links(trial, cluster, fixed, series[0] if series else None)
-    # A forked process cannot use torch if this process has done so, as in a test.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(usable_cores(), len(many))), context) as pool:
-        planned = [(trial.to_json(), point) for trial in many for point in series or [None]]
-        rows = list(
-            pool.map(partial(_row, cluster=cluster, fixed=fixed), *zip(*planned, strict=True))
-        )
+    planned = [(trial.to_json(), point) for trial in many for point in series or [None]]
+    rows = spread(partial(_row, cluster=cluster, fixed=fixed), *zip(*planned, strict=True))
     bases = {row.place: row.step_s for row in rows if row.algorithm == base}
     return [dataclasses.replace(row, baseline_s=bases.get(row.place)) for row in rows]
 
@@ -194,9 +197,7 @@ def predictions(
 def reaches(trials: Sequence[Trial], cluster: ClusterConfig) -> list[ReachRow]:
     """Returns the bandwidths at which trials reach shares of the speed of compute alone."""
     many = [trial.to_json() for trial in trials if trial.algorithm != BASELINE]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(usable_cores(), len(many))), context) as pool:
-        return list(pool.map(partial(_reach, cluster=cluster), many))
+    return spread(partial(_reach, cluster=cluster), many)
 
 
 def _reach(planned: Mapping[str, object], cluster: ClusterConfig) -> ReachRow:
@@ -370,8 +371,8 @@ def _setting(
     point: Point | None = None,
 ) -> Setting:
     """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
-    from common.virtual.link import Scaled
     from common.virtual.world.run import Setting, slowest
+    from dear.cost.event_model.link import Scaled
 
     shape, links = _shape(trial, cluster), _links(trial, cluster, fixed, point)
     profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)

@@ -65,7 +65,7 @@ class Module(nn.Module):
         """Runs `body`; returns `x`, through which autograd connects the units."""
         for part in body.parts:
             if isinstance(part, Work):
-                step.forward(part.forward_s)
+                step.forward(part)
                 for unit in part.units:
                     params = [step.model.parameter(name) for name, _ in unit.params]
                     x = _Backward.apply(x, step, unit, *params)
@@ -155,9 +155,10 @@ class _Step:
         self.pace = pace.current()
         self._pass: Pass | None = None
 
-    def forward(self, seconds: float) -> None:
+    def forward(self, work: Work) -> None:
         """Waits for a layer's time, and makes later gradients meanwhile."""
-        self.pace.begin(seconds)
+        self.pace.module = work.module
+        self.pace.begin(work.forward_s)
         self.gradients.work_ahead(self.pace.rest)
         self.pace.finish()
 
@@ -166,6 +167,7 @@ class _Step:
         if self._pass is None:
             self._pass = self.model.lead.begin(self.pace)
             at_end_of_backward(self._pass.end)
+        self.pace.module = unit.module
         self._pass.next(unit.backward_s)
 
     def end_backward(self, nbytes: int) -> None:

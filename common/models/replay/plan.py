@@ -20,6 +20,11 @@ class Unit:
     params: tuple[tuple[str, int], ...] = ()
     """Name and index of each parameter; at most two, because autograd keeps the order of two."""
 
+    @property
+    def module(self) -> str:
+        """Module of the first parameter; empty without parameters."""
+        return self.params[0][0].rpartition(".")[0] if self.params else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:

@@ -11,9 +11,9 @@ from common.models.profile import load, path_of
 from common.results.records import JsonObject, Record, Result
 from common.results.records.trust import Modelled, sending_costs
 from common.virtual.foresee import share_on_wire
-from common.virtual.link import Cost, Pairwise
 from common.virtual.passes import Bundle, Passes, UnmodelledError, messages_of, passes_of
-from common.virtual.step import FUSED, Prediction, predict
+from dear.cost.event_model.link import Cost, Pairwise
+from dear.cost.event_model.step import FUSED, Prediction, predict
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_options
 

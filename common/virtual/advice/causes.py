@@ -8,9 +8,9 @@ from functools import cache
 from typing import Literal, TypeVar
 
 from common.virtual.costs.parts import Composed, Timing
-from common.virtual.link import Cost
 from common.virtual.passes import UnmodelledError
 from common.virtual.world.run import Setting
+from dear.cost.event_model.link import Cost
 from dear.cost.fit import AlphaBeta, CollectiveCost
 
 Part = Literal["start_up", "bytes", "messages", "compute"]

@@ -104,7 +104,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """Cost of a collective, for `common.virtual.link`: seconds by the bytes of the full buffer."""
+    """Cost of a collective in seconds by bytes of the full buffer, for the event model's link."""
 
     timing: Callable[[float], Timing]
     """Function from bytes above 0 to the timing of a single collective."""

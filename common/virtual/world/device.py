@@ -47,10 +47,10 @@ class VirtualPace(Pace):
         finally:
             self._apart = before
 
-    def take(self, seconds: float) -> None:
-        """Lets arithmetic take its time, unless its time is known otherwise."""
+    def take(self, seconds: float, name: str) -> None:
+        """Lets an operator take its time, unless its time is known otherwise."""
         if not self._apart and not self.computing:
-            self.hold(seconds)
+            self._compute(seconds, name)
 
     def clock(self) -> float:
         return self._network.clock()
@@ -63,12 +63,18 @@ class VirtualPace(Pace):
 
     def begin(self, seconds: float, lead_s: float = 0.0) -> None:
         self.computing = True
-        self.hold(seconds)
+        self._compute(seconds, self.module)
 
     def hold(self, seconds: float) -> None:
         """Advances the clock by `seconds` of compute."""
+        self._compute(seconds, "copy")
+
+    def _compute(self, seconds: float, name: str) -> None:
         self.queued_s += seconds
+        start_s = self.clock()
         self._network.events.run_for(seconds)
+        if seconds and self._network.recorder is not None:
+            self._network.recorder.computed(name, start_s, self.clock())
 
     def rest(self) -> float:
         return 0.0
@@ -79,7 +85,7 @@ class VirtualPace(Pace):
     def work(self, compute: Callable[[], T], seconds: Callable[[], float]) -> T:
         self.begin(0.0)
         result = compute()
-        self.hold(seconds())
+        self._compute(seconds(), "update")
         self.finish()
         return result
 
@@ -110,7 +116,8 @@ class Arithmetic(TorchDispatchMode):
             tensors = written if isinstance(written, (list, tuple)) else (written,)
             if not any(map(_large, tensors)):
                 return func(*args, **kwargs)
-            self._pace.take(rule.traffic(args, tensors) / self._memory_bytes_per_s)
+            seconds = rule.traffic(args, tensors) / self._memory_bytes_per_s
+            self._pace.take(seconds, rule.name)
             return written if rule.returns else None
         if rule.makes_zeros:
             # The factory would touch its memory.
@@ -145,6 +152,7 @@ class _Rule:
                 self.written = _picker(index, argument.name)
                 break
         self._reads_target = base not in ("copy", "fill", "zero") and "out" not in func.__name__
+        self.name = base
         self.joins = short == "cat"  # along the first dimension, as torch flattens tensors
         self.fresh = self.written is None and base in (*_FRESH, *_BINARY, "cat")
         self.makes_zeros = short in ("zeros", "new_zeros")

@@ -49,16 +49,24 @@ class VirtualGroup(dist.ProcessGroup):
         self._awaited: list[Transfer] = []
         """Transfers that torch's C++ waits for at the end of the current backward pass."""
         self._shape: Shape | None = None
+        self._ranks: list[int] = []
 
     @property
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
     @property
+    def ranks(self) -> list[int]:
+        """Ranks of the group, in order."""
+        if not self._ranks:
+            self._ranks = sorted(dist.get_process_group_ranks(self))
+        return self._ranks
+
+    @property
     def shape(self) -> Shape:
         """Hosts and ranks of the group."""
         if self._shape is None:
-            self._shape = self._network.group(dist.get_process_group_ranks(self))
+            self._shape = self._network.group(self.ranks)
         return self._shape
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -84,7 +92,13 @@ class VirtualGroup(dist.ProcessGroup):
     def start(self, operation: str, nbytes: int, effect: Any, result: Any, **queue: Any) -> _Work:
         """Starts a transfer; returns the handle that torch expects."""
         transfer = self._network.start(
-            operation, nbytes, effect, legs=(self.shape,), channel=id(self), **queue
+            operation,
+            nbytes,
+            effect,
+            legs=(self.shape,),
+            ranks=self.ranks,
+            channel=id(self),
+            **queue,
         )
         return _Work(self, transfer, result)
 

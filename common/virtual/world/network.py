@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 
 from common.virtual.costs.parts import Shape
-from common.virtual.events import Events
-from common.virtual.link import CHUNK_BYTES, Cost, Crowded, Link, Sending
+from common.virtual.world.trace import Recorder
 from dear.comm.handles import WorkTimes
+from dear.cost.event_model.events import Events
+from dear.cost.event_model.link import CHUNK_BYTES, Cost, Crowded, Link, Sending
 from dear.errors import UserError
 
 Place = Literal["inside", "between"]
@@ -38,8 +39,10 @@ class Transfer:
         with torch.no_grad(), self._network.apart():
             self._effect()
         self._effect = _nothing
-        for callback in self._callbacks:
-            callback()
+        recorder = self._network.recorder
+        with contextlib.nullcontext() if recorder is None else recorder.because_of(self):
+            for callback in self._callbacks:
+                callback()
 
     def on_end(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the transfer ends; at once if it has ended."""
@@ -76,7 +79,7 @@ class Transfer:
 class Network:
     """Links of rank 0 of a cluster whose ranks all do the same at the same time.
 
-    A link carries one message at a time, the most urgent first (`common.virtual.link`).
+    A link carries one message at a time, the most urgent first (`dear.cost.event_model.link`).
 
     Args:
         costs: cost of each operation in a group of some hosts and ranks per host.
@@ -105,6 +108,8 @@ class Network:
         """Transfers that have started since the list was emptied."""
         self.waits: list[tuple[float, float]] = []
         """Start and end of each wait of the device for transfers, since the list was emptied."""
+        self.recorder: Recorder | None = None
+        """Recorder of what this rank does; None: nothing is recorded."""
         self.windows: list[Any] = []
         """Windows of this rank (`common.virtual.world.core.Window`)."""
         self.apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -147,6 +152,7 @@ class Network:
         effect: Callable[[], Any] = lambda: None,
         *,
         legs: Sequence[Shape] | None = None,
+        ranks: Sequence[int] | None = None,
         channel: object = 0,
         priority: int = 0,
     ) -> Transfer:
@@ -157,11 +163,14 @@ class Network:
             effect: called when the transfer ends.
             legs: hosts and ranks that take part in each of its messages; None: one message of all
                 ranks. The transfer ends when all messages have ended.
+            ranks: group of a collective; None: messages between single ranks.
             channel: queue, in which messages run one after another.
         """
         shapes = [leg for leg in legs or (self.shape,) if leg.ranks > 1]
         transfer = Transfer(self, operation, nbytes * len(shapes), effect)
         self.transfers.append(transfer)
+        if self.recorder is not None and shapes:
+            self.recorder.sent(transfer, ranks, channel, priority)
         left = len(shapes)
 
         def ended() -> None:
@@ -220,6 +229,8 @@ class Network:
             self.events.run_until(transfer.is_completed, transfer.name)
         if self.events.now_s > began_s:
             self.waits.append((began_s, self.events.now_s))
+        if self.recorder is not None:
+            self.recorder.awaited(self.recorder.of(transfers), began_s, self.events.now_s)
 
 
 def _nothing() -> None:

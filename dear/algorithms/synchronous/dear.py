@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dear.algorithms.planning import best_groups, measured_pass, passes_of
+from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import Bucket, adopt, flatten
 from dear.buckets.grouping import (
     KIB,
@@ -31,6 +34,8 @@ from dear.buckets.halves import (
 from dear.buckets.updates import Replicated, Sharded, element_wise, has_hooks
 from dear.comm.communicator import Communicator
 from dear.cost.collectives import start_up_bytes
+from dear.cost.event_model.link import Scaled
+from dear.cost.event_model.planning import Legs, exposed_s
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
@@ -38,7 +43,16 @@ from dear.options import at_least, only_with, option_of
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, Update, held, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
-from dear.training.tuning import RAMPS, FusionOptions, FusionT, cost_of_gradients, regrouping
+from dear.training.tuning import (
+    RAMPS,
+    BackwardProfile,
+    FusionOptions,
+    FusionT,
+    LayerTimes,
+    Planned,
+    cost_of_gradients,
+    regrouping,
+)
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -100,6 +114,11 @@ class Dear(Algorithm["Dear.Options"]):
             if self.small_kb:
                 only_with(self, "small_kb", "decouple", ["reduce_scatter_all_gather"])
                 only_with(self, "small_kb", "exclude_parts", [()])
+            if self.fusion == "planned" and self.decouple == "reduce_broadcast":
+                raise UserError(
+                    "option of dear 'fusion'=planned needs decouple=reduce_scatter_all_gather, got "
+                    "decouple=reduce_broadcast, whose reductions to one rank are not measured"
+                )
             if self.gathers:
                 self._refuse_halves()
 
@@ -165,9 +184,19 @@ class Dear(Algorithm["Dear.Options"]):
         )
 
     @classmethod
-    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
-        """Returns the groups; with `tuned`, the groups of the first trial."""
-        return by_layers(arrived, with_first(options, lambda: cost))
+    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups | None:
+        """Returns the groups; with `tuned`, the groups of the first trial.
+
+        Each half of an all-reduce counts as half of its cost.
+        """
+        if options.fusion != "planned":
+            return by_layers(arrived, with_first(options, lambda: cost))
+        if not arrived.reads_s:
+            return None
+        half = Scaled(cost=cost, factor=0.5)
+        legs = _legs(options, cost, half, None if options.gathers else half)
+        usual = by_layers(arrived, with_first(FusionOptions(), lambda: cost))
+        return best_groups(arrived, legs, cost, [usual])
 
     def refuse(self, replica: Replica[Options]) -> None:
         refuse_lbfgs(replica.optimizer, "dear")
@@ -206,12 +235,15 @@ class DearEngine(DeferredEngine[Dear.Options]):
     def __init__(self, replica: Replica[Dear.Options]) -> None:
         super().__init__(replica, [[param] for param in replica.params])
         options = self.options
-        self._sharded = (
+        self.sharded = (
             not options.gathers and options.update != "replicated" and element_wise(self.optimizer)
         )
         """True if each rank updates only its own part, and has optimizer state only for it."""
         self._rule = regrouping(options, self.communicator)
         """Rule by which layers form groups."""
+        if options.fusion == "planned":
+            times = LayerTimes(self.model, self.params, self.communicator, self.readers)
+            self._rule = Planned(options, times, self._search)
         self._plain = type(self.optimizer)
         self._usage = Usage(self.params, self.communicator)
         self._watching = True
@@ -269,7 +301,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
             )
 
     def apply(self, update: Update) -> object:
-        if self._sharded and has_hooks(self.optimizer):  # hooks expect the means in `p.grad`
+        if self.sharded and has_hooks(self.optimizer):  # hooks expect the means in `p.grad`
             self.refuse_touched()
             self.arrive()
             return self.step_averaged(update)
@@ -305,7 +337,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         whole = self.averaged and not self.schedule.unsent
-        if whole or not self._sharded or norm_type <= 0:
+        if whole or not self.sharded or norm_type <= 0:
             return super().clip_grad_norm(params, max_norm, norm_type)
         self.settle()
         self.complete_pass()
@@ -329,6 +361,8 @@ class DearEngine(DeferredEngine[Dear.Options]):
 
     def before_model(self, module: torch.nn.Module) -> None:
         """Lays buckets out again if the model was moved; a hook that runs before all others."""
+        if self._rule.watches:
+            self.settle()  # the times of layers should include no waits
         if not self._reclaimed():
             self._lay_out(learn=False)
 
@@ -351,12 +385,12 @@ class DearEngine(DeferredEngine[Dear.Options]):
         if learn:
             self._learn()
             self._rule.options = with_first(self._rule.options, lambda: _message_cost(self))
-        members = group(self.model, self.params, self._order, self._rule.options)
+        members = group(self.model, self.params, self._order, self._rule.options, self._rule.plan)
         self._launched = launch_order(members, self.params, self._order)
         before = self._parts
         for bucket in self.buckets:
             bucket.forget()  # the record refers to gradients that are replaced below
-        self.buckets = flatten(members, self.communicator, values=self._sharded)
+        self.buckets = flatten(members, self.communicator, values=self.sharded)
         self._parts = [
             _halves(
                 bucket,
@@ -372,7 +406,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
         for part in _gathered(self._parts):
             part.keep(kept)
         former = self._update
-        self._update = (Sharded if self._sharded else Replicated)(
+        self._update = (Sharded if self.sharded else Replicated)(
             self.optimizer,
             self._plain,
             self._parts,
@@ -390,13 +424,31 @@ class DearEngine(DeferredEngine[Dear.Options]):
         self.readers.set_groups(members)
         self.schedule.regroup(members, self._launched)
         # Modules wait only if a bucket has work left after `step()`.
-        at_once = self._sharded and all(isinstance(part, AllReduced) for part in self._parts)
+        at_once = self.sharded and all(isinstance(part, AllReduced) for part in self._parts)
         modules = [self.model] if at_once else self.readers.modules()
         new = [module for module in modules if module not in self._hooked]
         self._hooked.update(new)
         self.hooks.before_forward(new, self.before_forward, self.readers)
         if not before:
             self.hooks.before_forward([self.model], self.before_model)
+
+    def _search(self, profile: BackwardProfile) -> tuple[Groups, dict[str, object]]:
+        """Returns the parameters of each group, and what the groups should save; rank 0's."""
+        self.settle()  # nothing else may use the network during the measurement
+        average, legs = _measured_legs(self)
+        began_s = self.communicator.clock()
+        arrived = measured_pass(self.model, self.params, self.readers, profile)
+        kinds = [(self.params[i].dtype, self.params[i].device) for i in profile.order]
+        usual = by_layers(arrived, with_first(FusionOptions(), lambda: average))
+        groups = best_groups(arrived, legs, average, [usual], kinds)
+        findings = {
+            "groups": len(groups),
+            "exposed_s": exposed_s(groups, passes_of(arrived), legs),
+            "threshold_exposed_s": exposed_s(usual, passes_of(arrived), legs),
+            "wall_s": self.communicator.clock() - began_s,
+        }
+        plan = [[profile.order[i] for i in group] for group in groups]
+        return self.communicator.broadcast_object((plan, findings))
 
     def _learn(self) -> None:
         place = {param: i for i, param in enumerate(self.params)}
@@ -423,6 +475,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
 
     def close(self) -> None:
         super().close()
+        self._rule.close()
         whole = self.whole_state()
         if isinstance(self._update, Sharded):
             self._update.forget_state()
@@ -464,6 +517,34 @@ def _halves(
     small = 0 < bucket.gradients.nbytes <= options.small_kb * KIB and not options.exclude_parts
     kind = AllReduced if small else ScatterGather
     return kind(bucket, communicator, marks=marks, wire=options.wire, skip=skip)
+
+
+def _legs(options: Dear.Options, average: Cost, first: Cost | None, second: Cost | None) -> Legs:
+    """Returns the costs of a group's messages; `average` is that of groups with one message."""
+    if options.gathers:
+        return Legs(first=average)
+    small = options.decouple == "reduce_scatter_all_gather" and not options.exclude_parts
+    excluded = options.exclude_parts
+    return Legs(
+        first=None if "reducescatter" in excluded else first,
+        second=None if "allgather" in excluded else second,
+        at_once=average if small else None,
+        small_bytes=options.small_kb * KIB,
+    )
+
+
+def _measured_legs(engine: DearEngine) -> tuple[Cost, Legs]:
+    """Returns the cost of averaging a group's gradients, and of its messages; collective."""
+    options, like = engine.options, engine.params[0]
+    cost = partial(cost_of_gradients, engine.communicator, like=like, queues=True)
+    average = cost(options=options, budget_s=BUDGET_S)
+    if options.gathers:
+        return average, Legs(first=average)
+    # Second halves of sharded updates carry parameters, which are never compressed.
+    back = HalfOptions() if engine.sharded else options
+    first = cost(options=options, operation="reduce_scatter", budget_s=BUDGET_S)
+    second = cost(options=back, operation="all_gather", budget_s=BUDGET_S)
+    return average, _legs(options, average, first, second)
 
 
 def _gathered(parts: Iterable[Decoupled]) -> list[Gathered]:

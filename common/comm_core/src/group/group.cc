@@ -280,8 +280,10 @@ std::string Group::summary() const {
 }
 
 void Group::with_windows(const std::function<void(Windows&)>& work) {
-  if (closed_) throw AbortedError("group " + name_ + " was destroyed");
-  engine_->call([&] { work(messenger_->windows()); });
+  engine_->call([&] {
+    if (messenger_ == nullptr) throw AbortedError("group " + name_ + " was destroyed");
+    work(messenger_->windows());
+  });
 }
 
 uint64_t Group::dropped_connections() {
@@ -369,6 +371,8 @@ FrameHeader Group::frame(const Op& op) const {
   header.root = op.spec().root;
   header.sequence = op.sequence();
   header.total_bytes = total_bytes(op.spec());
+  if (header.kind == OpKind::all_gather) header.blocks = digest_of_sizes(op.spec().outputs);
+  if (header.kind == OpKind::reduce_scatter) header.blocks = digest_of_sizes(op.spec().inputs);
   return header;
 }
 

@@ -35,6 +35,9 @@ class Group : public std::enable_shared_from_this<Group> {
   static std::shared_ptr<Group> create(std::shared_ptr<Engine> engine, Store& store, int rank,
                                        int size, const std::string& name,
                                        const std::string& towards, double timeout_s);
+  // Called instead of `create` by a rank that cannot join because of `error`: `create` throws
+  // PeerLostError on the others.
+  static void decline(Store& store, int rank, const std::exception& error);
   ~Group();
 
   int rank() const { return rank_; }
@@ -119,6 +122,9 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name, double timeout_s);
   void meet(Store& all, const std::string& towards);
+  void introduce(Store& store, const std::string& towards);
+  void join(Store& store);
+  void connect_all(Store& store);
   std::unique_ptr<ShmStreams> share_memory(Store& store, const std::vector<PeerInfo>& peers,
                                            const Topology& topology);
   void enter(const LaneName& name, std::unique_ptr<Arrival> arrival);

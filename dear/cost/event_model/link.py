@@ -12,25 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from common.virtual.events import Events
+from dear.cost.event_model.events import Events
+from dear.cost.fit import Cost, occupancy_s
 
 CHUNK_BYTES = 128 * 1024
 """Unit of preemption: the comm core sends a buffer in pieces of this size."""
-
-Cost = Callable[[float], float]
-"""Function from the bytes of the full buffer to the seconds of a single collective."""
-
-
-@runtime_checkable
-class Occupying(Protocol):
-    """Cost whose `occupancy_s` is known, the part that queued messages cannot overlap."""
-
-    def occupancy_s(self, nbytes: float) -> float: ...
-
-
-def occupancy_s(cost: Cost, nbytes: float) -> float:
-    """Returns the seconds for which a message occupies the link; if not known, the whole cost."""
-    return cost.occupancy_s(nbytes) if isinstance(cost, Occupying) else cost(nbytes)
 
 
 @runtime_checkable

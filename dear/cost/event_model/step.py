@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.virtual.events import Events
-from common.virtual.link import CHUNK_BYTES, Cost, Link, Sending
-from common.virtual.passes import Message, Passes, UnmodelledError
+from dear.cost.event_model.events import Events
+from dear.cost.event_model.link import CHUNK_BYTES, Cost, Link, Sending
+from dear.cost.event_model.passes import Message, Passes, UnmodelledError
 from dear.cost.overlap import Cycles, Kind, Moment, Overlap, Transfer, Unstated
 
 OPERATIONS: dict[Kind, str] = {

@@ -6,6 +6,8 @@ import pytest
 
 from common.harness.cli import main
 from common.harness.verbs import advise as verb
+from common.harness.verbs.validate import Advised, Check
+from common.paths import ROOT
 from common.results.tables.advice import text
 from common.virtual.advice.causes import LEFT, cost_without, without
 from common.virtual.advice.search import Answer, Axis, Candidate, advise
@@ -171,7 +173,7 @@ def test_free_messages_leave_compute_and_free_compute_leaves_messages(name):
 @pytest.mark.parametrize("name", algorithm_names())
 def test_algorithms_offer_options_that_exist_and_differ(name):
     kind = algorithm_class(name)
-    tried = [algorithm_options(name, given) for given in ({}, *kind.candidates)]
+    tried = [algorithm_options(name, given) for given in ({}, *(kind.candidates or ()))]
     assert all(tried.count(options) == 1 for options in tried)
     if kind.unfused is not None:
         algorithm_options(name, kind.unfused)
@@ -216,6 +218,7 @@ def test_advice_of_the_virtual_cluster(capsys, monkeypatch):
     assert speedup["low"] <= speedup["value"] <= speedup["high"]
     assert {turn["axis"] for turn in advice["turns"]} == {"bandwidth", "hosts"}  # one batch size
     assert {"hierarchical", "dear"} <= {c["candidate"]["algorithm"] for c in advice["choices"]}
+    assert "auto" not in {c["candidate"]["algorithm"] for c in advice["choices"]}
     assert advice["inexact"] == [] and advice["unknown"] == {}
     assert all(part["hidden_s"] is not None for part in advice["parts"])
     shape = Shape(hosts=4, ranks_per_host=2)
@@ -250,3 +253,34 @@ def test_inexact_algorithms_are_apart(capsys, monkeypatch):
 def test_bad_input_is_one_line(arguments, message, capsys):
     assert main(["advise", *arguments]) == 2
     assert one_line(capsys.readouterr().err, message)
+
+
+def test_advice_in_measured_settings():
+    """The distance is that of measured steps; inexact and single algorithms do not count."""
+    steps = {  # predicted and measured
+        "plain": (1.0, 1.0),
+        "quick": (0.8, 0.92),
+        "fast": (0.9, 0.9),
+        "loose": (0.1, 0.1),
+    }
+    checks = [
+        Check(
+            **{"sweep": "s", "model": "m", "batch": 8, "world_size": size, "network": "10gbe"},
+            **{"algorithm": name, "scales": "1", "costs_of": "m", "low_s": 0, "high_s": 2},
+            predicted_s=predicted_s,
+            measured_s=measured_s,
+            exact=name != "loose",
+        )
+        for size, names in ((4, steps), (8, ["plain", "loose"]))
+        for name, (predicted_s, measured_s) in steps.items()
+        if name in names
+    ]
+    (choice,) = Advised.of(checks)
+    assert (choice.place[3], choice.algorithms) == (4, 3)
+    assert (choice.chosen, choice.fastest) == ("quick", "fast")
+    assert choice.excess == pytest.approx(0.92 / 0.9 - 1)
+
+
+def test_advice_is_good_in_the_measured_settings_of_a_record(capsys):
+    assert main(["validate", str(ROOT / "docs" / "records" / "batches")]) == 0
+    assert "in 4 of 4 settings, the advised one is within 3% of the" in capsys.readouterr().out

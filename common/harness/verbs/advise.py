@@ -358,9 +358,7 @@ class _Asked:
 
 
 def _is_exact(name: str, options: Mapping[str, object]) -> bool:
-    """Returns True if an algorithm trains like a single worker with the joined batch."""
-    compression = getattr(algorithm_options(name, options), "compression", "none")
-    return algorithm_class(name).capabilities.consistency == "synchronous" and compression == "none"
+    return algorithm_class(name).is_exact(algorithm_options(name, options))
 
 
 def _variants(inexact: bool) -> tuple[list[_Variant], dict[str, _Variant]]:
@@ -369,6 +367,8 @@ def _variants(inexact: bool) -> tuple[list[_Variant], dict[str, _Variant]]:
     alone: dict[str, _Variant] = {}
     for name in algorithm_names():
         kind = algorithm_class(name)
+        if kind.candidates is None:
+            continue
         options = [given for given in ({}, *kind.candidates) if inexact or _is_exact(name, given)]
         tried += [{"name": name, "options": dict(given)} for given in options]
         if options and kind.unfused is not None:

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
 
     # A forked process cannot use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(usable_cores(), context) as pool:
+    with ProcessPoolExecutor(usable_cores(), context, initializer=_alone_on_core) as pool:
 
         def answers(questions: Sequence[Question]) -> list[Answer]:
             with contextlib.redirect_stdout(sys.stderr):
@@ -98,6 +98,13 @@ def main(options: argparse.Namespace) -> int:
         print(table.text(advice, asked.title, asked.samples))
         print("\n".join(f"{key}:\n  {text}" for key, text in use.items()))
     return Status.OK
+
+
+def _alone_on_core() -> None:
+    """Keeps torch from more threads than the process has cores."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -351,9 +358,7 @@ class _Asked:
 
 
 def _is_exact(name: str, options: Mapping[str, object]) -> bool:
-    """Returns True if an algorithm trains like a single worker with the joined batch."""
-    compression = getattr(algorithm_options(name, options), "compression", "none")
-    return algorithm_class(name).capabilities.consistency == "synchronous" and compression == "none"
+    return algorithm_class(name).is_exact(algorithm_options(name, options))
 
 
 def _variants(inexact: bool) -> tuple[list[_Variant], dict[str, _Variant]]:
@@ -362,6 +367,8 @@ def _variants(inexact: bool) -> tuple[list[_Variant], dict[str, _Variant]]:
     alone: dict[str, _Variant] = {}
     for name in algorithm_names():
         kind = algorithm_class(name)
+        if kind.candidates is None:
+            continue
         options = [given for given in ({}, *kind.candidates) if inexact or _is_exact(name, given)]
         tried += [{"name": name, "options": dict(given)} for given in options]
         if options and kind.unfused is not None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 HELP = "compare predictions with measured sweeps, or with published throughputs"
 APART = 0.05
 """Smallest relative difference of two measured steps whose order must be predicted."""
+GOOD = 0.03
+"""Largest relative distance of a good choice from the shortest measured step."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +65,8 @@ class Check:
     high_s: float
     costs_of: str
     """Model of the trial whose costs of collectives were used."""
+    exact: bool
+    """True if the algorithm does not change the result of training."""
 
     @property
     def error(self) -> float:
@@ -117,7 +121,8 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         rows = [{**asdict(c), "error": c.error, "inside": c.inside} for c in checks]
         shown = summary and asdict(summary)
-        print(json.dumps({"rows": rows, "summary": shown, "skipped": skipped}))
+        advised = list(map(asdict, Advised.of(checks)))
+        print(json.dumps({"rows": rows, "summary": shown, "skipped": skipped, "advised": advised}))
         return Status.OK if checks else Status.NO_ANSWER
     head = ("sweep", "model", "batch", "workers", "network", "algorithm", "time scale")
     lines = [(*head, "measured ms", "predicted ms", "range", "error", "costs of")]
@@ -141,7 +146,64 @@ def main(options: argparse.Namespace) -> int:
     for line in skipped:
         print(f"not compared: {line}")
     print("nothing to compare" if summary is None else summary)
+    _print_advised(Advised.of(checks))
     return Status.OK if checks else Status.NO_ANSWER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advised:
+    """Choice by predicted steps among the exact algorithms that were measured in a setting."""
+
+    place: tuple[object, ...]
+    """Setting, see `Check.place`."""
+    chosen: str
+    """Algorithm with the shortest predicted step."""
+    fastest: str
+    """Algorithm with the shortest measured step."""
+    algorithms: int
+    excess: float
+    """Relative distance of the measured step of the chosen algorithm from the shortest one."""
+
+    @classmethod
+    def of(cls, checks: Sequence[Check]) -> list[Advised]:
+        """Returns the choices in all settings with at least two algorithms."""
+        cells: dict[tuple[object, ...], list[Check]] = {}
+        for check in checks:
+            if check.exact:
+                cells.setdefault(check.place, []).append(check)
+        choices = []
+        for place, cell in cells.items():
+            chosen = min(cell, key=lambda check: check.predicted_s)
+            fastest = min(cell, key=lambda check: check.measured_s)
+            if len(cell) > 1:
+                choices.append(
+                    cls(
+                        place=place,
+                        chosen=chosen.algorithm,
+                        fastest=fastest.algorithm,
+                        algorithms=len(cell),
+                        excess=chosen.measured_s / fastest.measured_s - 1,
+                    )
+                )
+        return choices
+
+
+def _print_advised(choices: Sequence[Advised]) -> None:
+    from common.results.tables.table import markdown
+
+    if not choices:
+        return
+    head = ("sweep", "model", "batch", "workers", "network")
+    lines = [(*head, "of", "advised", "fastest measured", "distance")]
+    for choice in choices:
+        texts = (str(choice.algorithms), choice.chosen, choice.fastest, f"{choice.excess:.1%}")
+        lines.append((*map(str, choice.place), *texts))
+    print("\n" + markdown(lines, [False, False, True, True, False, True, False, False, True]))
+    good = sum(choice.excess <= GOOD for choice in choices)
+    print(
+        f"advice among the measured exact algorithms: in {good} of {len(choices)} settings, the "
+        f"advised one is within {GOOD:.0%} of the fastest"
+    )
 
 
 def _published(path: Path, as_json: bool) -> Status:
@@ -237,7 +299,7 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
     from common.models.registry import profile_of
     from common.virtual.costs.parts import Shape
     from common.virtual.world.run import COMPUTE, Setting, predicted, shifted
-    from dear.training.algorithm import algorithm_options
+    from dear.training.algorithm import algorithm_class, algorithm_options
 
     trial = record.trial
     local = trial.get("ranks_per_host") or 1
@@ -274,6 +336,7 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
         low_s=min(times),
         high_s=max(times),
         costs_of=donor.trial["model"],
+        exact=algorithm_class(trial["algorithm"]).is_exact(setting.options),
     )
 
 

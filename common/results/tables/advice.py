@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from common.results.tables.cells import UNKNOWN, significant
 from common.results.tables.table import markdown
@@ -38,16 +37,24 @@ def text(advice: Advice, title: str, samples: int) -> str:
     return "\n".join(parts)
 
 
-def as_json(advice: Advice) -> dict[str, Any]:
+def as_json(advice: Advice) -> dict[str, object]:
     """Returns the advice as JSON values, with the speed-ups over the base."""
-    values = dataclasses.asdict(advice)
-    for key in ("choices", "inexact"):
-        for row, choice in zip(values[key], getattr(advice, key), strict=True):
-            row["speedup"] = dataclasses.asdict(choice.over(advice.base))
-            row["verdict"] = _verdict(choice, advice.base)
-    values["speedup"] = dataclasses.asdict(advice.best.over(advice.base))
-    values["alike"] = [choice.candidate.label for choice in advice.alike]
-    return values
+
+    def row(choice: Choice) -> dict[str, object]:
+        speedup = dataclasses.asdict(choice.over(advice.base))
+        return {
+            **dataclasses.asdict(choice),
+            "speedup": speedup,
+            "verdict": _verdict(choice, advice.base),
+        }
+
+    return {
+        **dataclasses.asdict(advice),
+        "choices": [row(choice) for choice in advice.choices],
+        "inexact": [row(choice) for choice in advice.inexact],
+        "speedup": dataclasses.asdict(advice.best.over(advice.base)),
+        "alike": [choice.candidate.label for choice in advice.alike],
+    }
 
 
 def _answer(advice: Advice, samples: int) -> list[str]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from common.virtual.advice.causes import Part
 from common.virtual.over import turn
 from dear.errors import UserError
+
+if TYPE_CHECKING:
+    from common.virtual.advice.causes import Part
 
 LEAST = 0.01
 """Smallest relative difference of two steps that counts; measured steps are further from predicted

@@ -21,7 +21,7 @@ _FRESH = ("clone", "_to_copy", "zeros_like")
 _BINARY = ("add", "sub", "mul", "div", "sqrt", "neg", "rsub", "pow")
 _WRITES = (
     *_BINARY, "copy", "fill", "zero", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min",
-    "normal", "uniform", "random", "maximum", "sign", "split_with_sizes_copy", "_chunk_cat",
+    "normal", "uniform", "random", "maximum", "sign", "split_with_sizes_copy", "chunk_cat",
 )  # fmt: skip
 """Names of operators, without underscores at the end. They do nothing if they write to a large
 tensor. All other operators run as usual."""
@@ -123,7 +123,7 @@ class Arithmetic(TorchDispatchMode):
                 return func(*args, **kwargs)
             seconds = rule.traffic(args, tensors) / self._memory_bytes_per_s
             self._pace.take(seconds, rule.name)
-            return None if isinstance(written, (list, tuple)) else written
+            return written if rule.returns else None
         if rule.makes_zeros:
             # The factory would touch its memory.
             size = args[1] if isinstance(args[0], torch.Tensor) else args[0]
@@ -149,6 +149,7 @@ class _Rule:
         short = schema.name.partition("::")[2]
         base = short.removeprefix("_foreach_").rstrip("_")
         arithmetic = base in _WRITES or short.startswith("_fused_")
+        self.returns = bool(schema.returns)
         self.written: Callable[[Any, Any], Any] | None = None
         for index, argument in enumerate(schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write

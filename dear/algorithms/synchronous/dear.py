@@ -141,6 +141,7 @@ class Dear(Algorithm["Dear.Options"]):
     capabilities = Capabilities(consistency="synchronous")
     bound = "dear"
     candidates = (
+        {"fusion": "planned"},
         {"threshold_mb": 5.0},
         {"threshold_mb": 10.0},
         {"threshold_mb": 50.0},

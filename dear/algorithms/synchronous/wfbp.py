@@ -43,7 +43,6 @@ class Wfbp(Algorithm["Wfbp.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
-    candidates = ({"channels": 2},)
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     @classmethod

@@ -125,7 +125,7 @@ class Experiment:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     """Number and length of the measurements."""
     learn: LearnConfig | None = None
-    """Train for a time or some epochs, and record accuracy and loss, instead of timing steps."""
+    """Train for a number of seconds or epochs and record accuracy and loss. Steps are not timed."""
     data_dir: str | None = None
     """Folder of the files of `learn.data`; null: the value of `MNIST_DIR`, `CIFAR_DIR`, `IMAGE_DIR`
     or `TEXT_FILE`."""

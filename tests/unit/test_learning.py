@@ -1,4 +1,4 @@
-"""Training for a time: what an experiment may say, who ends when, and what is judged."""
+"""Training trials: what an experiment may say, who ends when, and what is judged."""
 
 from __future__ import annotations
 

@@ -128,9 +128,10 @@ class CompressedOptions(HalfOptions):
     ) -> None:
         super().refuse(params, groups)
         if self.momentum_correction and any(group.get("momentum") for group in groups):
+            what = option_of(self, "momentum_correction", self.momentum_correction)
             raise UserError(
-                f"{option_of(self, 'momentum_correction', True)} applies the momentum itself, and "
-                "the optimizer would apply it again; make the optimizer with momentum=0"
+                f"{what} applies the momentum itself, and the optimizer would apply it again; make "
+                "the optimizer with momentum=0"
             )
 
     @property

@@ -174,8 +174,8 @@ class Horovod(Algorithm["Horovod.Options"]):
     def refuse(self, replica: Replica[Options]) -> None:
         if replica.params[0].is_cuda and not _moves_cuda_tensors():
             raise Unavailable(
-                "this Horovod is built for CPU tensors; where there is an nvcc, `make horovod` "
-                "builds it for CUDA, too"
+                "this Horovod is built for CPU tensors only; `make horovod` builds it for CUDA "
+                "tensors, too, if there is an nvcc"
             )
         size = replica.communicator.size
         if replica.options.adasum and size & (size - 1):

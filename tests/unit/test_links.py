@@ -100,7 +100,7 @@ def test_sites_without_a_number_of_hosts_share_them():
     halves.check_hosts(2)
     with pytest.raises(UserError, match="network 'far': no host is in site 'b'"):
         halves.check_hosts(1)
-    with pytest.raises(UserError, match="its sites have 4 hosts, the cluster has 8"):
+    with pytest.raises(UserError, match="sites have 4 hosts, the cluster has 8"):
         two_sites().check_hosts(8)
 
 

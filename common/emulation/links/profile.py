@@ -244,7 +244,7 @@ class NetworkProfile:
             counts = [hosts_per_site + (number < remainder) for number in range(len(counts))]
         if self.sites and sum(counts) != hosts:
             raise UserError(
-                f"network {self.name!r}: its sites have {sum(counts)} hosts, the cluster has {hosts}"
+                f"network {self.name!r}: sites have {sum(counts)} hosts, the cluster has {hosts}"
             )
         for site, count in zip(self.sites, counts, strict=True):
             if not count:

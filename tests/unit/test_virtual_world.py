@@ -251,7 +251,7 @@ def test_a_step_that_its_second_method_denies_is_flagged():
         (["--ranks-per-host", "3", "--set", "world_sizes=[16]"], "do not fill hosts of 3 ranks"),
         (["--engine", "comm_core", "--inside", "nvlink3"], "cannot use nvlink"),
         (["--engine", "smoke"], "engine"),
-        (["--inside", "10gbe"], "10gbe is no network inside a host"),
+        (["--inside", "10gbe"], "10gbe is not a network inside a host"),
         (["--alpha-ms", "1"], "given together"),
         (["--alpha-ms", "-1", "--beta-ns", "1"], "--alpha-ms"),
     ],

@@ -193,7 +193,7 @@ def large(tensor: torch.Tensor) -> bool:
 
 
 def zeros(size: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros whose memory is not touched."""
+    """Returns a tensor of zeros. No memory is used until a program writes to the tensor."""
     nbytes = math.prod(size) * dtype.itemsize
     # Pages straight from the kernel are zero; the C library would clear memory that it kept.
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=dtype).view(*size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -13,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.models.replay.pace import Pace
+from common.virtual.world.marks import SMALL, large, zeros
 from common.virtual.world.network import Network
 
 T = TypeVar("T")
-SMALL = 4096
-"""Largest number of elements of tensors whose values are computed."""
 _FRESH = ("clone", "_to_copy", "zeros_like")
 _BINARY = ("add", "sub", "mul", "div", "sqrt", "neg", "rsub", "pow")
 _WRITES = (
@@ -68,7 +66,7 @@ class VirtualPace(Pace):
     def hold(self, seconds: float) -> None:
         """Advances the clock by `seconds` of compute."""
         self.queued_s += seconds
-        self._network.events.run_for(seconds)
+        self._network.compute(seconds)
 
     def rest(self) -> float:
         return 0.0
@@ -98,6 +96,10 @@ class Arithmetic(TorchDispatchMode):
         self._pace, self._memory_bytes_per_s = pace, memory_bytes_per_s
         self._rules: dict[Any, _Rule] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch wraps the next method, which takes half of the time
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = self._rules.get(func)
@@ -108,7 +110,7 @@ class Arithmetic(TorchDispatchMode):
         if rule.written is not None:
             written = rule.written(args, kwargs)
             tensors = written if isinstance(written, (list, tuple)) else (written,)
-            if not any(map(_large, tensors)):
+            if not any(map(large, tensors)):
                 return func(*args, **kwargs)
             self._pace.take(rule.traffic(args, tensors) / self._memory_bytes_per_s)
             return None if isinstance(written, (list, tuple)) else written
@@ -119,9 +121,9 @@ class Arithmetic(TorchDispatchMode):
             dtype = kwargs.get("dtype") or like.dtype
             return zeros(size, dtype) if math.prod(size) > SMALL else func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, torch.Tensor) and _large(first):
+        if isinstance(first, torch.Tensor) and large(first):
             return _like(first, args, kwargs)
-        if isinstance(first, (list, tuple)) and any(map(_large, first)):
+        if isinstance(first, (list, tuple)) and any(map(large, first)):
             if rule.joins:
                 numel = sum(t.numel() for t in first)
                 return zeros([numel // first[0][:1].numel(), *first[0].shape[1:]], first[0].dtype)
@@ -158,18 +160,6 @@ class _Rule:
 
 def _picker(index: int, name: str) -> Callable[[Any, Any], Any]:
     return lambda args, kwargs: kwargs[name] if name in kwargs else args[index]
-
-
-def _large(tensor: torch.Tensor) -> bool:
-    # Integers are indices or counts, whose values decide what a program does.
-    return tensor.numel() > SMALL and tensor.is_floating_point()
-
-
-def zeros(size: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros whose memory is not touched."""
-    nbytes = math.prod(size) * dtype.itemsize
-    # Pages straight from the kernel are zero; the C library would clear memory that it kept.
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=dtype).view(*size)
 
 
 def _like(first: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:

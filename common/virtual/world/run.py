@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,19 +14,18 @@ from typing import Any
 import torch
 
 from common.models.profile import Profile
-from common.models.replay import pace
 from common.models.replay.model import workload
 from common.models.replay.pace import paced
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
 from common.virtual.passes import update_s_of
-from common.virtual.step import Prediction, steady
+from common.virtual.step import Prediction, State, steady
+from common.virtual.world.cluster import Disturbance
 from common.virtual.world.communicator import VirtualCommunicator
-from common.virtual.world.device import Arithmetic, VirtualPace
-from common.virtual.world.group import job
-from common.virtual.world.network import CostsOf, Network, Transfer
-from dear.comm import runtime
-from dear.comm.environment import RankFacts
+from common.virtual.world.network import Alike, CostsOf, Transfer
+from common.virtual.world.seat import Seat, kept
+from common.virtual.world.several import Several, train
+from dear.errors import UserError
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
 
@@ -44,6 +44,19 @@ class Setting:
     """Library whose collectives `costs` are of."""
     optimizer: str = "sgd"
     momentum: float = 0.9
+    disturbances: tuple[Disturbance, ...] = ()
+    """Changes of hosts."""
+    budget_s: float | None = None
+    """Seconds of training; None: until the steps repeat."""
+    together: bool = True
+    """True lets one rank stand for all if they do the same."""
+
+    @property
+    def own_pace(self) -> bool:
+        """True if no rank waits for another."""
+        assert self.algorithm is not None, "a single rank has no pace of its own"
+        consistency = algorithm_class(self.algorithm).capabilities.consistency
+        return consistency == "asynchronous" and not self.options.in_step()
 
     @property
     def update_s(self) -> float:
@@ -69,6 +82,8 @@ class Step:
     """Transfers per step; None: not counted."""
     note: str | None = None
     """Method, if the algorithm's file did not run."""
+    several: Several | None = None
+    """What each rank did, if they differ."""
 
 
 def predicted(setting: Setting) -> Step:
@@ -79,18 +94,37 @@ def predicted(setting: Setting) -> Step:
         UnmodelledError: part of a step takes time that is not modelled, such as a compression.
     """
     share_on_wire(setting.options)  # refuses compressions
-    period, kind = 1, None
+    period, shape = 1, setting.shape
+    unlike = bool(setting.disturbances) or not setting.together
     if setting.algorithm is not None:
         kind = algorithm_class(setting.algorithm)
-        shape = setting.shape
         period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
         sender = kind.sends_by(setting.options)
+        if sender is not None and unlike:
+            raise UserError(
+                f"{setting.algorithm}: {sender} cannot run on ranks that differ; leave the fault "
+                "out, or use `run`"
+            )
         if sender is not None:
             return _modelled(setting, sender)
+    if unlike and setting.algorithm is not None:
+        return _of_several(train(setting, period, partial(_Training, setting)))
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
         return training.mean(steady(training.step, period))
+
+
+def _of_several(several: Several) -> Step:
+    """Returns the mean of the steps of all ranks; the rest is rank 0's."""
+    steps = several.steps
+    return dataclasses.replace(
+        steps[0],
+        step_s=several.step_s,
+        exposed_s=statistics.fmean(step.exposed_s for step in steps),
+        messages=statistics.fmean(step.messages or 0 for step in steps),
+        several=several,
+    )
 
 
 def stated(setting: Setting) -> Prediction:
@@ -134,8 +168,8 @@ def slowest(ranks: int, relative_std: float) -> float:
 
 
 class _Training:
-    def __init__(self, setting: Setting, network: Network, communicator: Any) -> None:
-        self.network = network
+    def __init__(self, setting: Setting, seat: Seat, communicator: VirtualCommunicator) -> None:
+        self.network = seat.network
         self._load = workload(setting.profile, None)
         kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
         kind = paced(kind, setting.profile.memory_bytes_per_s)
@@ -151,8 +185,8 @@ class _Training:
         self._waits: list[float] = []
         self._messages: list[int] = []
 
-    def step(self) -> float:
-        """Trains a step; returns its seconds."""
+    def step(self) -> State:
+        """Trains a step; returns its state."""
         network = self.network
         network.transfers, network.waits = [], []
         began = network.clock()
@@ -165,7 +199,12 @@ class _Training:
         self.marks.append((began, forward, backward, network.clock()))
         self._waits.append(math.fsum(end - start for start, end in network.waits))
         self._messages.append(len(network.transfers))
-        return network.clock() - began
+        return network.clock() - began, *network.ages_s()
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Returns the algorithm's counters."""
+        counters: Mapping[str, Any] = self._optimizer.statistics()
+        return counters
 
     def mean(self, steps: int) -> Step:
         """Returns the mean of the last steps."""
@@ -183,27 +222,12 @@ class _Training:
 
 @contextlib.contextmanager
 def _training(setting: Setting) -> Iterator[_Training]:
-    shape = setting.shape
-    network = Network(
-        shape, setting.costs, engine=setting.engine, priorities=setting.engine == "comm_core"
+    network = Alike(
+        setting.shape,
+        setting.costs,
+        engine=setting.engine,
+        priorities=setting.engine == "comm_core",
     )
-    device = VirtualPace(network)
-    network.apart = device.apart
-    # Each thread has a mode of its own.
-    network.inside = partial(Arithmetic, device, setting.profile.memory_bytes_per_s)
-    facts = RankFacts(
-        launcher="virtual",
-        rank=0,
-        world_size=shape.ranks,
-        local_rank=0,
-        local_world_size=shape.ranks_per_host,
-    )
-    before = pace.current()
-    pace.set_pace(device)
-    try:
-        with job(network) as world, network.inside():
-            communicator = VirtualCommunicator(network, world)
-            with runtime.joined(facts, communicator):
-                yield _Training(setting, network, communicator)
-    finally:
-        pace.set_pace(before)
+    seat = Seat(network, setting.profile.memory_bytes_per_s)
+    with kept(), seat.joined() as communicator:
+        yield _Training(setting, seat, communicator)

@@ -6,11 +6,11 @@ overlap the start-up; no message overlaps the occupancy.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from common.virtual.events import Events
 
@@ -21,16 +21,10 @@ Cost = Callable[[float], float]
 """Function from the bytes of the full buffer to the seconds of a single collective."""
 
 
-@runtime_checkable
-class Occupying(Protocol):
-    """Cost whose `occupancy_s` is known, the part that queued messages cannot overlap."""
-
-    def occupancy_s(self, nbytes: float) -> float: ...
-
-
 def occupancy_s(cost: Cost, nbytes: float) -> float:
     """Returns the seconds for which a message occupies the link; if not known, the whole cost."""
-    return cost.occupancy_s(nbytes) if isinstance(cost, Occupying) else cost(nbytes)
+    occupying = getattr(cost, "occupancy_s", None)  # `isinstance` of a protocol is slow
+    return cost(nbytes) if occupying is None else float(occupying(nbytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +71,8 @@ class Sending:
     order: int
     """Index among all messages of the link."""
     then: Callable[[], None] | None = None
+    served: bool = False
+    """True if its occupancy is over."""
     ended: bool = False
     chunk_s: float = 0.0
     began_s: float | None = None
@@ -95,6 +91,8 @@ class Link:
         self._events = events
         self._chunk_bytes = chunk_bytes
         self._channels: dict[object, deque[Sending]] = {}
+        self._heads: list[tuple[float, int, Sending]] = []
+        """Heap of the first message of each channel, with some that have been served."""
         self._count = 0
         self._served: Sending | None = None
         self._since_s = 0.0
@@ -128,16 +126,23 @@ class Link:
             chunk_s=occupied_s * min(1.0, self._chunk_bytes / nbytes) if nbytes else 0.0,
         )
         self._count += 1
-        self._channels.setdefault(channel, deque()).append(sending)
+        queue = self._channels.setdefault(channel, deque())
+        queue.append(sending)
+        if len(queue) == 1:
+            self._lead(sending)
         if self._served is None:
             self._serve()
         elif self._head() is not self._served:
             self._yield()
         return sending
 
+    def _lead(self, sending: Sending) -> None:
+        heapq.heappush(self._heads, (-sending.priority, sending.order, sending))
+
     def _head(self) -> Sending | None:
-        heads = [queue[0] for queue in self._channels.values() if queue]
-        return max(heads, key=lambda head: (head.priority, -head.order)) if heads else None
+        while self._heads and self._heads[0][2].served:
+            heapq.heappop(self._heads)
+        return self._heads[0][2] if self._heads else None
 
     def _serve(self) -> None:
         self._served = self._head()
@@ -173,7 +178,11 @@ class Link:
         self.busy_s += gone_s
         served.left_s -= gone_s
         if served.left_s <= 1e-12:
-            self._channels[served.channel].popleft()
+            served.served = True
+            queue = self._channels[served.channel]
+            queue.popleft()
+            if queue:
+                self._lead(queue[0])
             self._events.at(self._events.now_s + served.start_up_s, lambda: self._end(served))
         self._serve()
 

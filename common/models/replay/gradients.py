@@ -89,16 +89,19 @@ class Gradients:
 
 
 class Blank(Gradients):
-    """Gradients whose values nobody reads."""
+    """Gradients whose values nobody reads; those of all steps share their memory."""
 
     def __init__(self) -> None:
-        return
+        self._kept: dict[int, torch.Tensor] = {}
 
     def take(
         self, param: torch.Tensor, index: int, scale: float, factor: float = 1.0
     ) -> torch.Tensor:
         """Returns a gradient of `param` with any values."""
-        return torch.empty(param.shape, dtype=param.dtype)
+        kept = self._kept.get(index)
+        if kept is None or kept.shape != param.shape or kept.dtype != param.dtype:
+            kept = self._kept[index] = torch.empty(param.shape, dtype=param.dtype)
+        return kept.detach()
 
     def work_ahead(self, rest_s: Callable[[], float]) -> None:
         """Does nothing."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -112,6 +113,7 @@ class Replay(Module):
         index = {param.name: number for number, param in enumerate(profile.parameters)}
         self._chain = [(param.name, index[param.name]) for param in profile.gradients()]
         self.source = None if generator is None else GradientSource(generator)
+        self._blank = Blank()
         self.memory_bytes_per_s = profile.memory_bytes_per_s
         self.lead = Lead(profile.memory_bytes_per_s)
 
@@ -119,7 +121,7 @@ class Replay(Module):
         """Returns `x`, after the recorded time."""
         if self.source is None:
             x = x.detach().requires_grad_()
-            return super().forward(x, self._body, _Step(self, Blank()))
+            return super().forward(x, self._body, _Step(self, self._blank))
         # The key is drawn at random, so that a training with the same seed has the same gradients.
         key = int(torch.randint(2**31, ()))
         chain = []
@@ -174,6 +176,15 @@ class _Step:
         self._pass.left(nbytes)
 
 
+def _undispatched(step: _Step) -> AbstractContextManager[Any]:
+    """Returns a context in which gradients without values bypass torch's dispatch modes, which
+    would take most of the time of a virtual step."""
+    if step.model.source is not None:
+        return nullcontext()
+    guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+    return guard
+
+
 def _check_device(device: torch.device) -> None:
     if device.type != "cpu":
         raise UserError(
@@ -219,19 +230,21 @@ class _Backward(torch.autograd.Function):
         ctx.factors = [1.0] * len(params)
         if step.model.source is not None:
             ctx.factors = [fingerprint(param) for param in params]
-        return x.clone()
+        with _undispatched(step):
+            return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         step = ctx.step
         step.begin_backward(ctx.unit)
-        scale = gradient.item()
-        gradients = [
-            step.gradients.take(param, index, scale, factor) if wanted else None
-            for param, (_, index), factor, wanted in zip(
-                ctx.params, ctx.unit.params, ctx.factors, ctx.needs_input_grad[3:], strict=True
-            )
-        ]
+        with _undispatched(step):
+            scale = gradient.item()
+            gradients = [
+                step.gradients.take(param, index, scale, factor) if wanted else None
+                for param, (_, index), factor, wanted in zip(
+                    ctx.params, ctx.unit.params, ctx.factors, ctx.needs_input_grad[3:], strict=True
+                )
+            ]
         step.gradients.work_ahead(step.pace.rest)
         step.end_backward(sum(grad.nbytes for grad in gradients if grad is not None))
         return gradient, None, None, *gradients

@@ -17,13 +17,13 @@ from common.virtual.events import Events
 from common.virtual.link import CHUNK_BYTES, Link
 from common.virtual.world.marks import Parts
 from common.virtual.world.network import (
+    Costs,
     CostsOf,
     Group,
     Network,
     Place,
     Transfer,
     apply,
-    costs_by_shape,
     shape_of,
 )
 
@@ -90,20 +90,33 @@ class Cluster:
         self.began_s = 0.0
         """Time from which those of disturbances count."""
         self.windows: dict[tuple[Group, int], dict[int, list[Any]]] = {}
-        self._disturbances = disturbances
-        changed = [d.costs for d in disturbances if d.costs is not None]
-        self._costs = {known: costs_by_shape(known, engine) for known in (costs, *changed)}
-        self._usual = self._costs[costs]
+        self._costs = Costs(costs, engine)
+        self._changes: dict[int, list[tuple[Disturbance, Costs | None]]] = {}
+        for each in disturbances:
+            changed = None if each.costs is None else Costs(each.costs, engine)
+            self._changes.setdefault(each.host, []).append((each, changed))
         self._chunk_bytes = chunk_bytes
         self._links: dict[Leg, Link] = {}
         self._legs: dict[Group, tuple[Shape, list[Leg]]] = {}
         self._meetings: dict[tuple[Group, int], _Meeting] = {}
         self._ends: dict[Hashable, deque[_End]] = {}
 
-    def active(self, host: int, now_s: float) -> list[Disturbance]:
-        """Returns the disturbances of a host at a time."""
+    def slowdown(self, host: int, now_s: float) -> float:
+        """Returns the factor by which compute of a host takes longer at a time."""
+        if host not in self._changes:
+            return 1.0
+        return math.prod(each.compute for each, _ in self._active(host, now_s))
+
+    def _active(self, host: int, now_s: float) -> list[tuple[Disturbance, Costs | None]]:
         at_s = now_s - self.began_s
-        return [d for d in self._disturbances if d.host == host and d.from_s <= at_s < d.until_s]
+        changes = self._changes.get(host, ())
+        return [change for change in changes if change[0].from_s <= at_s < change[0].until_s]
+
+    def _costs_at(self, host: int) -> Costs:
+        """Returns the costs of messages of a host that start now."""
+        active = self._active(host, self.events.now_s) if host in self._changes else ()
+        changed = [costs for _, costs in active if costs is not None]
+        return changed[-1] if changed else self._costs
 
     def meet(self, group: Group, number: int, rank: int, given: Any) -> _Meeting | None:
         """Lets a rank come to meeting `number` of a group; returns it if all have come now."""
@@ -181,8 +194,7 @@ class Cluster:
             if leg not in self._links:
                 self._links[leg] = Link(self.events, self._chunk_bytes)
             host = leg[1] if leg[0] == "between" else self.host(leg[1])
-            changed = [d.costs for d in self.active(host, self.events.now_s) if d.costs]
-            cost = (self._costs[changed[-1]] if changed else self._usual)(operation, shape)
+            cost = self._costs_at(host).of(operation, shape)
             link = self._links[leg]
             sendings.append(link.send(cost, nbytes, channel=channel, priority=priority, then=ended))
         for transfer in transfers:
@@ -204,8 +216,7 @@ class Rank(Network):
         self._numbers: dict[Hashable, int] = {}
 
     def slowdown(self) -> float:
-        active = self._cluster.active(self._host, self.clock())
-        return math.prod(disturbance.compute for disturbance in active)
+        return self._cluster.slowdown(self._host, self.clock())
 
     def meet(
         self,

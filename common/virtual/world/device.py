@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.models.replay.pace import Pace
 from common.virtual.world.marks import SMALL, large, zeros
@@ -152,10 +151,16 @@ class _Rule:
 
     def traffic(self, args: Any, written: Sequence[torch.Tensor]) -> int:
         """Returns the bytes that the operator reads and writes."""
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        targets = {id(tensor) for tensor in written}
-        read = [t for t in tensors if self._reads_target or id(t) not in targets]
-        return sum(tensor.nbytes for tensor in [*read, *written])
+        total = 0
+        if not self._reads_target:
+            targets = {id(tensor) for tensor in written}
+            args = [arg for arg in args if id(arg) not in targets]
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                total += arg.nbytes
+            elif isinstance(arg, (list, tuple)):
+                total += sum(each.nbytes for each in arg if isinstance(each, torch.Tensor))
+        return total + sum(tensor.nbytes for tensor in written)
 
 
 def _picker(index: int, name: str) -> Callable[[Any, Any], Any]:

@@ -47,10 +47,11 @@ def carried(tensor: torch.Tensor, whole: torch.Tensor, rows: int = 1) -> torch.T
         whole: full buffer of the operation.
         rows: number of rows of `tensor`, such as one for each rank.
     """
-    flat = flat_view(tensor.detach()).view(rows, tensor.numel() // rows)
-    if not large(whole):
-        return flat
-    return flat[:, -LAST:] if rows == 1 and tensor.numel() == whole.numel() else flat[:, :0]
+    with torch._C._DisableTorchDispatch():
+        flat = flat_view(tensor.detach()).view(rows, tensor.numel() // rows)
+        if not large(whole):
+            return flat
+        return flat[:, -LAST:] if rows == 1 and tensor.numel() == whole.numel() else flat[:, :0]
 
 
 @dataclass(frozen=True)

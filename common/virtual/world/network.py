@@ -13,7 +13,7 @@ import torch
 
 from common.virtual.costs.parts import Shape
 from common.virtual.events import Events
-from common.virtual.link import CHUNK_BYTES, Cost, Link, Sending
+from common.virtual.link import CHUNK_BYTES, Cost, Link, Sending, occupancy_s
 from common.virtual.world.marks import Parts
 from dear.comm.handles import WorkTimes
 from dear.errors import UserError
@@ -248,20 +248,47 @@ class Network(ABC):
         """
 
 
-def costs_by_shape(costs: CostsOf, engine: str) -> Callable[[str, Shape], Cost]:
-    """Returns a function that remembers costs, from an operation and the shape of its group."""
-    known: dict[tuple[int, int], Mapping[str, Cost]] = {}
+class _Known:
+    """Cost that remembers its results."""
 
-    def cost(operation: str, shape: Shape) -> Cost:
-        key = (shape.hosts, shape.ranks_per_host)
-        if key not in known:
-            known[key] = costs(*key)
-        if operation not in known[key]:
-            names = ", ".join(sorted(known[key]))
-            raise UserError(f"engine {engine} has no cost of {operation}; its costs are of {names}")
-        return known[key][operation]
+    def __init__(self, cost: Cost) -> None:
+        self._cost = cost
+        self._seconds: dict[float, tuple[float, float]] = {}
 
-    return cost
+    def __call__(self, nbytes: float) -> float:
+        return self._of(nbytes)[0]
+
+    def occupancy_s(self, nbytes: float) -> float:
+        return self._of(nbytes)[1]
+
+    def _of(self, nbytes: float) -> tuple[float, float]:
+        if nbytes not in self._seconds:
+            self._seconds[nbytes] = self._cost(nbytes), occupancy_s(self._cost, nbytes)
+        return self._seconds[nbytes]
+
+
+class Costs:
+    """Costs of an engine by operation, and shape of the group.
+
+    Args:
+        costs: cost of each operation in a group of some hosts and ranks per host.
+    """
+
+    def __init__(self, costs: CostsOf, engine: str) -> None:
+        self._costs, self._engine = costs, engine
+        self._known: dict[Shape, dict[str, _Known]] = {}
+
+    def of(self, operation: str, shape: Shape) -> Cost:
+        """Returns a cost; raises `UserError` if the engine has none of the operation."""
+        if shape not in self._known:
+            costs = self._costs(shape.hosts, shape.ranks_per_host)
+            self._known[shape] = {name: _Known(cost) for name, cost in costs.items()}
+        if operation not in self._known[shape]:
+            names = ", ".join(sorted(self._known[shape]))
+            raise UserError(
+                f"engine {self._engine} has no cost of {operation}; its costs are of {names}"
+            )
+        return self._known[shape][operation]
 
 
 def shape_of(ranks: Sequence[int], ranks_per_host: int) -> Shape:
@@ -302,7 +329,7 @@ class Alike(Network):
             "inside": Link(self.events, chunk_bytes),
             "between": Link(self.events, chunk_bytes),
         }
-        self._cost = costs_by_shape(costs, engine)
+        self._costs = Costs(costs, engine)
         self._shapes: dict[Group, Shape] = {}
         self._windows: list[Any] = []
 
@@ -373,7 +400,7 @@ class Alike(Network):
 
         for leg in legs:
             link = self.links["between" if leg.hosts > 1 else "inside"]
-            cost = self._cost(operation, leg)
+            cost = self._costs.of(operation, leg)
             sending = link.send(cost, nbytes, channel=queue, priority=priority, then=ended)
             transfer.sending = transfer.sending or sending
         if not legs:

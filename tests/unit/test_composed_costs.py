@@ -15,7 +15,6 @@ from common.emulation.links.profile import NetworkProfile
 from common.virtual.costs.engines import ENGINES, OPERATIONS, costs_of, ring_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Platform, Shape, Wire
-from common.virtual.link import Cost
 from dear.cost.collectives import TABLES, table_costs
 from dear.cost.fit import AlphaBeta
 from dear.errors import UserError
@@ -84,7 +83,6 @@ def test_a_single_rank_costs_nothing_and_nothing_is_free_otherwise(engine):
         costs = costs_of(engine, platform_for(engine), shape)
         assert set(costs) == set(OPERATIONS)
         for cost in costs.values():
-            plain: Cost = cost
             assert cost(0) == cost.occupancy_s(0) == 0 < cost.occupancy_s(1) <= cost(1)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from common.virtual.costs.faults import Disturbance
 from common.virtual.costs.parts import Shape
 from common.virtual.events import Events
 from common.virtual.link import CHUNK_BYTES, Link
@@ -29,20 +30,6 @@ from common.virtual.world.network import (
 
 Leg = tuple[Place, int, Literal["up", "down"]]
 """Link in one direction: of a rank if it is inside a host, else of a host."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Disturbance:
-    """Change of a host for a time."""
-
-    host: int
-    compute: float = 1.0
-    """Factor by which its compute takes longer."""
-    costs: CostsOf | None = None
-    """Costs of its messages that start meanwhile; None: unchanged."""
-    from_s: float = 0.0
-    """Seconds after the measurement has begun."""
-    until_s: float = math.inf
 
 
 @dataclass(eq=False)

@@ -16,13 +16,14 @@ import torch
 from common.models.profile import Profile
 from common.models.replay.model import workload
 from common.models.replay.pace import paced
+from common.virtual.costs.faults import Disturbance
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
 from common.virtual.passes import update_s_of
 from common.virtual.step import Prediction, State, steady
-from common.virtual.world.cluster import Disturbance
+from common.virtual.world.alike import Alike
 from common.virtual.world.communicator import VirtualCommunicator
-from common.virtual.world.network import Alike, CostsOf, Transfer
+from common.virtual.world.network import CostsOf, Transfer
 from common.virtual.world.seat import Seat, kept
 from common.virtual.world.several import Several, train
 from dear.errors import UserError
@@ -52,13 +53,6 @@ class Setting:
     """True lets one rank stand for all if they do the same."""
 
     @property
-    def own_pace(self) -> bool:
-        """True if no rank waits for another."""
-        assert self.algorithm is not None, "a single rank has no pace of its own"
-        consistency = algorithm_class(self.algorithm).capabilities.consistency
-        return consistency == "asynchronous" and not self.options.in_step()
-
-    @property
     def update_s(self) -> float:
         """Seconds of an update of all parameters on one rank."""
         tensors = 7 if self.optimizer == "adamw" else 5 if self.momentum else 3
@@ -83,7 +77,7 @@ class Step:
     note: str | None = None
     """Method, if the algorithm's file did not run."""
     several: Several | None = None
-    """What each rank did, if they differ."""
+    """What each rank did; None: one rank stands for all."""
 
 
 def predicted(setting: Setting) -> Step:
@@ -99,6 +93,8 @@ def predicted(setting: Setting) -> Step:
     if setting.algorithm is not None:
         kind = algorithm_class(setting.algorithm)
         period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
+        alone = at_own_pace(setting.algorithm, setting.options)
+        unlike = unlike or (alone and setting.budget_s is not None)
         sender = kind.sends_by(setting.options)
         if sender is not None and unlike:
             raise UserError(
@@ -108,7 +104,7 @@ def predicted(setting: Setting) -> Step:
         if sender is not None:
             return _modelled(setting, sender)
     if unlike and setting.algorithm is not None:
-        return _of_several(train(setting, period, partial(_Training, setting)))
+        return _of_several(train(setting, period, alone, partial(_Training, setting)))
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
@@ -153,6 +149,12 @@ def _modelled(setting: Setting, sender: str) -> Step:
         messages=None,
         note=f"model of {sender}'s cycles and fusion; its library does not run",
     )
+
+
+def at_own_pace(algorithm: str, options: Options) -> bool:
+    """Returns True if no rank waits for another."""
+    consistency = algorithm_class(algorithm).capabilities.consistency
+    return consistency == "asynchronous" and not options.in_step()
 
 
 def slowest(ranks: int, relative_std: float) -> float:

@@ -68,12 +68,12 @@ class _Rule:
     the steps of all ranks have repeated.
     """
 
-    def __init__(self, setting: Setting, period: int) -> None:
+    def __init__(self, setting: Setting, period: int, own_pace: bool) -> None:
         self.steps: list[list[State]] = [[] for _ in range(setting.shape.ranks)]
         """Steps of each rank."""
         self.counted: int | None = None
         """Number of last steps that count; None: all."""
-        self._own_pace, self._budget_s = setting.own_pace, setting.budget_s
+        self._own_pace, self._budget_s = own_pace, setting.budget_s
         self._period = period
         self._most = 0
         """Steps that some rank has begun."""
@@ -107,12 +107,16 @@ class _Rule:
 
 
 def train(
-    setting: Setting, period: int, start: Callable[[Seat, VirtualCommunicator], Training]
+    setting: Setting,
+    period: int,
+    own_pace: bool,
+    start: Callable[[Seat, VirtualCommunicator], Training],
 ) -> Several:
     """Trains on all ranks of a cluster that may differ.
 
     Args:
         period: number of steps after which what a rank does repeats.
+        own_pace: no rank waits for another.
         start: prepares the training of a rank.
 
     Raises:
@@ -125,10 +129,10 @@ def train(
         engine=setting.engine,
         priorities=setting.engine == "comm_core",
     )
-    timed = setting.own_pace or setting.budget_s is not None
+    timed = own_pace or setting.budget_s is not None
     if timed:
         cluster.began_s = math.inf
-    rule = _Rule(setting, period)
+    rule = _Rule(setting, period, own_pace)
     results: dict[int, tuple[Step, Mapping[str, Any]]] = {}
 
     def run(rank: int, seat: Seat) -> None:

@@ -112,8 +112,7 @@ def main(options: argparse.Namespace) -> int:
     if options.figure is not None:
         from plots import predicted as figure
 
-        for path in figure.draw(rows, options.figure):
-            print(path, file=sys.stderr)
+        print(*figure.draw(rows, options.figure), sep="\n", file=sys.stderr)
     if options.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
         return _status(rows)

@@ -30,6 +30,9 @@ from dear.errors import UserError
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
 
+MOST = 64
+"""Largest number of ranks that run one by one only because their neighbours differ."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -89,12 +92,10 @@ def predicted(setting: Setting) -> Step:
     """
     share_on_wire(setting.options)  # refuses compressions
     period, shape = 1, setting.shape
-    unlike = bool(setting.disturbances) or not setting.together
     if setting.algorithm is not None:
         kind = algorithm_class(setting.algorithm)
         period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
-        alone = at_own_pace(setting.algorithm, setting.options)
-        unlike = unlike or (alone and setting.budget_s is not None)
+        unlike = _unlike(setting)
         sender = kind.sends_by(setting.options)
         if sender is not None and unlike:
             raise UserError(
@@ -103,12 +104,31 @@ def predicted(setting: Setting) -> Step:
             )
         if sender is not None:
             return _modelled(setting, sender)
-    if unlike and setting.algorithm is not None:
-        return _of_several(train(setting, period, alone, partial(_Training, setting)))
+        if unlike and shape.ranks > 1:
+            alone = at_own_pace(setting.algorithm, setting.options)
+            return _of_several(train(setting, period, alone, partial(_Training, setting)))
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
         return training.mean(steady(training.step, period))
+
+
+def _unlike(setting: Setting) -> bool:
+    """Returns True if the ranks differ, so that one cannot stand for all.
+
+    Ranks that only have other neighbours count as alike in a world of more than `MOST`.
+    """
+    assert setting.algorithm is not None, "a single rank has no others"
+    if setting.disturbances or not setting.together:
+        return True
+    if setting.budget_s is not None and at_own_pace(setting.algorithm, setting.options):
+        return True
+    shape = setting.shape
+    if shape.ranks > MOST:
+        return False
+    kind = algorithm_class(setting.algorithm)
+    traffic = kind.traffic(setting.options, shape.ranks, shape.ranks_per_host)
+    return traffic is not None and not traffic.alike(shape.ranks_per_host)
 
 
 def _of_several(several: Several) -> Step:

@@ -13,8 +13,8 @@ from common.harness.cli import main
 from common.results.exports import chakra, traces
 from common.virtual.costs.parts import Shape
 from common.virtual.passes import UnmodelledError
+from common.virtual.trace import Computation, Sent
 from common.virtual.world.run import predicted, traced
-from common.virtual.world.trace import Computation, Sent
 from dear.cost.event_model.events import Events
 from dear.cost.event_model.link import Link
 from dear.errors import UserError

@@ -23,14 +23,15 @@ from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
 from common.models.profile import Profile
 from common.models.registry import profile_of
-from common.virtual.world.pool import mapped
+from common.virtual.costs.faults import check, disturbances
+from common.virtual.pool import mapped
 from dear.cost.fit import AlphaBeta
 from dear.errors import Unavailable, UserError
 from dear.options import positive
 
 if TYPE_CHECKING:
     from common.results.tables.predicted import PredictedRow, ReachRow
-    from common.virtual.costs.parts import Shape
+    from common.virtual.costs.parts import Platform, Shape
     from common.virtual.over import Point
     from common.virtual.world.run import Setting
     from dear.cost.event_model.link import Cost
@@ -50,6 +51,8 @@ class Links:
     costs: Callable[[int, int], Mapping[str, Cost]]
     """Function that returns a group's cost of each operation, from its hosts and ranks per host."""
     error: float
+    platform: Platform | None = None
+    """Wires that the costs are composed of; None: they are measured or given."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -224,16 +227,13 @@ def _reach(planned: Mapping[str, object], cluster: ClusterConfig) -> ReachRow:
 
 
 def _check(trial: Trial) -> None:
-    """Raises `UserError` for a model without layer profile, and for settings that change a step
-    but are not modelled."""
+    """Raises `UserError` for a model without layer profile, and for settings not modelled."""
     profile_of(trial.model, trial.batch_size, trial.sentence_len)
-    refused = {
-        "dtype": trial.dtype != "float32",
-        "faults": trial.fault is not None,
-        "learn": trial.learn is not None,
-    }
-    for key in (key for key, given in refused.items() if given):
-        raise UserError(f"{key}: predictions do not model it; leave it out, or use `run`")
+    learns = bool(trial.learn and trial.learn.data)
+    for key, given in (("dtype", trial.dtype != "float32"), ("learn.data", learns)):
+        if given:
+            raise UserError(f"{key}: predictions do not model it; leave it out, or use `run`")
+    check(trial.fault, timed=trial.learn is not None)
 
 
 def _row(
@@ -261,14 +261,15 @@ def _row(
         "network": trial.network,
         "algorithm": trial.label,
         "kind": trial.algorithm,
+        "fault": trial.fault and trial.fault.title,
     }
     try:
         settings = [_setting(trial, cluster, fixed, sign, point) for sign in (0, -1, 1)]
         steps = [predicted(setting) for setting in settings]
     except (UserError, Unavailable, UnmodelledError) as error:
         return PredictedRow(**place, status="unsupported", reason=str(error))
-    second_s = None
-    if steps[0].note is None:
+    several, second_s = steps[0].several, None
+    if steps[0].note is None and several is None:
         with contextlib.suppress(UnmodelledError):  # the event model cannot compute it
             second_s = stated(settings[0]).step_s
     return PredictedRow(
@@ -281,6 +282,8 @@ def _row(
         event_model_s=second_s,
         messages=steps[0].messages,
         reason=steps[0].note,
+        slowest_s=several and several.slowest_s,
+        staleness=several and several.staleness,
     )
 
 
@@ -340,7 +343,7 @@ def _links(
 
     composed(shape.hosts, shape.ranks_per_host)  # refuses links that the engine cannot use
     if measured is None:
-        return Links(costs=composed, error=COSTS)
+        return Links(costs=composed, error=COSTS, platform=platform)
     here = (engine, shape.ranks, shape.ranks_per_host)
     there = (
         measured.engine,
@@ -376,22 +379,22 @@ def _setting(
     point: Point | None = None,
 ) -> Setting:
     """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
-    from common.virtual.world.run import Setting, slowest
+    from common.virtual.world.run import Setting, at_own_pace, slowest
     from dear.cost.event_model.link import Scaled
 
     shape = _shape(trial, cluster)
     links = _known_links(trial.network, shape, cluster, fixed, point)
     profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
-    jitter = profile.jitter
-    slowdown = slowest(shape.ranks, jitter.relative_std if jitter is not None else 0.0)
-    factor = 1 + sign * links.error
+    alone, factor = at_own_pace(trial.algorithm, trial.options), 1 + sign * links.error
+    jitter = 0.0 if alone or profile.jitter is None else profile.jitter.relative_std
+    slowdown = (1 + sign * COMPUTE) * slowest(shape.ranks, jitter)
 
     def costs(hosts: int, local: int) -> Mapping[str, Cost]:
         middle = links.costs(hosts, local)
         return {name: Scaled(cost=cost, factor=factor) for name, cost in middle.items()}
 
     return Setting(
-        profile=_slowed(profile, (1 + sign * COMPUTE) * slowdown / (point.speed if point else 1)),
+        profile=_slowed(profile, slowdown / (point.speed if point else 1)),
         algorithm=trial.algorithm,
         options=trial.options,
         shape=shape,
@@ -399,6 +402,8 @@ def _setting(
         engine=_engine(cluster),
         optimizer=trial.optimizer.name,
         momentum=trial.optimizer.momentum,
+        disturbances=disturbances(trial.fault, _engine(cluster), links.platform, factor),
+        budget_s=trial.learn and trial.learn.budget_s,
     )
 
 

@@ -243,7 +243,7 @@ class TopK(Compressor):
     """Selection of the elements of largest magnitude (Aji and Heafield 2017, arXiv 1704.05021).
 
     Args:
-        density: share of the elements that travel, as a function of the number of `commit` calls.
+        density: share of the elements that are sent, as a function of the number of `commit` calls.
     """
 
     def __init__(

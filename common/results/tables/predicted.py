@@ -44,7 +44,7 @@ class PredictedRow:
     """Transfers per step."""
     fault: str | None = None
     point: Point | None = None
-    """Value of the property that a series goes over."""
+    """Value of the property that varies in the series."""
 
     @property
     def flag(self) -> str | None:

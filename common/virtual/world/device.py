@@ -48,7 +48,8 @@ class VirtualPace(Pace):
             self._apart = before
 
     def take(self, seconds: float) -> None:
-        """Lets arithmetic take its time, unless its time is known otherwise."""
+        """Advances the clock by the time of an operation, unless this time is accounted for
+        elsewhere."""
         if not self._apart and not self.computing:
             self.hold(seconds)
 

@@ -299,7 +299,7 @@ class ShardedModel:
     whole = False
     """True while the model has whole parameters."""
     loaded = False
-    """True if this rank has loaded state, and does not know yet that all others have."""
+    """True if this rank has loaded state, but has not yet seen that all other ranks have, too."""
     _memory: Mapping[Place, torch.Tensor] = {}
     """Memory of the whole parameters."""
     _versions: Sequence[int] = ()

@@ -48,8 +48,7 @@ class VirtualPace(Pace):
             self._apart = before
 
     def take(self, seconds: float) -> None:
-        """Advances the clock by the time of an operation, unless this time is accounted for
-        elsewhere."""
+        """Advances the clock for an operation, unless another place accounts for its time."""
         if not self._apart and not self.computing:
             self.hold(seconds)
 

@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_selection(parser)
     group = parser.add_argument_group("virtual hosts (change the experiment's `cluster`)")
     add_cluster(group)
-    group.add_argument("--time-scale", help="real seconds per emulated second (default: chosen)")
+    group.add_argument("--time-scale", help="real seconds per emulated second (default: automatic)")
     add_custom(
         parser.add_argument_group(
             "custom models and algorithms (docs/bring_your_own.md)",

@@ -108,7 +108,7 @@ class Record:
     """Wall-clock time of all launches, set-up of the workers included."""
     machine: JsonObject
     run: str = ""
-    """Name of the run of the sweep. Trials of one cell and one run took turns."""
+    """Name of the run of the sweep. Trials of the same cell and run were interleaved."""
     order: Order | None = None
     set_aside: list[SetAside] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)

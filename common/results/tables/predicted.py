@@ -48,7 +48,7 @@ class PredictedRow:
     staleness: tuple[float, float] | None = None
     """Mean age of the stalest neighbour's values, and the largest age, in steps."""
     point: Point | None = None
-    """Value of the property that a series goes over."""
+    """Value of the property that varies in the series."""
 
     @property
     def flag(self) -> str | None:

@@ -45,7 +45,7 @@ class VirtualPace(Pace):
             self._apart = before
 
     def take(self, seconds: float, name: str) -> None:
-        """Lets an operator take its time, unless its time is known otherwise."""
+        """Advances the clock for an operation, unless another place accounts for its time."""
         if not self._apart and not self.computing:
             self._compute(seconds, name)
 

@@ -55,6 +55,17 @@ def test_each_node_starts_when_the_last_node_before_it_ends(name):
         assert times(node)[0] == pytest.approx(max(ends), abs=1e-9), (node, node.after)
 
 
+@pytest.mark.parametrize("name", ["ddp", "dear", "hierarchical"])
+def test_the_training_computes_or_waits(name):
+    """Threads that only pass messages on wait, too, but do not hold the training up."""
+    point = setting("resnet50@rtx2080ti-modelled", 64, name, SHAPE, "10gbe")
+    step, trace = predicted(point), traced(point)
+    work = [node for node in trace.nodes if isinstance(node, Computation)]
+    compute_s = sum(node.end_s - node.start_s for node in work) / len(trace.phases_s)
+    assert step.exposed_s > 1e-4
+    assert compute_s + step.exposed_s == pytest.approx(step.step_s)
+
+
 @pytest.mark.parametrize("name", ["ddp", "dear", "wfbp", "fsdp", "hierarchical"])
 def test_a_timeline_shows_the_predicted_step(name, tmp_path):
     point = tiny(name)

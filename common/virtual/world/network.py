@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -110,6 +111,7 @@ class Network:
         """Start and end of each wait of the device for transfers, since the list was emptied."""
         self.recorder: Recorder | None = None
         """Recorder of what this rank does; None: nothing is recorded."""
+        self._thread = threading.local()
         self.windows: list[Any] = []
         """Windows of this rank (`common.virtual.world.core.Window`)."""
         self.apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -188,6 +190,7 @@ class Network:
         """Runs `call` in another thread of this rank, which shares the clock."""
 
         def run() -> None:
+            self._thread.aside = True
             with self.inside():
                 call()
 
@@ -223,10 +226,14 @@ class Network:
         began_s = self.events.now_s
         for transfer in transfers:
             self.events.run_until(transfer.is_completed, transfer.name)
-        if self.events.now_s > began_s:
-            self.waits.append((began_s, self.events.now_s))
+        self.waited(began_s)
         if self.recorder is not None:
-            self.recorder.awaited(self.recorder.of(transfers), began_s, self.events.now_s)
+            self.recorder.learn(self.recorder.of(transfers))
+
+    def waited(self, since_s: float) -> None:
+        """Counts a wait of this thread that ends now, unless the training goes on beside it."""
+        if self.events.now_s > since_s and not getattr(self._thread, "aside", False):
+            self.waits.append((since_s, self.events.now_s))
 
 
 def _nothing() -> None:

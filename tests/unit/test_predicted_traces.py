@@ -15,8 +15,10 @@ from common.virtual.costs.parts import Shape
 from common.virtual.events import Events
 from common.virtual.link import Link
 from common.virtual.passes import UnmodelledError
+from common.virtual.world.communicator import _Worker
+from common.virtual.world.network import Network
 from common.virtual.world.run import predicted, traced
-from common.virtual.world.trace import Computation, Sent
+from common.virtual.world.trace import Computation, Recorder, Sent
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names
 from tests.unit.test_virtual_world import setting
@@ -207,6 +209,24 @@ def test_predict_writes_a_folder_for_each_trial(tmp_path, capsys):
     assert "1 traces in" in output.err and "its library does not run" in output.err
     (folder,) = tmp_path.iterdir()
     assert "-n64-ddp-" in folder.name and (folder / "merged.json").exists()
+
+
+def test_threads_and_callbacks_pass_on_what_they_have_awaited():
+    network = Network(SHAPE, tiny("wfbp").costs, engine="nccl", priorities=False)
+    nodes = (recorder := Recorder()).nodes
+    network.recorder, worker = recorder, _Worker(network)
+
+    def send():
+        return network.start("all_reduce", 1 << 20)
+
+    first = send()
+    worker.submit(first.wait).result()
+    send().wait()
+    third = worker.submit(send).result()
+    third.on_end(send)
+    third.wait()
+    before = [[nodes.index(earlier) for earlier in node.after] for node in nodes]
+    assert before == [[], [0], [0, 1], [2]]
 
 
 def again(trace, shape, costs):

@@ -152,8 +152,9 @@ class _Later:
     def result(self) -> Any:
         began_s = self._network.clock()
         self._network.events.run_until(self.done, "a call of another thread")
+        self._network.waited(began_s)
         if self._network.recorder is not None:
-            self._network.recorder.awaited(self.after, began_s, self._network.clock())
+            self._network.recorder.learn(self.after)
         return self.values[0]
 
 

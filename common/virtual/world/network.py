@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -129,6 +130,7 @@ class Network(ABC):
         """Start and end of each wait of the device for transfers, since the list was emptied."""
         self.recorder: Recorder | None = None
         """Recorder of what this rank does; None: nothing is recorded."""
+        self._thread = threading.local()
         self.inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Context of every thread; set by the device."""
         self.take_turn: Callable[[], None] = lambda: None
@@ -171,15 +173,20 @@ class Network(ABC):
         began_s = self.events.now_s
         for transfer in transfers:
             self.events.run_until(transfer.ended, transfer.name)
-        if self.events.now_s > began_s:
-            self.waits.append((began_s, self.events.now_s))
+        self.waited(began_s)
         if self.recorder is not None:
-            self.recorder.awaited(self.recorder.of(transfers), began_s, self.events.now_s)
+            self.recorder.learn(self.recorder.of(transfers))
+
+    def waited(self, since_s: float) -> None:
+        """Counts a wait of this thread that ends now, unless the training goes on beside it."""
+        if self.events.now_s > since_s and not getattr(self._thread, "aside", False):
+            self.waits.append((since_s, self.events.now_s))
 
     def thread(self, call: Callable[[], None]) -> None:
         """Runs `call` in another thread of this rank, which shares the clock."""
 
         def run() -> None:
+            self._thread.aside = True
             with self.inside():
                 call()
             self.watched -= 1

@@ -315,6 +315,7 @@ class _Training:
         """Trains further steps; returns their trace."""
         recorder = self.network.recorder = Recorder()
         sent: list[Transfer] = []
+        waits_s: list[tuple[float, float]] = []
 
         def watch(name: str) -> Callable[[torch.Tensor], None]:
             def ready(gradient: torch.Tensor) -> None:
@@ -330,11 +331,12 @@ class _Training:
         for _ in range(steps):
             self.step()
             sent += self.network.transfers
+            waits_s += self.network.waits
         self.network.recorder = None
         for hook in hooks:
             hook.remove()
         self.network.wait(sent)
-        return recorder.trace(self.marks[-steps:])
+        return recorder.trace(self.marks[-steps:], waits_s)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from dear.algorithms.planning import foreseen, measured_pass, passes_of
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import Bucket
+from dear.cost.bounds import Bound
 from dear.cost.event_model.passes import UnmodelledError
 from dear.cost.fit import OnWire
 from dear.cost.measurement import Operation
@@ -40,8 +41,9 @@ class Auto(Algorithm["Auto.Options"]):
     The first steps send one all-reduce per tensor after the backward pass, and measure the passes.
     Then the costs of collectives are measured, and `dear.cost.event_model` predicts a step of each
     candidate from the order of transfers that it declares. All ranks go on with rank 0's choice.
-    Invariant: those of the candidates: after each step, all replicas equal serial training.
-    Bytes move, and cost per step and rank: those of `allreduce` at first, then those of the choice.
+    Invariant: after each step, all replicas equal serial training.
+    Bytes move: as with `allreduce` at first, then as with the chosen algorithm.
+    Cost per step and rank: that of `allreduce` at first, then that of the chosen algorithm.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,13 @@ class Auto(Algorithm["Auto.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     overlap = Unstated("it is the order of the chosen algorithm")
+
+    @classmethod
+    def bound_of(cls, options: Options) -> Bound:
+        """Returns the bound of `dear`, usually the lowest, or else of the other candidates."""
+        candidates = options.candidates
+        others: Bound = "cross_iteration" if "bytescheduler" in candidates else "wfbp"
+        return "dear" if "dear" in candidates else others
 
     def refuse(self, replica: Replica[Options]) -> None:
         if not _accepted(replica):

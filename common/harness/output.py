@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from common.harness.trial import BASELINE, Trial
+from common.machine.processes import spread
 from common.paths import COMMAND, LOGS, RECORDS, short
 from common.results.exports.reference_reports import reports
 from common.results.records import Record, fabric_words, is_learning
@@ -15,7 +20,10 @@ from common.results.store import Comparison
 from common.results.tables.table import csv_text
 from common.results.timed import rows
 from common.results.validity import flag_text, incorrect
-from dear.errors import UserError
+from dear.errors import Unavailable, UserError
+
+if TYPE_CHECKING:
+    from common.virtual.world.run import Setting
 
 
 def find_sweep(name: str | None, logs: Path, *, begun: bool = False) -> Path:
@@ -91,10 +99,10 @@ def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> 
     """Prints the phases of each trial's step.
 
     Raises:
-        UserError: the trials train for a time, so no steps were timed.
+        UserError: these are training trials (`learn:`), which do not time steps.
     """
     if is_learning(records):
-        raise UserError(f"--breakdown: {folder.name} trained for a time: no step was timed")
+        raise UserError(f"--breakdown: {folder.name} has training trials, which do not time steps")
     table = rows.breakdown(rows.make_rows(records, compare_to))
     if not table.rows:
         print(f"{folder.name}: no trial has a result")
@@ -123,6 +131,63 @@ def write_traces(
         here = short(str(into))
         number = f"{len(paths)} timeline{'s' * (len(paths) != 1)}"
         print(f"{number} in {here}: open merged.json in ui.perfetto.dev")
+
+
+def check_predicted(timelines: Path | None, chakra: Path | None, *, series: bool) -> None:
+    """Raises `UserError` for folders of `write_predicted` that cannot be written."""
+    if series and (timelines or chakra):
+        raise UserError("--trace and --chakra show trials as they are: leave --over out")
+    if chakra is not None:
+        from common.results.exports.chakra import schema
+
+        schema()
+
+
+def write_predicted(
+    trials: Sequence[Trial],
+    setting_of: Callable[[Trial], Setting],
+    timelines: Path | None,
+    chakra: Path | None,
+) -> None:
+    """Writes timelines and Chakra traces of trials' predicted steps into folders of each trial.
+
+    Raises:
+        UserError: no trial has a trace, or a folder cannot be written.
+    """
+    many = [trial for trial in trials if trial.algorithm != BASELINE]
+    write_each = partial(_write_predicted, setting_of=setting_of, folders=(timelines, chakra))
+    reasons = spread(write_each, [trial.to_json() for trial in many])
+    for trial, reason in zip(many, reasons, strict=True):
+        if reason is not None:
+            print(f"{trial.title}: {reason}", file=sys.stderr)
+    if all(reasons):
+        raise UserError("no trial has a trace of predicted steps")
+    for folder in filter(None, (timelines, chakra)):
+        print(f"{reasons.count(None)} traces in {short(str(folder))}", file=sys.stderr)
+
+
+def _write_predicted(
+    planned: Mapping[str, object],
+    setting_of: Callable[[Trial], Setting],
+    folders: tuple[Path | None, Path | None],
+) -> str | None:
+    """Writes the traces of a trial, given as `Trial.to_json()`; returns why one is missing."""
+    from common.results.exports import chakra, traces
+    from common.virtual.passes import UnmodelledError
+    from common.virtual.world.run import traced
+
+    trial = Trial.from_json(planned)
+    try:
+        trace = traced(setting_of(trial))
+        writers = traces.write_predicted, chakra.write
+        for folder, write_trace in zip(folders, writers, strict=True):
+            if folder is not None:
+                write_trace(trace, trial.world_size, folder / trial.id)
+    except (UserError, Unavailable, UnmodelledError) as error:
+        return str(error)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
+    return None
 
 
 def _title(folder: Path, records: Sequence[Record]) -> str:

@@ -13,7 +13,7 @@ from dear.errors import UserError, one_of
 LOW_GBPS, HIGH_GBPS = 0.1, 10_000.0
 """Range in which `reached` looks for a bandwidth."""
 PRECISE = 0.01
-"""Relative width of the interval at which it stops."""
+"""Relative width of the interval at which bisection stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,8 @@ def reached(
 ) -> dict[float, float | None]:
     """Returns the smallest bandwidth in Gb/s at which an efficiency reaches each share.
 
-    The method is bisection on a logarithmic scale, so the efficiency must grow with the bandwidth.
-    None: it does not reach the share at `HIGH_GBPS`.
+    The method is `turn`, so the efficiency must grow with the bandwidth. None: it does not reach
+    the share at `HIGH_GBPS`.
     """
     known: dict[float, float] = {}
 
@@ -121,8 +121,22 @@ def reached(
         if at(high) < share:
             result[share] = None
             continue
-        while high / low > 1 + PRECISE:
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if at(middle) >= share else (middle, high)
-        result[share] = high
+        result[share] = turn(lambda gbps, share=share: at(gbps) >= share, low, high)
     return result
+
+
+def turn(holds: Callable[[float], bool], start: float, end: float, *, whole: bool = False) -> float:
+    """Returns the value nearest to `start` at which `holds`, to a relative `PRECISE`.
+
+    The method is bisection on a logarithmic scale; it must hold at `end`, and not at `start`.
+
+    Args:
+        whole: only whole numbers are tried.
+    """
+    while max(start, end) / min(start, end) > 1 + PRECISE:
+        middle = math.sqrt(start * end)
+        middle = float(round(middle)) if whole else middle
+        if middle in (start, end):
+            break
+        start, end = (start, middle) if holds(middle) else (middle, end)
+    return end

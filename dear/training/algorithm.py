@@ -52,6 +52,11 @@ class Algorithm(ABC, Generic[OptionsT]):
     """Formula of `dear.cost.bounds` for the shortest step; None: no formula is known."""
     overlap: ClassVar[Overlap | Unstated | None] = None
     """Start of each transfer, and what waits for it (`dear.cost.overlap`); None fails the tests."""
+    candidates: ClassVar[tuple[Mapping[str, object], ...] | None] = ()
+    """Options that a search for the fastest settings tries besides the defaults; None: it does not
+    try the algorithm, which chooses among others itself."""
+    unfused: ClassVar[Mapping[str, object] | None] = None
+    """Options with which every gradient travels alone; None: nothing travels together anyway."""
 
     @classmethod
     def bound_of(cls, options: OptionsT) -> Bound | None:
@@ -62,6 +67,12 @@ class Algorithm(ABC, Generic[OptionsT]):
     def overlap_of(cls, options: OptionsT) -> Overlap | Unstated | None:
         """Returns `overlap` for these options."""
         return cls.overlap
+
+    @classmethod
+    def is_exact(cls, options: OptionsT) -> bool:
+        """Returns True if training has the result of a single worker with the joined batch."""
+        synchronous = cls.capabilities.consistency == "synchronous"
+        return synchronous and getattr(options, "compression", "none") == "none"
 
     @classmethod
     def sends_by(cls, options: OptionsT) -> str | None:
@@ -271,4 +282,4 @@ def algorithm_options(name: str, given: Mapping[str, object]) -> Options:
     Raises:
         UserError: an option is unknown or invalid.
     """
-    return build_options(algorithm_class(name).Options, given, f"option of {name}")
+    return build_options(algorithm_class(name).Options, given, f"{name} option")

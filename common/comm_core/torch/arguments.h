@@ -22,4 +22,10 @@ inline void expect_times(const at::Tensor& large, const at::Tensor& small, int n
                     large.numel(), " elements, but must have ", n, " ranks x ", small.numel());
 }
 
+// Returns a rank that torch passes in 64 bits.
+inline int rank_of(int64_t rank, int n, const char* what) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < n, what, " ", rank, " is not a rank of a group of ", n);
+  return int(rank);
+}
+
 }  // namespace comm_core

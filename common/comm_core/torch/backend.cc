@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "base/clock.h"
+#include "reduce/kernels.h"
 
 namespace comm_core {
 
@@ -53,6 +54,16 @@ std::shared_ptr<Engine>& engine_slot() {
   // Not destroyed with the static objects: Python's atexit handler ends it while that is safe.
   static auto* slot = new std::shared_ptr<Engine>;
   return *slot;
+}
+
+// Returns the engine. A rank whose settings are wrong tells the others that it does not join them.
+std::shared_ptr<Engine> engine_for(Store& notes, int rank, int size) {
+  try {
+    return process_engine();
+  } catch (const std::exception& error) {
+    if (size > 1) Group::decline(notes, rank, size, error);
+    throw;
+  }
 }
 
 // Releases held operations in the order submitted, in a thread that may block on a device.
@@ -106,7 +117,8 @@ CoreBackend::CoreBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     : Backend(rank, size) {
   try {
     TorchStore notes(store);
-    group_ = Group::create(process_engine(), notes, rank, size, name, towards, timeout_s);
+    group_ =
+        Group::create(engine_for(notes, rank, size), notes, rank, size, name, towards, timeout_s);
   } catch (const CommError&) {
     throw_as_torch(std::current_exception());
   }
@@ -163,6 +175,9 @@ WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseco
     title.insert(0, "comm_core:");
   }
   call.prepare(spec);
+  TORCH_CHECK_TYPE(!reduces(spec.kind) || supports(spec.dtype, ReduceOp::sum), name(spec.kind),
+                   ": comm_core cannot reduce ", call.shown().front().scalar_type(),
+                   " tensors, only move them");
   spec.priority = current_priority;
   if (timeout.count() > 0) spec.timeout_s = std::chrono::duration<double>(timeout).count();
   // A caller that waits soon advances the operation itself, so the engine need not wake.

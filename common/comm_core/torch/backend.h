@@ -4,7 +4,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -115,9 +117,11 @@ class CoreBackend : public c10d::Backend {
                const TensorList& shown, c10d::OpType type, const TensorList& result);
 
   void on_windows(const std::function<void(Windows&)>& work);
+  at::Tensor memory_of(int64_t number);
 
   std::shared_ptr<Group> group_;
-  std::map<int64_t, at::Tensor> window_memory_;
+  std::mutex window_mutex_;
+  std::map<int64_t, at::Tensor> window_memory_;  // by number, under window_mutex_
 };
 
 // All-reduces of one priority that a caller starts one by one and awaits together, without a Work

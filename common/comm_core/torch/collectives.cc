@@ -21,7 +21,7 @@ ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what) {
 
 WorkPtr CoreBackend::broadcast(TensorList& tensors, const c10d::BroadcastOptions& options) {
   Call call("broadcast", OpKind::broadcast);
-  call.spec.root = int(options.rootRank);
+  call.spec.root = rank_of(options.rootRank, size_, "broadcast: root");
   call.spec.outputs = {call.output(only(tensors, "broadcast"), call.spec.root == rank_)};
   return submit(std::move(call), OpType::BROADCAST, tensors, options);
 }
@@ -68,7 +68,7 @@ WorkPtr CoreBackend::reduce(TensorList& tensors, const c10d::ReduceOptions& opti
   Call call("reduce", OpKind::reduce);
   const at::Tensor& tensor = only(tensors, "reduce");
   call.spec.op = op_of(options.reduceOp, "reduce");
-  call.spec.root = int(options.rootRank);
+  call.spec.root = rank_of(options.rootRank, size_, "reduce: root");
   if (call.spec.root == rank_) {
     call.spec.outputs = {call.output(tensor, true)};
     call.spec.inputs = {call.spec.outputs[0]};

@@ -9,7 +9,7 @@ WorkPtr CoreBackend::gather(TensorLists& outputs, TensorList& inputs,
                             const c10d::GatherOptions& options) {
   const at::Tensor& input = only(inputs, "gather");
   Call call("gather", OpKind::gather);
-  call.spec.root = int(options.rootRank);
+  call.spec.root = rank_of(options.rootRank, size_, "gather: root");
   call.spec.inputs = {call.input(input)};
   TensorList result;
   if (call.spec.root == rank_) {
@@ -31,7 +31,7 @@ WorkPtr CoreBackend::scatter(TensorList& outputs, TensorLists& inputs,
                              const c10d::ScatterOptions& options) {
   const at::Tensor& output = only(outputs, "scatter");
   Call call("scatter", OpKind::scatter);
-  call.spec.root = int(options.rootRank);
+  call.spec.root = rank_of(options.rootRank, size_, "scatter: root");
   call.spec.outputs = {call.output(output)};
   if (call.spec.root == rank_) {
     expect_count(inputs.size(), 1, "scatter: input lists");

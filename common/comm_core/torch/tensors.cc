@@ -1,5 +1,6 @@
 #include "tensors.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -58,6 +59,15 @@ DType dtype_of(const at::Tensor& tensor, const std::string& what) {
     case at::kBool: return DType::b8;
     case at::kComplexFloat: return DType::c64;
     case at::kComplexDouble: return DType::c128;
+    case at::kUInt16: return DType::u16;
+    case at::kUInt32: return DType::u32;
+    case at::kUInt64: return DType::u64;
+    case at::kComplexHalf: return DType::c32;
+    case at::kFloat8_e4m3fn: return DType::f8_e4m3fn;
+    case at::kFloat8_e5m2: return DType::f8_e5m2;
+    case at::kFloat8_e4m3fnuz: return DType::f8_e4m3fnuz;
+    case at::kFloat8_e5m2fnuz: return DType::f8_e5m2fnuz;
+    case at::kFloat8_e8m0fnu: return DType::f8_e8m0fnu;
     default:
       C10_THROW_ERROR(TypeError, what + ": comm_core does not support " +
                                      toString(tensor.scalar_type()) + " tensors");
@@ -128,6 +138,8 @@ ConstSpan Tensors::input(const at::Tensor& tensor) {
 Span Tensors::output(const at::Tensor& tensor, bool keeps) {
   check(tensor);
   const bool direct = !stream_ && tensor.is_contiguous();
+  TORCH_CHECK_VALUE(direct || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, what_,
+                    ": several elements of an output, such as an expanded tensor, share memory");
   const at::Tensor memory = direct ? tensor : host_copy(tensor, keeps);
   kept_->tensors.push_back(memory);
   if (keeps) read_.push_back(memory);

@@ -1,5 +1,7 @@
 #include <c10/util/Exception.h>
 
+#include <limits>
+
 #include "backend.h"
 
 namespace comm_core {
@@ -12,12 +14,21 @@ void CoreBackend::add_window(int64_t number, const at::Tensor& memory) {
   on_windows([&](Windows& windows) {
     windows.add(uint32_t(number), span, size_t(memory.size(0)), dtype);
   });
+  const std::lock_guard<std::mutex> lock(window_mutex_);
   window_memory_[number] = memory;
 }
 
 void CoreBackend::remove_window(int64_t number) {
   on_windows([&](Windows& windows) { windows.remove(uint32_t(number)); });
+  const std::lock_guard<std::mutex> lock(window_mutex_);
   window_memory_.erase(number);
+}
+
+at::Tensor CoreBackend::memory_of(int64_t number) {
+  const std::lock_guard<std::mutex> lock(window_mutex_);
+  const auto entry = window_memory_.find(number);
+  TORCH_CHECK_VALUE(entry != window_memory_.end(), "the window was freed");
+  return entry->second;
 }
 
 std::vector<uint64_t> CoreBackend::window_versions(int64_t number) {
@@ -28,10 +39,11 @@ std::vector<uint64_t> CoreBackend::window_versions(int64_t number) {
 
 at::Tensor CoreBackend::read_window(int64_t number, int64_t first, int64_t count, bool reset,
                                     bool clear) {
-  const auto found = window_memory_.find(number);
-  TORCH_CHECK_VALUE(found != window_memory_.end(), "the window was freed");
+  const at::Tensor memory = memory_of(number);
+  const int64_t slots = memory.size(0);
   TORCH_CHECK_VALUE(first >= 0 && count >= 0, "the slot and the count must not be negative");
-  const at::Tensor& memory = found->second;
+  TORCH_CHECK_VALUE(first <= slots && count <= slots - first, "the window has ", slots,
+                    " slots, not ", count, " from slot ", first, " on");
   at::Tensor copy = at::empty({count, memory.size(1)}, memory.options());
   on_windows([&](Windows& windows) {
     windows.read(uint32_t(number), size_t(first), size_t(count),
@@ -50,7 +62,13 @@ WorkPtr CoreBackend::window_operation(const std::string& kind, int64_t number, i
        {OpKind::put, OpKind::accumulate, OpKind::get, OpKind::lock, OpKind::unlock}) {
     if (kind == name(known)) spec.kind = known;
   }
-  TORCH_CHECK_VALUE(slot >= 0 && offset >= 0, kind, ": slot and offset must not be negative");
+  // The target compares them with its window. Larger ones would not arrive as what they are.
+  const int64_t element_size = tensor ? int64_t(tensor->element_size()) : 1;
+  const int64_t most = std::numeric_limits<int64_t>::max() / element_size;
+  TORCH_CHECK_VALUE(slot >= 0 && slot <= UINT32_MAX, kind, ": slot ", slot, " is ",
+                    slot < 0 ? "negative" : "not a slot of any window");
+  TORCH_CHECK_VALUE(offset >= 0 && offset <= most, kind, ": offset ", offset, " is ",
+                    offset < 0 ? "negative" : "outside every window");
   spec.op = op_of(op, kind);
   spec.window = uint32_t(number);
   spec.slot = uint32_t(slot);
@@ -58,7 +76,7 @@ WorkPtr CoreBackend::window_operation(const std::string& kind, int64_t number, i
   TensorList result;
   if (tensor) {
     result = {*tensor};
-    spec.offset = uint64_t(offset) * tensor->element_size();
+    spec.offset = uint64_t(offset * element_size);
     if (spec.kind == OpKind::get) {
       spec.outputs = {call.output(*tensor)};
     } else {

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "group/group.h"
 #include "io/fd.h"
 
 namespace comm_core {
@@ -24,6 +26,9 @@ namespace {
 // A callback gets this long before another thread runs the next ones. It must be much longer than a
 // callback that only waits for a core or for Python's lock, or later ones would overtake it.
 constexpr auto kPatience = std::chrono::milliseconds(50);
+// Time that callbacks get to end at the end of the process. The other ranks wait for it, too: they
+// notice the end of this one by its connections.
+constexpr auto kExitPatience = std::chrono::seconds(3);
 // Limit on threads: more callbacks that wait for each other are probably a mistake.
 constexpr size_t kMostThreads = 64;
 
@@ -43,17 +48,20 @@ class Caller {
 
   bool forked() const { return forks_ != forks(); }
 
-  // Returns once all queued callbacks have run. Later ones are dropped.
-  void stop() {
-    if (forked()) return;  // the threads are the parent's
+  // Returns once all queued callbacks have run, or at `until`. Later ones are dropped. Returns how
+  // many are still running: their threads are left to the end of the process.
+  size_t stop(std::chrono::steady_clock::time_point until) {
+    if (forked()) return 0;  // the threads are the parent's
     std::vector<std::thread> threads;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopped_ = true;
-      threads.swap(threads_);
-      changed_.notify_all();
-    }
-    for (std::thread& thread : threads) thread.join();
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopped_ = true;
+    threads.swap(threads_);
+    changed_.notify_all();
+    const bool all = changed_.wait_until(lock, until, [&] { return ended_ == threads.size(); });
+    const size_t running = threads.size() - ended_ - idle_;
+    lock.unlock();
+    for (std::thread& thread : threads) all ? thread.join() : thread.detach();
+    return all ? 0 : running;
   }
 
  private:
@@ -66,7 +74,7 @@ class Caller {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return stopped_ || !queue_.empty(); });
-      if (queue_.empty()) return;
+      if (queue_.empty()) break;
       if (calling_) {
         const uint64_t call = call_;
         const auto over = [&] { return !calling_ || call_ != call; };
@@ -87,6 +95,9 @@ class Caller {
       if (call_ == call) calling_ = false;  // else another thread runs later callbacks
       changed_.notify_all();
     }
+    --idle_;
+    ++ended_;
+    changed_.notify_all();
   }
 
   const size_t most_threads_;
@@ -95,6 +106,7 @@ class Caller {
   std::deque<std::function<void()>> queue_;
   std::vector<std::thread> threads_;
   size_t idle_ = 0;       // number of threads outside callbacks
+  size_t ended_ = 0;      // number of threads that have nothing more to do
   uint64_t call_ = 0;     // number of the last callback begun
   bool calling_ = false;  // that callback has not ended
   bool stopped_ = false;
@@ -110,9 +122,12 @@ Caller& own(Caller*& instance, size_t most_threads) {
   return *instance;
 }
 
-Caller& caller() {
-  static Caller* instance = nullptr;
-  return own(instance, kMostThreads);
+// Deeper callbacks share the last one.
+constexpr int kDepths = 8;
+
+Caller& caller(int depth) {
+  static Caller* instances[kDepths] = {};
+  return own(instances[std::min(depth, kDepths - 1)], kMostThreads);
 }
 
 // One thread: its work waits only for devices, and it must start operations in order.
@@ -131,19 +146,27 @@ void stay_if_ending() {
 
 }  // namespace
 
-void call_back(std::function<void()> callback) { caller().add(std::move(callback)); }
+void call_back(int depth, std::function<void()> callback) {
+  caller(depth).add(std::move(callback));
+}
 
 void call_in_order(std::function<void()> work) { starter().add(std::move(work)); }
 
 void stop_calling_back() {
-  starter().stop();
-  caller().stop();
+  const auto until = std::chrono::steady_clock::now() + kExitPatience;
+  size_t running = starter().stop(until);
+  for (int depth = 0; depth < kDepths; ++depth) running += caller(depth).stop(until);
+  if (running == 0) return;
+  fprintf(stderr, "comm_core: the process ends although %zu callback(s) of futures still run\n",
+          running);
 }
 
 void keep_waiting_threads() {
   ending_thread = std::this_thread::get_id();
   ending = true;
 }
+
+thread_local bool OrderedFutures::asked = false;
 
 Block& block() {
   thread_local Block of_this_thread;
@@ -269,9 +292,19 @@ c10::intrusive_ptr<c10::ivalue::Future> CoreWork::getFuture() {
     complete();
     return future_;
   }
+  const OpPtr last = ops_.back();
+  const bool ordered = OrderedFutures::asked && !point_to_point(last->spec().kind);
+  if (ordered) last->group().callbacks_to_come(*last);
+  const auto call = [last, ordered, complete] {
+    {
+      const InCallbacks scope(*last, ordered);
+      complete();
+    }
+    if (ordered) last->group().callbacks_over(*last);
+  };
   for (const OpPtr& op : ops_) {
-    op->on_done([left, complete] {
-      if (--*left == 0) call_back(complete);
+    op->on_done([left, depth = last->depth(), call] {
+      if (--*left == 0) call_back(depth, call);
     });
   }
   return future_;

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 HELP = "compare predictions with measured sweeps, or with published throughputs"
 APART = 0.05
 """Smallest relative difference of two measured steps whose order must be predicted."""
+GOOD = 0.03
+"""Largest relative distance of a good choice from the shortest measured step."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +60,28 @@ class Check:
     """Step; T(inf) = 2 T(2k) - T(k) if both are known, since the emulation's errors shrink as 1 / k
     does."""
     predicted_s: float
+    low_s: float
+    """Lower end of the prediction's range."""
+    high_s: float
     costs_of: str
     """Model of the trial whose costs of collectives were used."""
+    exact: bool
+    """True if the algorithm does not change the result of training."""
 
     @property
     def error(self) -> float:
         """Relative error of the prediction."""
         return self.predicted_s / self.measured_s - 1
+
+    @property
+    def inside(self) -> bool:
+        """True if the measured step lies in the range of the prediction."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def width(self) -> float:
+        """Width of the range, relative to the predicted step."""
+        return (self.high_s - self.low_s) / self.predicted_s
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -89,24 +106,26 @@ def main(options: argparse.Namespace) -> int:
         [r for r in Comparison.load(folder).results(folder) if _is_measured(r)]
         for folder in folders
     ]
-    slower = {_scaled(record): record for records in sweeps for record in records}
+    everything = [record for records in sweeps for record in records]
+    slower = {_scaled(record): record for record in everything}
     doubled = {id(double) for record in slower.values() if (double := _double(record, slower))}
     for folder, records in zip(folders, sweeps, strict=True):
         for record in records:
             if id(record) in doubled:
                 continue  # a part of the row at half its time scale
             try:
-                checks.append(_check(record, _double(record, slower), records, folder.name))
+                checks.append(_check(record, _double(record, slower), everything, folder.name))
             except (UserError, UnmodelledError) as error:
                 skipped.append(f"{record.id}: {error}")
     summary = Summary.of(checks) if checks else None
     if options.json:
-        rows = [{**asdict(check), "error": check.error} for check in checks]
+        rows = [{**asdict(c), "error": c.error, "inside": c.inside} for c in checks]
         shown = summary and asdict(summary)
-        print(json.dumps({"rows": rows, "summary": shown, "skipped": skipped}))
+        advised = list(map(asdict, Advised.of(checks)))
+        print(json.dumps({"rows": rows, "summary": shown, "skipped": skipped, "advised": advised}))
         return Status.OK if checks else Status.NO_ANSWER
     head = ("sweep", "model", "batch", "workers", "network", "algorithm", "time scale")
-    lines = [(*head, "measured ms", "predicted ms", "error", "costs of")]
+    lines = [(*head, "measured ms", "predicted ms", "range", "error", "costs of")]
     for check in checks:
         lines.append(
             (
@@ -116,16 +135,75 @@ def main(options: argparse.Namespace) -> int:
                 check.scales,
                 f"{1e3 * check.measured_s:.1f}",
                 f"{1e3 * check.predicted_s:.1f}",
+                f"{1e3 * check.low_s:.1f}-{1e3 * check.high_s:.1f}{'' if check.inside else ' !'}",
                 f"{check.error:+.1%}",
                 check.costs_of,
             )
         )
-    right = [False, False, True, True, False, False, True, True, True, True, False]
+    right = [False, False, True, True, False, False, True, True, True, True, True, False]
     print(markdown(lines, right))
+    print("!: the measured step lies outside the range")
     for line in skipped:
         print(f"not compared: {line}")
     print("nothing to compare" if summary is None else summary)
+    _print_advised(Advised.of(checks))
     return Status.OK if checks else Status.NO_ANSWER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advised:
+    """Choice by predicted steps among the exact algorithms that were measured in a setting."""
+
+    place: tuple[object, ...]
+    """Setting, see `Check.place`."""
+    chosen: str
+    """Algorithm with the shortest predicted step."""
+    fastest: str
+    """Algorithm with the shortest measured step."""
+    algorithms: int
+    excess: float
+    """Relative distance of the measured step of the chosen algorithm from the shortest one."""
+
+    @classmethod
+    def of(cls, checks: Sequence[Check]) -> list[Advised]:
+        """Returns the choices in all settings with at least two algorithms."""
+        cells: dict[tuple[object, ...], list[Check]] = {}
+        for check in checks:
+            if check.exact:
+                cells.setdefault(check.place, []).append(check)
+        choices = []
+        for place, cell in cells.items():
+            chosen = min(cell, key=lambda check: check.predicted_s)
+            fastest = min(cell, key=lambda check: check.measured_s)
+            if len(cell) > 1:
+                choices.append(
+                    cls(
+                        place=place,
+                        chosen=chosen.algorithm,
+                        fastest=fastest.algorithm,
+                        algorithms=len(cell),
+                        excess=chosen.measured_s / fastest.measured_s - 1,
+                    )
+                )
+        return choices
+
+
+def _print_advised(choices: Sequence[Advised]) -> None:
+    from common.results.tables.table import markdown
+
+    if not choices:
+        return
+    head = ("sweep", "model", "batch", "workers", "network")
+    lines = [(*head, "of", "advised", "fastest measured", "distance")]
+    for choice in choices:
+        texts = (str(choice.algorithms), choice.chosen, choice.fastest, f"{choice.excess:.1%}")
+        lines.append((*map(str, choice.place), *texts))
+    print("\n" + markdown(lines, [False, False, True, True, False, True, False, False, True]))
+    good = sum(choice.excess <= GOOD for choice in choices)
+    print(
+        f"advice among the measured exact algorithms: in {good} of {len(choices)} settings, the "
+        f"advised one is within {GOOD:.0%} of the fastest"
+    )
 
 
 def _published(path: Path, as_json: bool) -> Status:
@@ -151,6 +229,10 @@ class Summary:
     """Pairs of algorithms in the same cell whose measured steps differ by more than `APART`."""
     pairs_in_order: int
     """Pairs whose order the prediction has right."""
+    inside: int
+    """Measured steps in the range of their prediction."""
+    median_width: float
+    """Median width of the ranges, relative to the predicted step."""
 
     @classmethod
     def of(cls, checks: Sequence[Check]) -> Summary:
@@ -168,13 +250,17 @@ class Summary:
             worst_error=max(errors, key=abs),
             pairs=len(orders),
             pairs_in_order=sum(orders),
+            inside=sum(check.inside for check in checks),
+            median_width=statistics.median(check.width for check in checks),
         )
 
     def __str__(self) -> str:
         return (
             f"{self.comparisons} comparisons: mean error {self.mean_error:.2%}, signed mean "
             f"{self.signed_mean_error:+.2%}, worst {self.worst_error:+.2%}; {self.pairs} pairs "
-            f"differ by more than {APART:.0%}, {self.pairs_in_order} of them in the right order"
+            f"differ by more than {APART:.0%}, {self.pairs_in_order} of them in the right order; "
+            f"{self.inside} measured steps lie in the range, whose median width is "
+            f"{self.median_width:.1%}"
         )
 
 
@@ -212,8 +298,8 @@ def _measured_s(record: Record, double: Record | None) -> tuple[float, str]:
 def _check(record: Record, double: Record | None, others: Sequence[Record], sweep: str) -> Check:
     from common.models.registry import profile_of
     from common.virtual.costs.parts import Shape
-    from common.virtual.world.run import Setting, predicted
-    from dear.training.algorithm import algorithm_options
+    from common.virtual.world.run import COMPUTE, Setting, predicted, shifted
+    from dear.training.algorithm import algorithm_class, algorithm_options
 
     trial = record.trial
     local = trial.get("ranks_per_host") or 1
@@ -234,6 +320,9 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
         momentum=trial["optimizer"]["momentum"],
     )
     measured_s, scales = _measured_s(record, double)
+    error = _cost_error(donor)
+    steps = [predicted(shifted(setting, sign * error, sign * COMPUTE)) for sign in (0, -1, 1)]
+    times = [step.step_s for step in steps]
     return Check(
         sweep=sweep,
         model=trial["model"],
@@ -243,8 +332,11 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
         algorithm=record.label,
         scales=scales,
         measured_s=measured_s,
-        predicted_s=predicted(setting).step_s,
+        predicted_s=times[0],
+        low_s=min(times),
+        high_s=max(times),
         costs_of=donor.trial["model"],
+        exact=algorithm_class(trial["algorithm"]).is_exact(setting.options),
     )
 
 
@@ -260,11 +352,22 @@ def _donor(record: Record, others: Sequence[Record], ranks: int | None = None) -
         and _links(other) == _links(record)
     ]
     if not fitting:
-        raise UserError(f"no costs of collectives of {wanted} ranks are on record")
+        raise UserError(f"no record has the costs of collectives of {wanted} ranks")
     foreign = [other for other in fitting if other.trial["model"] != record.trial["model"]]
     if foreign or record not in fitting:
-        return (foreign or fitting)[0]
+        # The machine's own delays count less at a larger time scale.
+        return max(foreign or fitting, key=lambda other: other.fabric.time_scale)
     return record
+
+
+def _cost_error(donor: Record) -> float:
+    """Returns the relative error of the fitted costs of a trial."""
+    from common.virtual.world.run import COSTS
+
+    assert donor.first is not None
+    if donor.first.engine_costs is not None:
+        return donor.first.engine_costs.error
+    return donor.first.cost_check.residual if donor.first.cost_check is not None else COSTS
 
 
 def _links(record: Record) -> tuple[object, ...]:

@@ -65,7 +65,7 @@ class Module(nn.Module):
         """Runs `body`; returns `x`, through which autograd connects the units."""
         for part in body.parts:
             if isinstance(part, Work):
-                step.forward(part.forward_s)
+                step.forward(part)
                 for unit in part.units:
                     params = [step.model.parameter(name) for name, _ in unit.params]
                     x = _Backward.apply(x, step, unit, *params)
@@ -95,7 +95,7 @@ class Replay(Module):
         }
         for name in profile.modules:
             _descend(self, name, lists)
-        weights = torch.randn(BLOCK) * _WEIGHT_SCALE
+        weights = torch.randn(BLOCK if generator is not None else 0) * _WEIGHT_SCALE
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         for param in profile.parameters:
             owner = _descend(self, param.module)
@@ -111,6 +111,7 @@ class Replay(Module):
         self._body = plan(profile)
         index = {param.name: number for number, param in enumerate(profile.parameters)}
         self._chain = [(param.name, index[param.name]) for param in profile.gradients()]
+        self._blank: dict[int, torch.Tensor] = {}
         self.source = None if generator is None else GradientSource(generator)
         self.memory_bytes_per_s = profile.memory_bytes_per_s
         self.lead = Lead(profile.memory_bytes_per_s)
@@ -119,7 +120,7 @@ class Replay(Module):
         """Returns `x`, after the recorded time."""
         if self.source is None:
             x = x.detach().requires_grad_()
-            return super().forward(x, self._body, _Step(self, Blank()))
+            return super().forward(x, self._body, _Step(self, Blank(self._blank)))
         # The key is drawn at random, so that a training with the same seed has the same gradients.
         key = int(torch.randint(2**31, ()))
         chain = []
@@ -155,9 +156,10 @@ class _Step:
         self.pace = pace.current()
         self._pass: Pass | None = None
 
-    def forward(self, seconds: float) -> None:
+    def forward(self, work: Work) -> None:
         """Waits for a layer's time, and makes later gradients meanwhile."""
-        self.pace.begin(seconds)
+        self.pace.module = work.module
+        self.pace.begin(work.forward_s)
         self.gradients.work_ahead(self.pace.rest)
         self.pace.finish()
 
@@ -166,6 +168,7 @@ class _Step:
         if self._pass is None:
             self._pass = self.model.lead.begin(self.pace)
             at_end_of_backward(self._pass.end)
+        self.pace.module = unit.module
         self._pass.next(unit.backward_s)
 
     def end_backward(self, nbytes: int) -> None:
@@ -219,13 +222,13 @@ class _Backward(torch.autograd.Function):
         ctx.factors = [1.0] * len(params)
         if step.model.source is not None:
             ctx.factors = [fingerprint(param) for param in params]
-        return x.clone()
+        return step.gradients.link(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         step = ctx.step
         step.begin_backward(ctx.unit)
-        scale = gradient.item()
+        scale = step.gradients.scale_of(gradient)
         gradients = [
             step.gradients.take(param, index, scale, factor) if wanted else None
             for param, (_, index), factor, wanted in zip(

@@ -79,6 +79,8 @@ class Pace:
         """Function from a time to the periods (start, end) without communication of this process
         that ended later, in order (`time.perf_counter`). It returns nothing if the backend does not
         report them; communication then counts as started in time."""
+        self.module = ""
+        """Module of the replayed model that computes next; empty: the model itself."""
         self.queued_s = 0.0
         """Seconds of work that the device has got so far."""
         self.idle_s = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,11 @@ class Unit:
     backward_s: float
     params: tuple[tuple[str, int], ...] = ()
     """Name and index of each parameter; at most two, because autograd keeps the order of two."""
+
+    @property
+    def module(self) -> str:
+        """Module of the first parameter; empty without parameters."""
+        return self.params[0][0].rpartition(".")[0] if self.params else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class Body:
     parts: tuple[Work | Body, ...]
 
 
+@functools.lru_cache(maxsize=16)
 def plan(profile: Profile) -> Body:
     """Returns the body of the root module.
 

@@ -45,6 +45,8 @@ class RankSpans:
     """Times at which gradients became ready, as spans of length 0."""
     transfers: list[Span]
     """Collectives, from when they could start to their end; `args`: bytes, channel, waiting."""
+    layers: list[Span] = field(default_factory=list)
+    """Work of the device, module by module; only predicted traces have it."""
 
     @property
     def overlap(self) -> float | None:
@@ -155,6 +157,10 @@ def _spans(number: int, trace: Evidence, at: Callable[[float], float]) -> RankSp
         for name, phase in zip(PHASES, pairwise(map(at, marks)), strict=True)
         for begin, stop in without(phase, held)
     ]
+    layers = [
+        Span(name=work["name"], start_us=at(work["started_s"]), end_us=at(work["finished_s"]))
+        for work in trace.get("computations", [])
+    ]
     return RankSpans(
         number=number,
         steps=steps,
@@ -162,6 +168,7 @@ def _spans(number: int, trace: Evidence, at: Callable[[float], float]) -> RankSp
         waits=waits,
         gradients=gradients,
         transfers=transfers,
+        layers=layers,
     )
 
 

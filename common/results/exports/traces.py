@@ -22,13 +22,14 @@ from typing import TypeAlias
 
 from common.results.exports.spans import Clocks, Evidence, RankSpans, Span, aligned, lanes
 from common.results.records import JsonObject, Record
+from common.virtual.world.trace import Trace
 from dear.errors import UserError
 
 MERGED = "merged.json"
 NEAR_US = 1000.0
 """Largest delay from the end of a transfer to the end of the wait for it, in microseconds of the
 trial's cluster."""
-_STEPS, _COMPUTES, _WAITS, _GRADIENTS, _TRANSFERS = 0, 1, 2, 3, 10
+_STEPS, _COMPUTES, _WAITS, _GRADIENTS, _LAYERS, _TRANSFERS = 0, 1, 2, 3, 4, 10
 _ROWS = {
     _STEPS: "steps",
     _COMPUTES: "training",
@@ -55,6 +56,15 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"cannot write to {into}: {error.strerror}") from None
     return [into / name for name in traced]
+
+
+def write_predicted(trace: Trace, ranks: int, folder: Path) -> None:
+    """Writes `merged.json` of a predicted trial into a new folder; one rank stands for `ranks`."""
+    traced, _ = aligned({"traces": [trace.to_json()], "time_scale": 1.0})
+    content = events(traced, Clocks(aligned_by="the virtual clock", uncertainty_us=0.0))
+    content["metadata"] |= {"predicted": True, "equal_ranks": ranks}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MERGED).write_text(json.dumps(content), encoding="utf-8")
 
 
 def evidence(folder: Path, record: Record) -> Evidence | None:
@@ -85,10 +95,11 @@ def events(ranks: Sequence[RankSpans], clocks: Clocks) -> Event:
 
 
 def _rows(rank: RankSpans) -> Iterator[Event]:
-    pid, placed = rank.number, lanes(rank.transfers)
+    pid, placed, layers = rank.number, lanes(rank.transfers), lanes(rank.layers)
     yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"rank {pid}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
-    names = _ROWS | {_TRANSFERS + lane: f"transfers {lane}" for lane, _ in placed}
+    names = _ROWS | {_LAYERS + lane: f"layers {lane}" for lane, _ in layers}
+    names |= {_TRANSFERS + lane: f"transfers {lane}" for lane, _ in placed}
     for tid, name in names.items():
         row = {"ph": "M", "pid": pid, "tid": tid}
         yield {"name": "thread_name", **row, "args": {"name": name}}
@@ -98,8 +109,8 @@ def _rows(rank: RankSpans) -> Iterator[Event]:
     for span in rank.gradients:
         moment = {"ph": "i", "s": "t", "ts": span.start_us, "pid": pid, "tid": _GRADIENTS}
         yield {"name": span.name, "args": span.args, **moment}
-    for lane, span in placed:
-        yield _slice(pid, _TRANSFERS + lane, span)
+    for first, row_of in ((_LAYERS, layers), (_TRANSFERS, placed)):
+        yield from (_slice(pid, first + lane, span) for lane, span in row_of)
 
 
 def _slice(pid: int, tid: int, span: Span) -> Event:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from common.virtual.world import core
 from common.virtual.world.group import NAME, VirtualGroup, gathered, reduced
 from common.virtual.world.network import Network
+from common.virtual.world.trace import Node
 from dear.comm.communicator import Communicator, Op
 from dear.comm.work import Work
 
@@ -117,7 +118,9 @@ class VirtualCommunicator(Communicator):
             operation,
             max(tensor.nbytes for tensor in tensors),
             effect,
+            None if operation == "broadcast" else output,
             legs=(group.shape,),
+            ranks=group.ranks,
             channel=id(group),
             priority=priority,
         )
@@ -130,12 +133,25 @@ class _Later:
     def __init__(self, network: Network) -> None:
         self._network = network
         self.values: list[Any] = []
+        recorder = network.recorder
+        self.after: tuple[Node, ...] = () if recorder is None else recorder.known
+        """Nodes of the trace after which the call starts, and later those after which it ends."""
+
+    def run(self, call: Callable[[], object]) -> None:
+        recorder = self._network.recorder
+        if recorder is not None:
+            recorder.learn(self.after)
+        self.values.append(call())
+        self.after = () if recorder is None else recorder.known
 
     def done(self) -> bool:
         return bool(self.values)
 
     def result(self) -> Any:
+        began_s = self._network.clock()
         self._network.events.run_until(self.done, "a call of another thread")
+        if self._network.recorder is not None:
+            self._network.recorder.awaited(self.after, began_s, self._network.clock())
         return self.values[0]
 
 
@@ -158,7 +174,7 @@ class _Worker:
     def _run(self) -> None:
         while self._calls:
             call, later = self._calls.popleft()
-            later.values.append(call())
+            later.run(call)
         self._running = False
 
     def shutdown(self, wait: bool = True) -> None:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 
 from common.virtual.costs.parts import Shape
+from common.virtual.world.trace import Recorder
 from dear.comm.handles import WorkTimes
 from dear.cost.event_model.events import Events
-from dear.cost.event_model.link import CHUNK_BYTES, Cost, Link, Sending
+from dear.cost.event_model.link import CHUNK_BYTES, Cost, Crowded, Link, Sending
 from dear.errors import UserError
 
 Place = Literal["inside", "between"]
@@ -35,11 +36,14 @@ class Transfer:
     def end(self) -> None:
         """Ends the transfer now, and calls what waits for it."""
         self.finished_s = self._network.events.now_s
-        with torch.no_grad(), self._network.apart():
-            self._effect()
-        self._effect = _nothing
-        for callback in self._callbacks:
-            callback()
+        if self._effect is not _nothing:
+            with torch.no_grad(), self._network.apart():
+                self._effect()
+            self._effect = _nothing
+        recorder = self._network.recorder
+        with contextlib.nullcontext() if recorder is None else recorder.because_of(self):
+            for callback in self._callbacks:
+                callback()
 
     def on_end(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the transfer ends; at once if it has ended."""
@@ -105,12 +109,16 @@ class Network:
         """Transfers that have started since the list was emptied."""
         self.waits: list[tuple[float, float]] = []
         """Start and end of each wait of the device for transfers, since the list was emptied."""
+        self.recorder: Recorder | None = None
+        """Recorder of what this rank does; None: nothing is recorded."""
         self.windows: list[Any] = []
         """Windows of this rank (`common.virtual.world.core.Window`)."""
         self.apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Context of work that takes no time of the device; set by the device."""
         self.inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Context of every thread; set by the device."""
+        self.unread: Callable[[torch.Tensor], bool] = lambda _: False
+        """Function that returns True for tensors without values; set by the device."""
 
     def clock(self) -> float:
         """Returns the virtual time in seconds."""
@@ -123,6 +131,8 @@ class Network:
     def cost(self, operation: str, shape: Shape) -> Cost:
         """Returns the cost of an operation in a group of this shape.
 
+        If the group has only some ranks of its hosts, the others do the same over the same link.
+
         Raises:
             UserError: the engine's costs lack the operation.
         """
@@ -134,15 +144,19 @@ class Network:
             raise UserError(
                 f"engine {self.engine} has no cost of {operation}; its costs are of {known}"
             )
-        return self._known[key][operation]
+        cost = self._known[key][operation]
+        groups = self.shape.ranks_per_host // shape.ranks_per_host if shape.hosts > 1 else 1
+        return Crowded(cost=cost, groups=groups) if groups > 1 else cost
 
     def start(
         self,
         operation: str,
         nbytes: int,
         effect: Callable[[], Any] = lambda: None,
+        output: torch.Tensor | None = None,
         *,
         legs: Sequence[Shape] | None = None,
+        ranks: Sequence[int] | None = None,
         channel: object = 0,
         priority: int = 0,
     ) -> Transfer:
@@ -151,13 +165,19 @@ class Network:
         Args:
             nbytes: bytes of the full buffer of each message.
             effect: called when the transfer ends.
+            output: tensor that `effect` writes; if nobody reads its values, nothing is written.
             legs: hosts and ranks that take part in each of its messages; None: one message of all
                 ranks. The transfer ends when all messages have ended.
+            ranks: group of a collective; None: messages between single ranks.
             channel: queue, in which messages run one after another.
         """
+        if output is not None and self.unread(output):
+            effect = _nothing
         shapes = [leg for leg in legs or (self.shape,) if leg.ranks > 1]
         transfer = Transfer(self, operation, nbytes * len(shapes), effect)
         self.transfers.append(transfer)
+        if self.recorder is not None and shapes:
+            self.recorder.sent(transfer, ranks, channel, priority)
         left = len(shapes)
 
         def ended() -> None:
@@ -216,6 +236,8 @@ class Network:
             self.events.run_until(transfer.is_completed, transfer.name)
         if self.events.now_s > began_s:
             self.waits.append((began_s, self.events.now_s))
+        if self.recorder is not None:
+            self.recorder.awaited(self.recorder.of(transfers), began_s, self.events.now_s)
 
 
 def _nothing() -> None:

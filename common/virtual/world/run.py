@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,18 +17,25 @@ from common.models.profile import Profile
 from common.models.replay import pace
 from common.models.replay.model import workload
 from common.models.replay.pace import paced
+from common.models.workload import Workload
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
 from common.virtual.passes import update_s_of
 from common.virtual.world.communicator import VirtualCommunicator
-from common.virtual.world.device import Arithmetic, VirtualPace
+from common.virtual.world.device import Arithmetic, VirtualPace, large
 from common.virtual.world.group import job
 from common.virtual.world.network import CostsOf, Network, Transfer
+from common.virtual.world.trace import STEPS, Gradient, Recorder, Trace
 from dear.comm import runtime
 from dear.comm.environment import RankFacts
+from dear.cost.event_model.link import Cost, Scaled
 from dear.cost.event_model.step import Prediction, steady
+from dear.errors import UserError
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
+
+COSTS, COMPUTE = 0.1, 0.02
+"""Assumed relative errors of composed costs and of compute, for the range of a prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,18 @@ class Setting:
         """Seconds of an update of all parameters on one rank."""
         tensors = 7 if self.optimizer == "adamw" else 5 if self.momentum else 3
         return update_s_of(self.profile, tensors)
+
+
+def shifted(setting: Setting, costs: float, compute: float) -> Setting:
+    """Returns the setting with costs of collectives and times of compute that are larger by these
+    relative errors, such as -0.1."""
+
+    def scaled(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
+        middle = setting.costs(hosts, ranks_per_host)
+        return {name: Scaled(cost=cost, factor=1 + costs) for name, cost in middle.items()}
+
+    profile = setting.profile.slowed(1 + compute)
+    return replace(setting, profile=profile, costs=scaled if costs else setting.costs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +98,58 @@ def predicted(setting: Setting) -> Step:
         UserError: the algorithm refuses the setting, or needs what the virtual cluster lacks.
         UnmodelledError: part of a step takes time that is not modelled, such as a compression.
     """
-    share_on_wire(setting.options)  # refuses compressions
-    period, kind = 1, None
-    if setting.algorithm is not None:
-        kind = algorithm_class(setting.algorithm)
-        shape = setting.shape
-        period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
-        sender = kind.sends_by(setting.options)
-        if sender is not None:
-            return _modelled(setting, sender)
+    period, sender = _way(setting)
+    if sender is not None:
+        return _modelled(setting, sender)
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
         return training.mean(steady(training.step, period))
+
+
+def traced(setting: Setting) -> Trace:
+    """Runs the algorithm until its step times repeat, and traces the steps after that.
+
+    Raises:
+        UserError, UnmodelledError: as for `predicted`; or another library starts the transfers.
+    """
+    period, sender = _way(setting)
+    if sender is not None:
+        raise UserError(f"no trace of {sender}: its library does not run on the virtual cluster")
+    with _training(setting) as training:
+        for _ in range(setting.options.settling_steps()):
+            training.step()
+        steady(training.step, period)
+        return training.trace(max(STEPS, period))
+
+
+def _way(setting: Setting) -> tuple[int, str | None]:
+    """Returns after how many steps a rank does the same, and the library that starts transfers."""
+    share_on_wire(setting.options)  # refuses compressions
+    if setting.algorithm is None:
+        return 1, None
+    kind, shape = algorithm_class(setting.algorithm), setting.shape
+    period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
+    return period, kind.sends_by(setting.options)
+
+
+def alone_s(setting: Setting) -> float:
+    """Returns the step of a single worker with the devices and the optimizer of a setting."""
+    return _alone_s(setting.profile, setting.optimizer, setting.momentum)
+
+
+@functools.lru_cache
+def _alone_s(profile: Profile, optimizer: str, momentum: float) -> float:
+    plain = Setting(
+        profile=profile,
+        algorithm=None,
+        shape=Shape(hosts=1),
+        costs=lambda hosts, ranks_per_host: {},
+        engine="",
+        optimizer=optimizer,
+        momentum=momentum,
+    )
+    return predicted(plain).step_s
 
 
 def stated(setting: Setting) -> Prediction:
@@ -134,9 +193,11 @@ def slowest(ranks: int, relative_std: float) -> float:
 
 
 class _Training:
-    def __init__(self, setting: Setting, network: Network, communicator: Any) -> None:
-        self.network = network
-        self._load = workload(setting.profile, None)
+    def __init__(
+        self, setting: Setting, load: Workload, network: Network, communicator: Any
+    ) -> None:
+        self.network, self._load = network, load
+        self._plain = load.model
         kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
         kind = paced(kind, setting.profile.memory_bytes_per_s)
         momentum = {"momentum": setting.momentum} if setting.optimizer == "sgd" else {}
@@ -180,15 +241,41 @@ class _Training:
             messages=statistics.fmean(self._messages[-steps:]),
         )
 
+    def trace(self, steps: int) -> Trace:
+        """Trains further steps; returns their trace."""
+        recorder = self.network.recorder = Recorder()
+        sent: list[Transfer] = []
+
+        def watch(name: str) -> Callable[[torch.Tensor], None]:
+            def ready(gradient: torch.Tensor) -> None:
+                now_s = self.network.clock()
+                recorder.gradients.append(
+                    Gradient(name=name, nbytes=gradient.nbytes, ready_s=now_s)
+                )
+
+            return ready
+
+        named = self._plain.named_parameters()
+        hooks = [param.register_hook(watch(name)) for name, param in named if param.requires_grad]
+        for _ in range(steps):
+            self.step()
+            sent += self.network.transfers
+        self.network.recorder = None
+        for hook in hooks:
+            hook.remove()
+        self.network.wait(sent)
+        return recorder.trace(self.marks[-steps:])
+
 
 @contextlib.contextmanager
 def _training(setting: Setting) -> Iterator[_Training]:
     shape = setting.shape
+    load = workload(setting.profile, None)  # here, because arithmetic is slow in the mode below
     network = Network(
         shape, setting.costs, engine=setting.engine, priorities=setting.engine == "comm_core"
     )
     device = VirtualPace(network)
-    network.apart = device.apart
+    network.apart, network.unread = device.apart, large
     # Each thread has a mode of its own.
     network.inside = partial(Arithmetic, device, setting.profile.memory_bytes_per_s)
     facts = RankFacts(
@@ -204,6 +291,6 @@ def _training(setting: Setting) -> Iterator[_Training]:
         with job(network) as world, network.inside():
             communicator = VirtualCommunicator(network, world)
             with runtime.joined(facts, communicator):
-                yield _Training(setting, network, communicator)
+                yield _Training(setting, load, network, communicator)
     finally:
         pace.set_pace(before)

@@ -93,6 +93,7 @@ class PullGet(WindowAlgorithm["PullGet.Options"]):
         """Topology and timing."""
 
     capabilities = Capabilities(consistency="asynchronous")
+    candidates = ({"topology": "ring"},)
     bound = "beside_passes"
     barrier_bound = "beside_passes"
 

@@ -122,6 +122,7 @@ class PushSum(WindowAlgorithm["PushSum.Options"]):
         """Topology (only its edges count) and timing."""
 
     capabilities = Capabilities(consistency="asynchronous")
+    candidates = ({"topology": "ring"},)
     bound = "asynchronous"
     barrier_bound = "sequential"
     puts = "step"

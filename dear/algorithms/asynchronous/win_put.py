@@ -33,6 +33,7 @@ class WinPut(WindowAlgorithm["WinPut.Options"]):
         """Topology and timing."""
 
     capabilities = Capabilities(consistency="asynchronous")
+    candidates = ({"topology": "ring"},)
     bound = "asynchronous"
     barrier_bound = "beside_passes"
     puts = "model"

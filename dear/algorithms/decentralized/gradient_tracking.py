@@ -40,6 +40,7 @@ class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "beside_passes"
+    candidates = ({"topology": "ring"},)
     overlap = Overlap(transfers=(combine_then_adapt("parameters"), combine_then_adapt("gradients")))
 
     copies = 2

@@ -42,6 +42,7 @@ class PushDiging(GraphAlgorithm["PushDiging.Options"]):
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "after_update"
+    candidates = ({"topology": "ring"},)
     overlap = Overlap(transfers=(adapt_then_combine("parameters", "gradients"),))
 
     copies = 2

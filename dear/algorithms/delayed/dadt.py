@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dear.algorithms.delayed._laps import Arrivals, DenseMessage, Lap, UpdateTimes
 from dear.buckets.carriers import gather_entries
@@ -75,9 +75,9 @@ class Dadt(Algorithm["Dadt.Options"]):
         were copied, sent and applied, for chrome://tracing or Perfetto. null: no file."""
 
         def __post_init__(self) -> None:
-            at_least("option of dadt 'delay'", self.delay, 1)
-            at_least("option of dadt 'buffer_mb'", self.buffer_mb, 0)
-            positive("option of dadt 'cycle_time_ms'", self.cycle_time_ms)
+            at_least("dadt option 'delay'", self.delay, 1)
+            at_least("dadt option 'buffer_mb'", self.buffer_mb, 0)
+            positive("dadt option 'cycle_time_ms'", self.cycle_time_ms)
 
         def settling_steps(self) -> int:
             return self.delay
@@ -87,6 +87,8 @@ class Dadt(Algorithm["Dadt.Options"]):
 
     capabilities = Capabilities(consistency="delayed")
     bound = "delayed"
+    candidates = ({"buffer_mb": 16.0},)
+    unfused: ClassVar[Mapping[str, object]] = {"buffer_mb": 0.0}
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:

@@ -70,6 +70,7 @@ class Auto(Algorithm["Auto.Options"]):
             return algorithm_options(name, given)
 
     capabilities = Capabilities(consistency="synchronous")
+    candidates = None
     overlap = Unstated("it is the order of the chosen algorithm")
 
     @classmethod

@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dear.buckets.compressors import CompressedOptions, Compression
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total
@@ -89,7 +89,7 @@ class Ddp(Algorithm["Ddp.Options"]):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            positive("option of ddp 'bucket_cap_mb'", self.bucket_cap_mb)
+            positive("ddp option 'bucket_cap_mb'", self.bucket_cap_mb)
             at_least(option_of(self, "powersgd_rank"), self.powersgd_rank, 1)
             at_least(option_of(self, "powersgd_start_step"), self.powersgd_start_step, 2)
             only_with(self, "powersgd_rank", "compression", ["powersgd"])
@@ -101,6 +101,13 @@ class Ddp(Algorithm["Ddp.Options"]):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
+    candidates = (
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 5.0},
+        {"bucket_cap_mb": 50.0},
+        {"bucket_cap_mb": 100.0},
+    )
+    unfused: ClassVar[Mapping[str, object]] = {"bucket_cap_mb": 1e-6}
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
@@ -326,7 +333,7 @@ class ZeroUpdate:
 
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UserError(
-                "option of ddp 'zero' does not support LBFGS, which needs all parameters at "
+                "ddp option 'zero' does not support LBFGS, which needs all parameters at "
                 "once; use zero=False"
             )
         self._optimizer = optimizer
@@ -338,7 +345,7 @@ class ZeroUpdate:
             for name, value in vars(optimizer).items():
                 if name not in self._usual and not isinstance(value, _PLAIN):
                     raise UserError(
-                        f"option of ddp 'zero': {type(optimizer).__name__} keeps a "
+                        f"ddp option 'zero': {type(optimizer).__name__} keeps a "
                         f"{type(value).__name__} in its attribute {name!r}, which cannot be split "
                         "among the ranks; keep it in `state` or `param_groups`, or use zero=False"
                     )
@@ -351,7 +358,7 @@ class ZeroUpdate:
             )
         except ValueError as error:
             raise UserError(
-                f"option of ddp 'zero': torch's ZeroRedundancyOptimizer refuses this "
+                f"ddp option 'zero': torch's ZeroRedundancyOptimizer refuses this "
                 f"optimizer: {error}"
             ) from None
         self.take_state()

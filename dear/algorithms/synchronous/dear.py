@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dear.algorithms.planning import best_groups, measured_pass, passes_of
 from dear.buckets.compressors import HalfOptions
@@ -133,13 +133,21 @@ class Dear(Algorithm["Dear.Options"]):
                 if value not in usual:
                     shown = ", ".join(value) if isinstance(value, tuple) else value
                     raise UserError(
-                        f"option of dear '{field}'={shown} cannot be used with "
-                        f"compression={self.compression!r}, whose payloads are gathered whole in "
-                        "the first half; use compression='none', 'fp16' or 'bf16'"
+                        f"dear option {field}={shown} cannot be used with "
+                        f"compression={self.compression!r}, which needs one all-gather of whole "
+                        "gradients; use compression='none', 'fp16' or 'bf16'"
                     )
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "dear"
+    candidates = (
+        {"fusion": "planned"},
+        {"threshold_mb": 5.0},
+        {"threshold_mb": 10.0},
+        {"threshold_mb": 50.0},
+        {"threshold_mb": 100.0},
+    )
+    unfused: ClassVar[Mapping[str, object]] = {"fusion": "none"}
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
@@ -195,8 +203,8 @@ class Dear(Algorithm["Dear.Options"]):
         refuse_lbfgs(replica.optimizer, "dear")
         if replica.options.update == "sharded" and not element_wise(replica.optimizer):
             raise UserError(
-                "option of dear 'update': sharded needs an optimizer that works element by "
-                f"element, which is not known of {type(replica.optimizer).__name__}; use "
+                "dear option update=sharded needs an optimizer that works element by element; "
+                f"{type(replica.optimizer).__name__} does not declare that it does; use "
                 "update='replicated', or declare `element_wise = True` in its class"
             )
         regrouping(replica.options, replica.communicator)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dear.algorithms.synchronous.mgwfbp import Exchange
 from dear.buckets.compressors import HalfOptions
@@ -46,11 +47,13 @@ class Hierarchical(Algorithm["Hierarchical.Options"]):
         each tensor travels alone."""
 
         def __post_init__(self) -> None:
-            at_least("option of hierarchical 'local_size'", self.local_size, 1)
-            at_least("option of hierarchical 'threshold_mb'", self.threshold_mb, 0)
+            at_least("hierarchical option 'local_size'", self.local_size, 1)
+            at_least("hierarchical option 'threshold_mb'", self.threshold_mb, 0)
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "legs"
+    candidates = ({"threshold_mb": 5.0}, {"threshold_mb": 100.0})
+    unfused: ClassVar[Mapping[str, object]] = {"threshold_mb": 0.0}
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     @classmethod

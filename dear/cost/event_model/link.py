@@ -10,12 +10,26 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from dear.cost.event_model.events import Events
 from dear.cost.fit import Cost, occupancy_s
 
 CHUNK_BYTES = 128 * 1024
 """Unit of preemption: the comm core sends a buffer in pieces of this size."""
+
+
+@runtime_checkable
+class OnLink(Protocol):
+    """Cost whose `link_s` is known, the part in which the link carries bytes or headers."""
+
+    def link_s(self, nbytes: float) -> float: ...
+
+
+def link_s(cost: Cost, nbytes: float) -> float:
+    """Returns the seconds that messages of other channels cannot overlap; if not known, those for
+    which the message occupies the link."""
+    return cost.link_s(nbytes) if isinstance(cost, OnLink) else occupancy_s(cost, nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +61,28 @@ class Scaled:
     def occupancy_s(self, nbytes: float) -> float:
         """Returns the seconds for which a message occupies the link."""
         return self.factor * occupancy_s(self.cost, nbytes)
+
+    def link_s(self, nbytes: float) -> float:
+        """Returns the seconds that messages of other channels cannot overlap."""
+        return self.factor * link_s(self.cost, nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crowded:
+    """Cost on a link over which several groups of ranks send a message at the same time."""
+
+    cost: Cost
+    groups: int
+
+    def __call__(self, nbytes: float) -> float:
+        return self.cost(nbytes) + self._others_s(nbytes)
+
+    def occupancy_s(self, nbytes: float) -> float:
+        """Returns the seconds for which the messages of all groups occupy the link."""
+        return occupancy_s(self.cost, nbytes) + self._others_s(nbytes)
+
+    def _others_s(self, nbytes: float) -> float:
+        return (self.groups - 1) * link_s(self.cost, nbytes)
 
 
 @dataclass(eq=False)
@@ -80,6 +116,7 @@ class Link:
         self._events = events
         self._chunk_bytes = chunk_bytes
         self._channels: dict[object, deque[Sending]] = {}
+        """Queues that are not empty."""
         self._count = 0
         self._served: Sending | None = None
         self._since_s = 0.0
@@ -121,8 +158,12 @@ class Link:
         return sending
 
     def _head(self) -> Sending | None:
-        heads = [queue[0] for queue in self._channels.values() if queue]
-        return max(heads, key=lambda head: (head.priority, -head.order)) if heads else None
+        first = None
+        for queue in self._channels.values():
+            head = queue[0]
+            if first is None or (head.priority, -head.order) > (first.priority, -first.order):
+                first = head
+        return first
 
     def _serve(self) -> None:
         self._served = self._head()
@@ -160,7 +201,10 @@ class Link:
         self.busy_s += gone_s
         served.left_s -= gone_s
         if served.left_s <= 1e-12:
-            self._channels[served.channel].popleft()
+            queue = self._channels[served.channel]
+            queue.popleft()
+            if not queue:
+                del self._channels[served.channel]
             self._events.at(self._events.now_s + served.start_up_s, lambda: self._end(served))
         self._serve()
 

@@ -190,6 +190,8 @@ class _Stated(_Rank):
         rate_s = passes.update_s / passes.nbytes / (world_size if shared else 1)
         self._update_s = [rate_s * sum(gradients[i].nbytes for i in m.members) for m in messages]
         self._urgency = [float(layers - layer) for layer in self._layer]
+        self._by_layer = _indices(self._layer)
+        self._by_ready = _indices(self._ready)
         self._by_need = sorted(range(len(messages)), key=self._layer.__getitem__)
         self._ahead = _ahead(messages)
         self._transfers = [_transfers_of(message, overlap) for message in messages]
@@ -201,7 +203,7 @@ class _Stated(_Rank):
         every = range(len(self.messages))
         self._do(every, "model")
         for layer, seconds in enumerate(self.passes.forward_s):
-            needed = [i for i in every if self._layer[i] == layer]
+            needed = self._by_layer.get(layer, [])
             self._do(needed, "layer", layer)
             if self._overlap.updates == "layer" and self._step:
                 self.events.run_for(sum(self._update_s[i] for i in needed))
@@ -217,7 +219,7 @@ class _Stated(_Rank):
             self._do(self._ahead.get(index, []), "ahead")
             self.events.run_for(max(0.0, gradient.ready_s - at_s))
             at_s = max(at_s, gradient.ready_s)
-            complete = [i for i, last in enumerate(self._ready) if last == index]
+            complete = self._by_ready.get(index, [])
             self._do(complete, "gradient")
             if self._overlap.updates == "gradient":
                 self.events.run_for(sum(self._update_s[i] for i in complete))
@@ -279,6 +281,14 @@ class _Stated(_Rank):
                     continue
                 key = i, transfer, self._step - transfer.steps_later
                 self.wait(self._under_way.pop(key, []), moment, layer)
+
+
+def _indices(keys: Sequence[int]) -> dict[int, list[int]]:
+    """Returns the indices of equal keys, by key."""
+    indices: dict[int, list[int]] = {}
+    for index, key in enumerate(keys):
+        indices.setdefault(key, []).append(index)
+    return indices
 
 
 def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:

@@ -6,7 +6,30 @@
 
 namespace comm_core {
 
-enum class DType : uint8_t { f32, f64, f16, bf16, i8, i16, i32, i64, u8, b8, c64, c128 };
+// The last six only move: no reduction is defined for them.
+enum class DType : uint8_t {
+  f32,
+  f64,
+  f16,
+  bf16,
+  i8,
+  i16,
+  i32,
+  i64,
+  u8,
+  b8,
+  c64,
+  c128,
+  u16,
+  u32,
+  u64,
+  c32,
+  f8_e4m3fn,
+  f8_e5m2,
+  f8_e4m3fnuz,
+  f8_e5m2fnuz,
+  f8_e8m0fnu
+};
 
 // `avg` is the sum divided by the number of ranks. Integer types and bool do not support it.
 enum class ReduceOp : uint8_t { sum, avg, min, max, product, band, bor, bxor };

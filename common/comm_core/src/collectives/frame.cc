@@ -53,6 +53,10 @@ void check_header(const FrameHeader& mine, const FrameHeader& theirs, const std:
                         std::to_string(mine.payload_bytes) + " bytes from " + peer +
                         ", which sends " + std::to_string(theirs.payload_bytes));
   }
+  if (mine.blocks != theirs.blocks) {
+    throw MismatchError("the ranks disagree: the blocks of " + describe(mine) +
+                        " have other sizes here than at " + peer);
+  }
 }
 
 bool FrameReader::expect(Lane& lane, FrameHeader mine, uint64_t bytes) {

@@ -30,8 +30,17 @@ struct FrameHeader {
   uint64_t sequence = 0;
   uint64_t total_bytes = 0;    // of the whole operation, as called on the sender
   uint64_t payload_bytes = 0;  // of the payload after this header
+  uint64_t blocks = 0;         // digest of the sizes of all blocks; 0 unless every rank knows them
 };
-static_assert(sizeof(FrameHeader) == 40);
+static_assert(sizeof(FrameHeader) == 48);
+
+// Returns a digest of the sizes. Ranks that agree about the total may disagree about the blocks.
+template <typename Blocks>
+uint64_t digest_of_sizes(const Blocks& blocks) {
+  uint64_t digest = 0xcbf29ce484222325;  // FNV-1a, on words instead of bytes
+  for (const auto& block : blocks) digest = (digest ^ block.bytes) * 0x100000001b3;
+  return digest;
+}
 
 // Returns "all_reduce #12 (float32, sum, 400 bytes)".
 std::string describe(const FrameHeader& header);

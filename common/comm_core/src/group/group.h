@@ -12,6 +12,7 @@
 #include "base/store.h"
 #include "collectives/frame.h"
 #include "engine/engine.h"
+#include "group/callback_order.h"
 #include "group/topology.h"
 #include "secret/random.h"
 #include "shm/streams.h"
@@ -35,6 +36,9 @@ class Group : public std::enable_shared_from_this<Group> {
   static std::shared_ptr<Group> create(std::shared_ptr<Engine> engine, Store& store, int rank,
                                        int size, const std::string& name,
                                        const std::string& towards, double timeout_s);
+  // Called instead of `create` by a rank that cannot join because of `error`: `create` throws
+  // PeerLostError on the others.
+  static void decline(Store& store, int rank, int size, const std::exception& error);
   ~Group();
 
   int rank() const { return rank_; }
@@ -50,6 +54,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // Queues an operation. Thread-safe. Throws InvalidRequestError for an invalid request,
   // AbortedError after `close`. In a failed group the operation fails.
   OpPtr submit(OpSpec spec);
+  // Called before and after the callbacks of a collective's future, for the order of the
+  // collectives that they and the program submit (see group/callback_order.h). Thread-safe.
+  void callbacks_to_come(const Op& op);
+  void callbacks_over(const Op& op);
   // Starts an operation that was submitted as `held`: its input is ready.
   void release(const OpPtr& op);
   // Fails all operations in flight, on this rank at once and on the others soon.
@@ -119,6 +127,9 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name, double timeout_s);
   void meet(Store& all, const std::string& towards);
+  void introduce(Store& store, const std::string& towards);
+  void join(Store& store);
+  void connect_all(Store& store);
   std::unique_ptr<ShmStreams> share_memory(Store& store, const std::vector<PeerInfo>& peers,
                                            const Topology& topology);
   void enter(const LaneName& name, std::unique_ptr<Arrival> arrival);
@@ -126,6 +137,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void expect_everybody(const Op& op) const;
   void begin(Op& op) const;
   bool advance(const OpPtr& op);
+  void start(const OpPtr& op);
+  void start_kept(const std::vector<OpPtr>& ops);
+  void keep_none();
   void start_message(const OpPtr& op);
   void check(const OpSpec& spec) const;
   FrameHeader frame(const Op& op) const;
@@ -157,12 +171,30 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<OpPtr> held_messages_;
   std::atomic<uint64_t> next_sequence_{1};
   std::mutex submit_mutex_;
+  uint64_t last_number_ = 0;  // this and `order_` under submit_mutex_
+  CallbackOrder order_;
+  std::atomic<double> kept_until_s_{kNever};
   std::exception_ptr error_;
   // The loss of a peer. Until `suspicion_until_s_` the group waits for the peer's report of the
   // reason, which is the better error.
   std::exception_ptr suspicion_;
   double suspicion_until_s_ = 0;
   std::atomic<bool> closed_{false};
+};
+
+// During its lifetime this thread runs the callbacks of the future of `op`. Unless `ordered`, the
+// collectives that they submit have no defined place among those of the program.
+class InCallbacks {
+ public:
+  InCallbacks(const Op& op, bool ordered);
+  ~InCallbacks();
+  InCallbacks(const InCallbacks&) = delete;
+  InCallbacks& operator=(const InCallbacks&) = delete;
+
+ private:
+  const Group* group_;  // what the thread ran before
+  uint64_t number_;
+  int depth_;
 };
 
 }  // namespace comm_core

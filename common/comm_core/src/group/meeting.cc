@@ -20,6 +20,26 @@ namespace {
 // Store value of a rank that has no error to report.
 const std::string kFine = "fine";
 
+// First byte of a store value by which a rank says, in place of what the others wait for, that it
+// cannot join them and why. The secret may begin with any byte, but has this length.
+constexpr char kDeclined = '!';
+constexpr size_t kSecretBytes = 48;
+
+// Seconds between looks for ranks that decline while the ranks connect.
+constexpr double kLookS = 0.1;
+// Seconds that rank 0 waits for the others to read why they cannot join.
+constexpr double kHearS = 3.0;
+
+// A rank that cannot join because another one cannot. It passes on the text.
+struct Declined : PeerLostError {
+  using PeerLostError::PeerLostError;
+};
+
+std::string accepted(const std::string& note) {
+  if (!note.empty() && note[0] == kDeclined) throw Declined(note.substr(1));
+  return note;
+}
+
 uint64_t next_number() {
   static std::atomic<uint64_t> number{0};
   return number++;
@@ -41,9 +61,44 @@ std::string difference(const std::string& one, const std::string& other) {
 // Removes what the ranks have exchanged.
 void forget_notes(Store& store, int size) {
   store.remove("secret");
+  store.remove("declined");
   for (int r = 0; r < size; ++r) {
     for (const char* what : {"r", "shm", "bell", "made", "open"})
       store.remove(what + std::to_string(r));
+  }
+}
+
+// The store may hold entries of earlier groups of this name, because torchrun's store lives as long
+// as the job. All ranks have been in equally many of them, so their count serves as a prefix.
+std::string next_prefix(Store& all, int rank) {
+  return std::to_string(all.add("times/" + std::to_string(rank), 1)) + "/";
+}
+
+// Writes the reason wherever the others may wait for this rank. Those that have its address
+// (`introduced`) may find the same error by themselves, in their own words. Rank 0, whose process
+// mostly serves the store, stays until the others have read it.
+void leave_reason(Store& store, int rank, int size, const std::exception& error, bool introduced) {
+  std::string text = error.what();
+  text = text.substr(0, text.find('\n'));  // errors of torch's store have a backtrace
+  if (dynamic_cast<const Declined*>(&error) == nullptr) {
+    text = "rank " + std::to_string(rank) + " (host " + host_name() +
+           ") cannot join the group: " + text;
+  }
+  std::string note = kDeclined + text;
+  if (note.size() == kSecretBytes) note += ' ';
+  try {
+    store.set("why", text);
+    store.add("declined", 1);
+    if (!introduced && rank == 0) store.set("secret", note);
+    if (!introduced) store.set("r" + std::to_string(rank), note);
+    for (const char* what : {"shm", "bell", "made", "open"})
+      store.set(what + std::to_string(rank), note);
+    const double until_s = now_s() + kHearS;
+    while (rank == 0 && store.add("declined", 0) < size && now_s() < until_s) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  } catch (const std::exception&) {
+    // Without the store nobody can be told.
   }
 }
 
@@ -83,12 +138,28 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& stor
 }
 
 void Group::meet(Store& all, const std::string& towards) {
+  NotesUnder store(all, next_prefix(all, rank_));
+  bool introduced = false;
+  try {
+    introduce(store, towards);
+    introduced = true;
+    join(store);
+    connect_all(store);
+  } catch (const std::exception& error) {
+    leave_reason(store, rank_, size_, error, introduced);
+    close();
+    throw;
+  }
+}
+
+void Group::decline(Store& store, int rank, int size, const std::exception& error) {
+  NotesUnder notes(store, next_prefix(store, rank));
+  leave_reason(notes, rank, size, error, false);
+}
+
+// Begins to listen, and publishes the address.
+void Group::introduce(Store& store, const std::string& towards) {
   const Options& options = engine_->options();
-  // The store may hold entries of earlier groups of this name, because torchrun's store lives as
-  // long as the job. All ranks have been in equally many of them, so their count serves as a
-  // prefix.
-  const int64_t time = all.add("times/" + std::to_string(rank_), 1);
-  NotesUnder store(all, std::to_string(time) + "/");
   if (rank_ == 0) {
     std::string secret(32, '\0'), id(16, '\0');
     random_bytes(secret.data(), secret.size());
@@ -96,7 +167,10 @@ void Group::meet(Store& all, const std::string& towards) {
     store.set("secret", secret + id);
   }
   const std::string secret = store.get("secret");
-  if (secret.size() != 48) throw MismatchError("the store holds a malformed secret");
+  if (secret.size() != kSecretBytes) {
+    accepted(secret);
+    throw MismatchError("the store holds a malformed secret");
+  }
   secret_ = secret.substr(0, 32);
   if (!options.secret.empty()) {  // then knowing the secret in the store is not enough
     const Digest both = hmac_sha256(options.secret, secret_);
@@ -120,69 +194,77 @@ void Group::meet(Store& all, const std::string& towards) {
                         enter(name, std::move(arrival));
                       }});
   });
-  try {
-    const std::string note = "r";
-    store.set(note + std::to_string(rank_), mine.serialize());
-    std::vector<PeerInfo> peers;
-    for (int r = 0; r < size_; ++r) {
-      peers.push_back(PeerInfo::parse(r, store.get(note + std::to_string(r))));
-    }
-    for (const PeerInfo& peer : peers) {
-      if (peer.settings == peers[0].settings) continue;
-      throw MismatchError(peers[0].label + " and " + peer.label + " have different settings: " +
-                          difference(peers[0].settings, peer.settings));
-    }
-    Topology topology = Topology::of(peers);
-    for (const PeerInfo& peer : peers) {
-      const bool reachable = !peer.address.is_loopback() || options.allow_loopback;
-      if (topology.one_host() || reachable) continue;
-      std::string known;
-      for (const Interface& i : interfaces()) known += " " + i.name + "=" + i.address;
-      throw InvalidRequestError(peer.label + " would be reached over a loopback address, but the " +
-                                "ranks are on " + std::to_string(topology.hosts.size()) +
-                                " hosts; set COMM_CORE_IFNAME to the interface of the network "
-                                "(here:" +
-                                known + ")");
-    }
-    if (options.transport == TransportChoice::shm && !topology.one_host()) {
-      throw InvalidRequestError("COMM_CORE_TRANSPORT=shm, but the ranks are on " +
-                                std::to_string(topology.hosts.size()) + " hosts");
-    }
-    std::unique_ptr<ShmStreams> shm;
-    const bool alone = topology.hosts.size() == peers.size();
-    if (options.transport != TransportChoice::tcp && !alone) {
-      shm = share_memory(store, peers, topology);
-    }
-    engine_->call([&] {
-      peers_ = std::move(peers);
-      topology_ = std::move(topology);
-      shm_ = std::move(shm);
-      if (shm_ != nullptr) {
-        bell_id_ = engine_->poller().add(shm_->doorbell(), Watch::when_active, shm_.get());
-      }
-      messenger_ = std::make_unique<Messenger>(*this);
-      control_ = std::make_unique<Control>(*this);
-      for (auto& [name, arrival] : early_) enter(name, std::move(arrival));
-      early_.clear();
-    });
-    const double deadline = now_s() + timeout_s_;
-    for (bool connected = false; !connected;) {
-      engine_->call([&] {
-        if (error_) std::rethrow_exception(error_);
-        connected = control_->connected();
-      });
-      if (!connected && now_s() > deadline) {
-        throw TimeoutError("group " + name_ + ": not all ranks have connected to " +
-                           peers_[0].label);
-      }
-      if (!connected) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    // A rank that has connected to rank 0 has read all entries.
-    if (rank_ == 0) forget_notes(store, size_);
-  } catch (...) {
-    close();
-    throw;
+  store.set("r" + std::to_string(rank_), mine.serialize());
+}
+
+// Learns the addresses of all ranks, and shares memory with those of this host.
+void Group::join(Store& store) {
+  const Options& options = engine_->options();
+  std::vector<PeerInfo> peers;
+  for (int r = 0; r < size_; ++r) {
+    peers.push_back(PeerInfo::parse(r, accepted(store.get("r" + std::to_string(r)))));
   }
+  for (const PeerInfo& peer : peers) {
+    if (peer.settings == peers[0].settings) continue;
+    throw MismatchError(peers[0].label + " and " + peer.label + " have different settings: " +
+                        difference(peers[0].settings, peer.settings));
+  }
+  Topology topology = Topology::of(peers);
+  for (const PeerInfo& peer : peers) {
+    const bool reachable = !peer.address.is_loopback() || options.allow_loopback;
+    if (topology.one_host() || reachable) continue;
+    std::string known;
+    for (const Interface& i : interfaces()) known += " " + i.name + "=" + i.address;
+    throw InvalidRequestError(peer.label + " would be reached over a loopback address, but the " +
+                              "ranks are on " + std::to_string(topology.hosts.size()) +
+                              " hosts; set COMM_CORE_IFNAME to the interface of the network "
+                              "(here:" +
+                              known + ")");
+  }
+  if (options.transport == TransportChoice::shm && !topology.one_host()) {
+    throw InvalidRequestError("COMM_CORE_TRANSPORT=shm, but the ranks are on " +
+                              std::to_string(topology.hosts.size()) + " hosts");
+  }
+  std::unique_ptr<ShmStreams> shm;
+  const bool alone = topology.hosts.size() == peers.size();
+  if (options.transport != TransportChoice::tcp && !alone) {
+    shm = share_memory(store, peers, topology);
+  }
+  engine_->call([&] {
+    peers_ = std::move(peers);
+    topology_ = std::move(topology);
+    shm_ = std::move(shm);
+    if (shm_ != nullptr) {
+      bell_id_ = engine_->poller().add(shm_->doorbell(), Watch::when_active, shm_.get());
+    }
+    messenger_ = std::make_unique<Messenger>(*this);
+    control_ = std::make_unique<Control>(*this);
+    for (auto& [name, arrival] : early_) enter(name, std::move(arrival));
+    early_.clear();
+  });
+}
+
+// Waits until the control connections stand.
+void Group::connect_all(Store& store) {
+  const double deadline = now_s() + timeout_s_;
+  double look_s = now_s() + kLookS;
+  for (bool connected = false; !connected;) {
+    engine_->call([&] {
+      if (error_) std::rethrow_exception(error_);
+      connected = control_->connected();
+    });
+    if (connected) break;
+    if (now_s() > deadline) {
+      throw TimeoutError("group " + name_ + ": not all ranks have connected to " + peers_[0].label);
+    }
+    if (now_s() > look_s) {
+      if (store.add("declined", 0) > 0) throw Declined(store.get("why"));
+      look_s = now_s() + kLookS;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  // A rank that has connected to rank 0 has read all entries.
+  if (rank_ == 0) forget_notes(store, size_);
 }
 
 // Sets up shared memory on all hosts, or returns null if one host cannot: all ranks must choose the
@@ -207,7 +289,7 @@ std::unique_ptr<ShmStreams> Group::share_memory(Store& store, const std::vector<
     }
     store.set(key + std::to_string(rank_), mine);
     for (int r = 0; r < size_; ++r) {
-      const std::string told = store.get(key + std::to_string(r));
+      const std::string told = accepted(store.get(key + std::to_string(r)));
       if (told == kFine) continue;
       const std::string reason = peers[size_t(r)].label + " cannot share memory: " + told;
       if (options.transport == TransportChoice::shm) {

@@ -109,11 +109,14 @@ Fold find(DType dtype, ReduceOp op) {
     case DType::i32: return find_integer<int32_t>(op);
     case DType::i64: return find_integer<int64_t>(op);
     case DType::u8: return find_integer<uint8_t>(op);
+    case DType::u16: return find_integer<uint16_t>(op);
+    case DType::u32: return find_integer<uint32_t>(op);
+    case DType::u64: return find_integer<uint64_t>(op);
     case DType::b8: return find_bool(op);
     case DType::c64: return find_number(op, sum_f32, fold<Complex<float>, ComplexProduct>);
     case DType::c128: return find_number(op, sum_f64, fold<Complex<double>, ComplexProduct>);
+    default: return nullptr;
   }
-  return nullptr;
 }
 
 // Returns the number of elements before the first 64-byte boundary of dst. Stores that cross a

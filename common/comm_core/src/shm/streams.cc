@@ -90,7 +90,9 @@ void ShmStreams::make(Store& store, const std::string& key, size_t slot_bytes) {
 
 void ShmStreams::connect(Store& store, const std::vector<int>& ranks) {
   for (int rank : ranks) {
-    std::istringstream words(store.get("bell" + std::to_string(rank)));
+    const std::string told = store.get("bell" + std::to_string(rank));
+    if (told[0] == kFailed) throw SystemError(told.substr(1));
+    std::istringstream words(told);
     RemoteFd ring;
     words >> ring.pid >> ring.fd;
     // Opened for reading too: writing to a pipe without a reader raises SIGPIPE.

@@ -21,7 +21,7 @@ namespace comm_core {
 
 struct SlotHeader {
   // The bytes of the sender's FrameHeader (see collectives/frame.h).
-  static constexpr size_t kFrameBytes = 40;
+  static constexpr size_t kFrameBytes = 48;
   alignas(8) char frame[kFrameBytes];
   uint32_t last;  // 1 in the stream's last round of this operation
   uint32_t pad;

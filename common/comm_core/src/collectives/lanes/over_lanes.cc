@@ -8,6 +8,13 @@
 namespace comm_core {
 namespace {
 
+// Returns whether the algorithm depends on the size. All ranks see the same size then, unlike in an
+// all_to_all, where each rank's total is its own.
+bool goes_by_size(OpKind kind) {
+  return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter ||
+         kind == OpKind::all_gather || kind == OpKind::broadcast || kind == OpKind::reduce;
+}
+
 // Planner for lanes between all ranks.
 class OverLanes : Planner {
  public:
@@ -17,7 +24,8 @@ class OverLanes : Planner {
         me_(group.rank()),
         root_(spec.root),
         straight_(blocks_go_straight(spec.kind, n_, frame.total_bytes, group.options())),
-        large_(frame.total_bytes >= group.options().tcp_small && !straight_) {
+        large_(goes_by_size(spec.kind) && frame.total_bytes >= group.options().tcp_small &&
+               !straight_) {
     frame_.way = large_ ? Way::ring : Way::few_hops;
   }
 

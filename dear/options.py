@@ -97,7 +97,7 @@ def build_options(cls: type[T], given: Mapping[str, object], what: str, path: st
     Args:
         cls: a dataclass whose fields are bool, int, float, str, Literal, tuples, dicts, dataclasses
             or unions of these. Its `__post_init__` may raise `UserError` for a bad value.
-        what: the kind of key in messages, e.g. `option of dear`.
+        what: the kind of key in messages, e.g. `dear option`.
         path: key under which `given` stands in another mapping, e.g. `optimizer`; for messages.
 
     Raises:
@@ -121,11 +121,11 @@ def build_options(cls: type[T], given: Mapping[str, object], what: str, path: st
     return cls(**values)
 
 
-def option_of(options: Options, field: str) -> str:
-    """Returns the name of an algorithm's option for messages, e.g. `option of dear 'density'`."""
+def option_of(options: Options, field: str, value: object = None) -> str:
+    """Returns an option for messages: `dear option 'density'`, or `dear option density=VALUE`."""
     # An algorithm is named after its file.
     name = type(options).__module__.rpartition(".")[2].replace("_", "-")
-    return f"option of {name} {field!r}"
+    return f"{name} option {field!r}" if value is None else f"{name} option {field}={value}"
 
 
 def only_with(options: Options, field: str, other: str, values: Sequence[object]) -> None:

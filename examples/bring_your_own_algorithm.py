@@ -42,7 +42,7 @@ class SmallOnesTogether(Algorithm):
         """Tensors up to this size travel together, in KB of 1024 bytes."""
 
         def __post_init__(self) -> None:
-            at_least("option of bring-your-own-algorithm 'small_kb'", self.small_kb, 0)
+            at_least("bring-your-own-algorithm option 'small_kb'", self.small_kb, 0)
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"

@@ -25,7 +25,7 @@ from plots import style
 from plots.looks import GREY, Look, looks, order
 
 TITLE = "Accuracy and loss over time"
-NEEDS = "trials that train for a time"
+NEEDS = "training trials (`learn:`)"
 _X = {"seconds": "seconds of training", "steps": "steps per rank", "epoch": "epochs"}
 _Y = {
     "accuracy": "test accuracy",
@@ -42,7 +42,7 @@ _FIELDS += ["accuracy_top5", "train_loss", "consensus_distance", "staleness"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Trial that trains for a time, as drawn in a figure; a flagged trial is grey."""
+    """Training trial, as drawn in a figure; a flagged trial is grey."""
 
     record: Record
     row: LearnRow
@@ -63,7 +63,7 @@ def figure(folder: Path) -> style.Drawn:
     comparison = Comparison.load(folder)
     records = [record for record in comparison.results(folder) if record.ok and record.learning]
     if not records:
-        raise UserError(f"{folder}: no trial has trained for a time")
+        raise UserError(f"{folder}: no training trial (`learn:`) has succeeded")
     records.sort(key=lambda record: order(record.trial["algorithm"]))
     rows, by_label = summary.make_rows(records, comparison.compare_to), looks(records)
     marks = []

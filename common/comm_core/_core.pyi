@@ -5,6 +5,7 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
+from torch.futures import Future
 
 class MismatchError(dist.DistBackendError):
     """Error of a group in which two ranks called different operations."""
@@ -21,6 +22,8 @@ class Times:
 
 class Work(dist.Work):
     def times(self) -> Times: ...
+    def get_future(self) -> Future[list[torch.Tensor]]: ...
+    def unordered_future(self) -> Future[list[torch.Tensor]]: ...
 
 class CoreBackend(Backend):
     def __init__(

@@ -275,10 +275,10 @@ def check_scale(model_is_replayed: bool, learns: bool, time_scale: float | None)
         return
     if not learns:
         raise UserError(
-            f"time_scale: {time_scale:g} would slow the links but not a model that really "
-            "computes; allowed: 1, `learn:`, or a replayed model (MODEL@DEVICE)"
+            f"time_scale: {time_scale:g} slows the links, but not a model that computes for real; "
+            "use 1, a training trial (`learn:`), or a replayed model (MODEL@DEVICE)"
         )
     if time_scale < 1:
         raise UserError(
-            f"time_scale: a model that really computes cannot be made faster, got {time_scale:g}"
+            f"time_scale: must be at least 1 for models that compute for real, got {time_scale:g}"
         )

@@ -125,7 +125,7 @@ class Experiment:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     """Number and length of the measurements."""
     learn: LearnConfig | None = None
-    """Train for a time or some epochs, and record accuracy and loss, instead of timing steps."""
+    """Train for a number of seconds or epochs and record accuracy and loss. Steps are not timed."""
     data_dir: str | None = None
     """Folder of the files of `learn.data`; null: the value of `MNIST_DIR`, `CIFAR_DIR`, `IMAGE_DIR`
     or `TEXT_FILE`."""
@@ -216,7 +216,7 @@ class Experiment:
         if self.backend == "mpi" and self.launcher != "mpirun":
             raise UserError("backend: mpi needs ranks that mpirun started; use launcher=mpirun")
         if self.hostfile is not None and self.launcher == "local":
-            raise UserError("hostfile: launcher local does not read it; use mpirun or ssh")
+            raise UserError("hostfile: launcher local uses no hostfile; use mpirun or ssh")
 
     def _check_learning(self) -> None:
         learn = self.learn
@@ -244,8 +244,8 @@ class Experiment:
         for world_size in self.worlds if learn.batch_sizes is not None else ():
             if world_size != len(learn.batch_sizes):
                 raise UserError(
-                    f"learn.batch_sizes: {len(learn.batch_sizes)} batch sizes for {world_size} "
-                    "workers"
+                    f"learn.batch_sizes: must have one number for each of {world_size} workers, "
+                    f"got {len(learn.batch_sizes)}"
                 )
         if learn.epochs is None and self.timeout_s <= learn.budget_s:
             raise UserError(

@@ -99,10 +99,10 @@ def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> 
     """Prints the phases of each trial's step.
 
     Raises:
-        UserError: the trials train for a time, so no steps were timed.
+        UserError: these are training trials (`learn:`), which do not time steps.
     """
     if is_learning(records):
-        raise UserError(f"--breakdown: {folder.name} trained for a time: no step was timed")
+        raise UserError(f"--breakdown: {folder.name} has training trials, which do not time steps")
     table = rows.breakdown(rows.make_rows(records, compare_to))
     if not table.rows:
         print(f"{folder.name}: no trial has a result")

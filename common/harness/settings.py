@@ -160,8 +160,8 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnConfig:
-    """Training for a time or for some epochs. Ranks of asynchronous algorithms make steps at their
-    own pace."""
+    """Training for a number of seconds or epochs. Ranks of asynchronous algorithms make steps at
+    their own pace."""
 
     budget_s: float = 20.0
     """Seconds of training, emulated seconds on virtual hosts. Evaluation does not count."""

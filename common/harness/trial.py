@@ -107,8 +107,8 @@ class Trial:
     fault: Fault | None = None
     """Fault of the cluster during each repeat."""
     learn: LearnConfig | None = None
-    """Training for a time instead of timed steps. It uses only the repeats of `measure`, and its
-    warm-up steps if there are no data."""
+    """Settings of a training trial; None: steps are timed. A training trial uses only the repeats
+    of `measure`, and its warm-up steps if there are no data."""
     twin: int = 0
     """Number of earlier trials of the experiment that differ only in their label."""
     sources: Sources = field(default_factory=Sources)
@@ -142,7 +142,7 @@ class Trial:
         return text if self.fault is None else f"{text}, {self.fault.title}"
 
     def of_repeat(self, repeat: int) -> Trial:
-        """Returns the trial with a repeat's seed; only training for a time changes the seed.
+        """Returns the trial with a repeat's seed; only training trials change the seed.
 
         Each epoch uses the next seed, so the seeds of repeats are far apart.
         """

@@ -48,7 +48,7 @@ class Host:
 
     @property
     def here(self) -> bool:
-        """True if this process runs on this host, as the user of the ranks there."""
+        """True if the current process runs on this host, and as the user of the ranks there."""
         if self.virtual is not None or self.user not in (None, getpass.getuser()):
             return False
         name = socket.gethostname()

@@ -205,7 +205,7 @@ def launcher_options(name: str, options: Mapping[str, Any]) -> Any:
     """
     if name not in _launchers():
         raise unknown("launcher", name, launcher_names())
-    return build_options(_launchers()[name].Options, options, f"option of launcher {name}")
+    return build_options(_launchers()[name].Options, options, f"{name} launcher option")
 
 
 def make_launcher(

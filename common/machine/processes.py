@@ -12,9 +12,18 @@ from common.machine.cgroups import usable_cores
 T = TypeVar("T")
 
 
-def spread(call: Callable[..., T], *arguments: Sequence[object]) -> list[T]:
-    """Returns the results of `call` in order, as `map` does; all of it must be picklable."""
+def spread(
+    call: Callable[..., T],
+    *arguments: Sequence[object],
+    begin: Callable[[], object] | None = None,
+) -> list[T]:
+    """Returns the results of `call` in order, as `map` does; all of it must be picklable.
+
+    Args:
+        begin: called first in each process.
+    """
     # A forked process cannot use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(usable_cores(), len(arguments[0]))), context) as pool:
+    count = max(1, min(usable_cores(), len(arguments[0])))
+    with ProcessPoolExecutor(count, context, initializer=begin) as pool:
         return list(pool.map(call, *arguments))

@@ -100,7 +100,7 @@ class Profile:
     """Stretches in the order of the forward pass."""
     parameters: tuple[ProfiledParameter, ...]
     """Parameters in the model's order."""
-    shared: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict, hash=False)
     """First name of each shared parameter, by its other names."""
 
     @functools.cached_property

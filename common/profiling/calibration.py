@@ -49,7 +49,7 @@ def from_nccl_tests(files: Sequence[str], ranks: int | None = None) -> NetworkCo
     (world_size,) = sizes
     hosts = {table.hosts for table in tables if table.hosts is not None}
     if len(hosts) > 1:
-        raise UserError(f"the files are of different numbers of hosts: {sorted(hosts)}")
+        raise UserError(f"all files must have the same number of hosts, got {sorted(hosts)}")
     even = len(hosts) == 1 and world_size % min(hosts) == 0
     seconds: dict[Operation, dict[int, list[float]]] = {}
     for table in tables:

@@ -183,7 +183,7 @@ def _rows(header: _Header, matches: Sequence[tuple[str, re.Match[str]]]) -> list
         before += ["root"] if (width - len(before)) % len(_NUMBERS) == 1 else []
         columns = [*before, *_NUMBERS, *_NUMBERS][: max(width, len(before) + len(_NUMBERS))]
     if "cputime" in columns:
-        raise UserError(f"{place}: times of the CPU (-C 1) are no times of the network")
+        raise UserError(f"{place}: has times of the CPU (-C 1), not of the network")
     times = [at for at, name in enumerate(columns) if name == "time"]
     if len(times) == 2 and width == len(columns) - (times[1] - times[0]):
         columns, times = columns[: times[1]], times[:1]  # only in-place
@@ -243,7 +243,7 @@ def _json_row(place: str, row: dict[str, object]) -> _Row:
         block = row.get(key)
         if isinstance(block, dict):
             if "cpu_time" in block:
-                raise UserError(f"{place}: times of the CPU (-C 1) are no times of the network")
+                raise UserError(f"{place}: has times of the CPU (-C 1), not of the network")
             numbers = [str(block[name]) for name in _JSON_NUMBERS]
             wrong = "0" if block["nwrong"] is None else str(block["nwrong"])
             if not all(map(_NUMBER.fullmatch, (*numbers, wrong))):
@@ -297,7 +297,7 @@ def _inferred(path: Path, rows: Sequence[_Row]) -> str:
     if not whole and rows[-1].reduces:
         return "reduce_scatter"
     raise UserError(
-        f"{path}: names no collective; give it as NAME={path}, where NAME is one of "
+        f"{path}: does not name its collective; give NAME={path}, where NAME is one of "
         f"{', '.join(COLLECTIVES.values())}"
     )
 

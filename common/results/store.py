@@ -192,7 +192,7 @@ class Comparison:
 
     @classmethod
     def load(cls, folder: Path) -> Comparison:
-        """Reads what `save` wrote; raises `UserError` if the folder has none."""
+        """Reads the file that `save` wrote; raises `UserError` if the folder has no such file."""
         path = folder / _EXPERIMENT
         if not path.exists():
             raise UserError(

@@ -54,9 +54,8 @@ class HalfOptions(Options):
         for param in params if self.compression != "none" else ():
             if not param.is_floating_point():
                 raise UserError(
-                    f"{option_of(self, 'compression')}={self.compression!r} needs real "
-                    f"floating-point gradients; a parameter of shape {tuple(param.shape)} is "
-                    f"{param.dtype}"
+                    f"{option_of(self, 'compression', self.compression)} needs real floating-point "
+                    f"gradients, but a parameter of shape {tuple(param.shape)} is {param.dtype}"
                 )
 
     @property
@@ -129,10 +128,10 @@ class CompressedOptions(HalfOptions):
     ) -> None:
         super().refuse(params, groups)
         if self.momentum_correction and any(group.get("momentum") for group in groups):
+            what = option_of(self, "momentum_correction", self.momentum_correction)
             raise UserError(
-                f"{option_of(self, 'momentum_correction')}={self.momentum_correction} applies the "
-                "momentum itself, and the optimizer would apply it again; make the optimizer with "
-                "momentum=0"
+                f"{what} applies the momentum itself, and the optimizer would apply it again; make "
+                "the optimizer with momentum=0"
             )
 
     @property

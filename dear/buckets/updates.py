@@ -504,7 +504,7 @@ def _cut(key: str, value: Any, segment: Segment) -> Any:
 
 
 def beside(value: Any, param: torch.nn.Parameter) -> Any:
-    """Copies a state value to the parameter's device; a tensor on the CPU stays there."""
+    """Returns a copy of a state value on the parameter's device; CPU tensors stay on the CPU."""
     if not torch.is_tensor(value):
         return value
     return value.clone() if value.device.type == "cpu" else value.to(param.device, copy=True)

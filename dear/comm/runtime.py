@@ -300,7 +300,7 @@ def ranks_per_machine(communicator: Communicator) -> int:
     if len(sizes) > 1:
         raise UserError(
             f"machines run different numbers of ranks ({', '.join(map(str, sorted(sizes)))}), but "
-            "hierarchical topologies need equal numbers; give local_size to choose blocks"
+            "hierarchical topologies need equal numbers; give local_size, the ranks of a group"
         )
     size = sizes.pop()
     for rank, (local, _) in enumerate(positions):

@@ -17,6 +17,13 @@ from dear.lazy import comm_core, torch
 CALLBACK_S = 5.0
 
 
+def _future(handle: Any) -> torch.futures.Future[Any]:
+    # Callbacks here start no collective of the same group, for whose place in the order the comm
+    # core would hold later collectives back.
+    future: torch.futures.Future[Any] = getattr(handle, "unordered_future", handle.get_future)()
+    return future
+
+
 class Work:
     """Collective that has started; its tensors may be read or written again after `wait`."""
 
@@ -50,7 +57,7 @@ class Work:
             self._device_times = clock.follow(handle, queue, communicator.clock(), tensors)
             return
         with contextlib.suppress(RuntimeError):  # Gloo's reduce-scatter has no future
-            future, recorded = handle.get_future(), threading.Event()
+            future, recorded = _future(handle), threading.Event()
             self._recorded, enqueued = recorded, communicator.clock()
             future.add_done_callback(lambda _: self._finished(queue, enqueued, recorded))
 
@@ -82,12 +89,11 @@ class Work:
                 "on_complete: NCCL does not tell the host when a collective ends; call wait(), or "
                 "use comm_core or gloo"
             )
-        self._handle.get_future().add_done_callback(lambda _: callback())
+        _future(self._handle).add_done_callback(lambda _: callback())
 
     def future(self) -> torch.futures.Future[Any]:
         """Returns a future that completes with the collective, for torch's own code."""
-        future: torch.futures.Future[Any] = self._handle.get_future()
-        return future
+        return _future(self._handle)
 
     def times(self) -> WorkTimes:
         """Returns the times of a finished collective; raises `UserError` if there are none."""

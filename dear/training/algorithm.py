@@ -282,4 +282,4 @@ def algorithm_options(name: str, given: Mapping[str, object]) -> Options:
     Raises:
         UserError: an option is unknown or invalid.
     """
-    return build_options(algorithm_class(name).Options, given, f"option of {name}")
+    return build_options(algorithm_class(name).Options, given, f"{name} option")

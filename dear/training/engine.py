@@ -18,7 +18,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar, cast
 
 from dear.buckets.agreement import agree, described, tables
 from dear.comm import runtime
@@ -37,6 +37,7 @@ else:
     OptimizerBase = object
 
 OptionsT_co = TypeVar("OptionsT_co", bound=Options, covariant=True)
+OtherT = TypeVar("OtherT", bound=Options)
 Update = Callable[[], object]
 """An optimizer's own step, without a closure."""
 Closure = Callable[[], float]
@@ -84,9 +85,9 @@ class Replica(Generic[OptionsT_co]):
         assert self._optimizer is not None, "the engine's owner updates the parameters"
         return self._optimizer
 
-    def with_options(self, options: Any) -> Replica[Any]:
+    def with_options(self, options: OtherT) -> Replica[OtherT]:
         """Returns the same replica with options of another algorithm."""
-        other: Replica[Any] = copy.copy(self)
+        other = cast(Replica[OtherT], copy.copy(self))
         other.options = options
         return other
 
@@ -229,6 +230,8 @@ class Distributed(OptimizerBase):
     _local: contextlib.ExitStack | None = None
     before_engine: Hooks | None = None
     """Hooks that were registered before the engine's own, such as those that clip each gradient."""
+    former_findings: Mapping[str, object] = {}
+    """Findings of an engine that another one has replaced."""
 
     def step(self, closure: Closure | None = None) -> object:  # type: ignore[override]  # no overloads
         _check_all_managed(self)
@@ -270,7 +273,7 @@ class Distributed(OptimizerBase):
 
     def findings(self) -> dict[str, object]:
         """Returns the algorithm's own measurements and choices; rank 0's values count."""
-        return self._engine.findings()
+        return {**self.former_findings, **self._engine.findings()}
 
     def sender(self) -> Sender | None:
         """Returns the library that sends in place of the communicator, or None."""
@@ -322,6 +325,7 @@ class Distributed(OptimizerBase):
         """Flushes and removes the algorithm; the optimizer is then plain again."""
         self.flush()
         self._engine.close()
+        vars(self).pop("former_findings", None)
         before = vars(self).pop("before_engine", None)
         if before is not None:
             before.remove()

@@ -32,6 +32,44 @@ def layouts_and_autograd() -> None:
     same(watched.detach(), torch.full((5,), float(n)), "requires_grad")
 
 
+def types_that_only_move() -> None:
+    """Bytes of every width that no reduction is defined for, in collectives and messages."""
+    rank, n = me()
+    eights = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    for name in (*eights, "float8_e8m0fnu", "uint16", "uint32", "uint64", "complex32"):
+        dtype = getattr(torch, name)
+        width = torch.empty(0, dtype=dtype).element_size()
+        for numel in (3, 50_000):
+            mine, gathered = torch.zeros(numel, dtype=dtype), torch.zeros(numel * n, dtype=dtype)
+            mine.view(torch.uint8).copy_(torch.arange(numel * width) % 251 + rank)
+            dist.all_gather_into_tensor(gathered, mine)
+            last = gathered[numel * (n - 1) :].view(torch.uint8)
+            same(last, mine.view(torch.uint8) - rank + n - 1, name)
+            dist.broadcast(mine, n - 1)
+            same(mine.view(torch.uint8), last, name)
+            if n > 1:
+                got = torch.zeros_like(mine)
+                request = dist.isend(mine, (rank + 1) % n)
+                dist.recv(got, (rank - 1) % n)
+                request.wait()
+                same(got.view(torch.uint8), last, name)
+    tensor = torch.full((5000,), 300 + rank).to(torch.uint16)
+    dist.all_reduce(tensor)
+    same(tensor.int(), torch.full((5000,), 300 * n + n * (n - 1) // 2, dtype=torch.int32))
+
+
+def lopsided_exchange() -> None:
+    """One rank gives much, the others little: each rank's total is its own."""
+    rank, n = me()
+    for much in (20_000, 300_000):
+        sizes = [[much if s == 0 else 3 + s + d for d in range(n)] for s in range(n)]
+        given = torch.cat([values(rank, size, salt=d) for d, size in enumerate(sizes[rank])])
+        wanted = [values(s, sizes[s][rank], salt=rank) for s in range(n)]
+        got = torch.zeros(sum(map(len, wanted)))
+        dist.all_to_all_single(got, given, [len(part) for part in wanted], sizes[rank])
+        same(got, torch.cat(wanted), much)
+
+
 def messages() -> None:
     """Tags in any order, sizes on both sides of the eager limit, several under way."""
     rank, n = me()

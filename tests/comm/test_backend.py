@@ -63,6 +63,8 @@ def test_operations(ranks: RankPool):
 
 BODIES = [
     bodies.layouts_and_autograd,
+    bodies.types_that_only_move,
+    bodies.lopsided_exchange,
     bodies.messages,
     bodies.barriers,
     bodies.futures,

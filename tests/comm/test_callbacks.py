@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -76,10 +78,60 @@ def test_callbacks_run_in_the_order_in_which_operations_end(ranks):
     assert ranks.run(_in_order, 50)[0] == list(range(50))
 
 
+def _beside_the_program(buckets: int) -> list[tuple[float, ...]]:
+    """Callbacks start collectives that the program knows nothing of, each rank at another time."""
+    rank, results = dist.get_rank(), []
+    for step in range(4):
+        time.sleep(0.05 * rank)
+        futures = []
+        for bucket in range(buckets):
+            first, second, third = (torch.full((10 * k + bucket,), float(k)) for k in (1, 2, 3))
+
+            def then(tensor: torch.Tensor) -> Callable[[torch.futures.Future], float]:
+                def start(future: torch.futures.Future) -> torch.Tensor:
+                    future.value()
+                    return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+
+                return start
+
+            future = dist.all_reduce(first, async_op=True).get_future()
+            futures.append(future.then(then(second)).then(then(third)))
+            time.sleep(0.02 * (rank if step % 2 else 1 - rank))  # where one is late, then the other
+        results.append(tuple(future.wait()[0].item() for future in futures))
+        dist.barrier()
+    return results
+
+
+def test_callbacks_and_the_program_start_collectives_in_one_order_on_all_ranks(ranks):
+    assert ranks.run(_beside_the_program, 3) == [[(6.0, 6.0, 6.0)] * 4] * 2
+
+
+def _late_callback() -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    never = threading.Event()
+    dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().then(
+        lambda _: never.wait(20)
+    )
+    try:
+        dist.all_reduce(torch.ones(4), group=group)
+        return "no error"
+    except dist.DistBackendError as error:
+        return str(error)
+    finally:
+        never.set()
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+def test_a_callback_that_does_not_return_ends_in_a_time_out(ranks):
+    for text in ranks.run(_late_callback):
+        assert "timed out: a collective waited for callbacks" in text, text
+
+
 def _powersgd() -> list[float]:
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
-    model = DistributedDataParallel(layers)
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.01)  # two buckets
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2
     )
@@ -119,6 +171,9 @@ ENDINGS = {
         other = dist.all_reduce(tensor, async_op=True).get_future()
         dist.all_reduce(tensor[:5], async_op=True).get_future().then(lambda _f: other.wait())
     """,
+    "a callback that never returns": """
+        dist.all_reduce(tensor, async_op=True).get_future().then(lambda _f: threading.Event().wait())
+    """,
     "a thread": """
         def behind():  # on one core: Python has ended before the thread's turn comes
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -140,7 +195,7 @@ ENDINGS = {
     """,
 }
 
-QUICK = ("a callback that waits", "a thread")
+QUICK = ("a callback that waits", "a callback that never returns", "a thread")
 
 
 def _run_all(script: str, folder: Path, limit_s: float = 180) -> list[tuple[int, str]]:

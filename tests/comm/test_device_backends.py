@@ -79,7 +79,7 @@ def test_bytescheduler_promises_a_credit_only_where_it_returns(pair):
     assert {result[:2] for result in ordinary} == {(4, None)}
     assert {result[:2] for result in streamed} == {(1, None)}
     refused = pair.run(_bytescheduler, {"credit_mb": 2.0}, True)
-    assert all("'credit_mb'=2: NCCL does not report when" in message for message in refused)
+    assert all("credit_mb=2: NCCL does not report when" in message for message in refused)
 
 
 def _on_complete() -> str:

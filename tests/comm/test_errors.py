@@ -43,7 +43,11 @@ def _mistakes(n: int) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
     quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
     return [
         (TypeError, "Float8", lambda: all_reduce(torch.zeros(4).to(torch.float8_e4m3fn))),
-        (TypeError, "UInt", lambda: dist.broadcast(tensor.to(torch.uint16), 0)),
+        (TypeError, "QInt8", lambda: dist.broadcast(quantized, 0)),
+        (ValueError, "avg of uint16", lambda: all_reduce(tensor.to(torch.uint16), ReduceOp.AVG)),
+        (ValueError, "share memory", lambda: all_reduce(torch.ones(1).expand(6))),
+        (ValueError, str(2**32), lambda: dist.broadcast(tensor, group_src=2**32)),
+        (ValueError, str(2**32), lambda: reduce(tensor, group_dst=2**32)),
         (TypeError, "QInt8", lambda: backend.allreduce([quantized])),
         (TypeError, "dense", lambda: backend.broadcast(tensor.to_sparse(), 0)),
         (TypeError, "dense", lambda: all_reduce(tensor.to_sparse())),
@@ -187,6 +191,41 @@ def _all_learn_of_both_sides(ranks: RankPool, odd: int) -> None:
             assert "the ranks disagree: " in text and "\n" not in text, f"{about}: {text}"
             assert "timed out" not in text, f"{about}: {text}"
             assert re.search("rank [012] [(]host", text), f"{about}: {text}"
+
+
+def _blocks_that_differ(name: str, shared: bool) -> str:
+    """The ranks agree about the total only; rank 0 has another idea of the blocks of 1 and 2."""
+    import comm_core
+
+    rank, _n = me()
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    new = comm_core.empty if shared else torch.zeros
+    sizes = [100_000, 200_000, 300_000]
+    believed = [100_000, 300_000, 200_000] if rank == 0 else sizes
+    whole, mine = new(sum(sizes)), new(sizes[rank])
+    dist.barrier()
+    text = ""
+    try:
+        if name == "all_gather":
+            dist.all_gather(list(whole.split(believed)), mine, group=group)
+        else:
+            dist.reduce_scatter(mine, list(whole.split(believed)), group=group)
+        dist.barrier(group)
+    except dist.DistBackendError as error:
+        text = f"{type(error).__name__}: {error}"
+    dist.barrier()  # a rank that looked beyond a buffer would have read what is no longer there
+    dist.destroy_process_group(group)
+    return text
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_ranks_that_disagree_about_blocks_touch_no_others_memory(name: str):
+    with pool(name) as ranks:
+        for operation in ("all_gather", "reduce_scatter"):
+            for shared in (False, True):
+                for text in ranks.run(_blocks_that_differ, operation, shared):
+                    assert text.startswith("MismatchError: "), (operation, shared, text)
+                    assert "the ranks disagree: " in text and "rank 0" in text, text
 
 
 def _message_sizes(numel: int, other: int) -> str:

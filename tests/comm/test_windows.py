@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +93,36 @@ def test_the_mutex_keeps_others_away(place: tuple[int, int]) -> None:
         dist.barrier()
 
 
+@on_ranks(_place, 2)
+def test_a_window_may_be_asked_for_while_its_group_ends(place: tuple[int, int]) -> None:
+    from comm_core.windows import Window
+
+    def ask(window: Window, going: threading.Event, ends: list[str]) -> None:
+        try:
+            while True:
+                window.versions()
+                window.read()
+                going.set()
+        except (dist.DistBackendError, ValueError) as error:
+            ends.append(str(error))
+
+    switches_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    ends: list[str] = []
+    for _ in range(40):
+        group = dist.new_group()
+        window, going = Window(1, 4, group=group), threading.Event()
+        threads = [threading.Thread(target=ask, args=(window, going, ends)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        going.wait()
+        dist.destroy_process_group(group)
+        for thread in threads:
+            thread.join()
+    sys.setswitchinterval(switches_s)
+    assert len(ends) == 80 and all("destroyed" in text for text in ends), set(ends)
+
+
 @on_ranks(_place, 3)
 def test_update_mixes_what_has_arrived(place: tuple[int, int]) -> None:
     rank, size = place
@@ -113,12 +145,17 @@ def test_what_does_not_fit_is_refused_and_harms_nothing(place: tuple[int, int]) 
             ("float32, not float64", lambda: window.put(four.double(), 1)),
             ("not a rank", lambda: window.put(four, 3)),
             ("negative", lambda: window.put(four, 1, slot=-1)),
+            (str(2**32), lambda: window.put(four, 1, slot=2**32)),
+            ("outside every window", lambda: window.put(four, 1, offset=2**62)),
+            ("2 slots, not 1 from slot 2", lambda: window.read(2)),
+            ("2 slots, not", lambda: window.read(1, 2**62)),
             ("does not hold the lock", lambda: window._operation("unlock", 1, 0, 0, None)),
             ("bxor of float32", lambda: window.accumulate(four, 1, op=dist.ReduceOp.BXOR)),
         ]:
             with pytest.raises(ValueError, match=text):
                 call().wait()
         dist.barrier()  # the group is unharmed
+        assert not window.read(0, 2).any()
     gloo = dist.new_group(backend="gloo")
     with pytest.raises(ValueError, match="comm_core"), _window(1, 1, group=gloo):
         pass

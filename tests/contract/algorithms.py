@@ -205,6 +205,14 @@ TABLE: dict[str, Meaning] = {
         ),
     ),
     "dear": Meaning(family="synchronous", options=_of_dear(), lacks_with=_sharded_lacks),
+    "auto": Meaning(
+        family="synchronous",
+        options=(
+            {"profile_steps": 1, "candidates": ("dear",)},
+            {"profile_steps": 2, "candidates": ("mgwfbp", "wfbp")},
+            {"profile_steps": 1, "candidates": ("bytescheduler",)},
+        ),
+    ),
     "ddp": Meaning(
         family="synchronous",
         options=(

@@ -291,7 +291,7 @@ def test_complex_gradients_are_refused() -> None:
         model = nn.Linear(3, 2, dtype=torch.complex64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         lines.append(message(partial(wrap, optimizer, model, algorithm, compression="fp16")))
-    assert all("'compression'='fp16'" in line and "complex64" in line for line in lines)
+    assert all("compression=fp16" in line and "complex64" in line for line in lines)
 
 
 @on_ranks(1)

@@ -236,7 +236,7 @@ def test_what_cannot_be_sharded_is_refused_and_left_as_it_was() -> None:
         ("fully_shard refuses this model", make_sgd(pieces), pieces, {}),
         ("LBFGS", torch.optim.LBFGS(model.parameters()), model, {}),
         ("fused=False", make_sgd(model, fused=True), model, {}),
-        ("option of fsdp 'stage': unknown value 1", make_sgd(model), model, {"stage": 1}),
+        ("fsdp option 'stage': unknown value 1", make_sgd(model), model, {"stage": 1}),
     ]:
         assert words in message(partial(wrap, optimizer, what, "fsdp", **options))
     left = str([*leftovers(model), *leftovers(pieces), *map(type, model)])

@@ -71,7 +71,7 @@ def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, opti
         assert seen["far"] < 1e-5
         assert seen["at start"] == at_start
         assert seen["left"] == [None] * 8
-        assert "option of horovod 'cycle_time_ms'=7.5" in seen["refusal"]
+        assert "horovod option cycle_time_ms=7.5" in seen["refusal"]
         assert "runs in this process already" in seen["refusal"]
         assert seen["free"] == ""
 
@@ -213,7 +213,7 @@ def test_who_waits_for_horovod_leaves_its_core_to_others_and_is_held_up_by_commu
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"groups": 0}, "option of horovod 'groups'"),
+        ({"groups": 0}, "horovod option 'groups'"),
         ({"gradient_predivide_factor": 0.0}, "'gradient_predivide_factor'"),
         ({"gradient_predivide_factor": 2.0, "compression": "fp16"}, "used with compression"),
     ],

@@ -64,6 +64,6 @@ def test_a_norm_that_is_none_is_refused_and_leaves_the_model_as_it_was() -> None
     model = make_model()
     with pytest.raises(UserError, match="norm_clip must be greater than 0"):
         dear.DistributedOptimizer(make_sgd(model), model, norm_clip=0.0)
-    with pytest.raises(UserError, match="unknown option of dear"):
+    with pytest.raises(UserError, match="unknown dear option"):
         dear.DistributedOptimizer(make_sgd(model), model, norm_clip=1.0, trheshold=1)
     assert all(not param._post_accumulate_grad_hooks for param in model.parameters())

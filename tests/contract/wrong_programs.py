@@ -245,7 +245,7 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
 
 
 def begun(trial: dict[str, Any], repeat: int) -> tuple[Any, ...]:
-    """Returns, on a rank, how a training for a time begins: weights, batch and random state."""
+    """Returns, on a rank, how a training trial begins: weights, batch and random state."""
     drawn: list[Any] = []
 
     def learn(trial: Trial, briefing: Any, workload: Any, *_: Any) -> None:

@@ -142,7 +142,7 @@ def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
     write_trial(tmp_path, "dear", world_size=2)
     assert python("-m", "common.harness.worker", tmp_path, "0").returncode == 1
     error = json.loads((tmp_path / "error-0-rank0.json").read_text())
-    assert "wants 2 workers" in error["message"] and "world of 1" in error["message"]
+    assert "needs 2 workers" in error["message"] and "sees 1" in error["message"]
 
 
 @pytest.mark.full

@@ -242,8 +242,11 @@ def test_nccl_chooses_trees_and_protocols_by_size():
     [
         (lambda: costs_of("ncl", platform_of("10gbe"), Shape(hosts=2)), "did you mean 'nccl'"),
         (lambda: platform_of("20gbe"), "unknown network '20gbe'.*10gbe"),
-        (lambda: platform_of("nvlink3"), "nvlink3 is no network between hosts .*10gbe"),
-        (lambda: platform_of("10gbe", inside="1gbe"), "1gbe is no network inside a host .*nvlink3"),
+        (lambda: platform_of("nvlink3"), "nvlink3 is not a network between hosts .*10gbe"),
+        (
+            lambda: platform_of("10gbe", inside="1gbe"),
+            "1gbe is not a network inside a host .*nvlink3",
+        ),
         (
             lambda: costs_of("nccl", platform_of("10gbe"), Shape(hosts=1, ranks_per_host=2)),
             "engine nccl cannot use memory inside a host .*nvlink, pcie",

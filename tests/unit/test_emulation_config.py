@@ -281,9 +281,9 @@ def test_a_model_that_computes_is_dilated_only_where_it_learns():
         for learns in (True, False):
             check_scale(replayed, learns, given)
     check_scale(False, True, 4)
-    with pytest.raises(UserError, match=r"time_scale: 4 would slow the links but not a model"):
+    with pytest.raises(UserError, match=r"time_scale: 4 slows the links, but not a model"):
         check_scale(False, False, 4)
-    with pytest.raises(UserError, match=r"computes cannot be made faster, got 0\.5"):
+    with pytest.raises(UserError, match=r"at least 1 for models that compute for real, got 0\.5"):
         check_scale(False, True, 0.5)
 
 

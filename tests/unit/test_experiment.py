@@ -87,11 +87,11 @@ def one_line(read, content, *overrides):
         ({"algorithms": []}, ["algorithms", "empty"]),
         (
             {"algorithms": [{"name": "dear", "options": {"threshold": 3}}]},
-            ["option of dear 'threshold'", "did you mean 'threshold_mb'?"],
+            ["dear option 'threshold'", "did you mean 'threshold_mb'?"],
         ),
         (
             {"algorithms": [{"name": "dear", "options": {"threshold_mb": 0}}]},
-            ["option of dear 'threshold_mb'", "greater than 0"],
+            ["dear option 'threshold_mb'", "greater than 0"],
         ),
         ({"algorithms": ["dear", "dear"]}, ["dear", "twice"]),
         (

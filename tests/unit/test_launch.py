@@ -84,7 +84,7 @@ A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
         ("mpirn", None, {}, r"unknown launcher 'mpirn'; did you mean 'mpirun'\?"),
         # Files of the same folder that are none.
         *((name, None, {}, "unknown launcher") for name in ("job", "node", "ranks")),
-        *((name, A, {"rmda": 1}, f"unknown option of launcher {name} 'rmda'") for name in NAMES),
+        *((name, A, {"rmda": 1}, f"unknown {name} launcher option 'rmda'") for name in NAMES),
         ("ssh", A, {"port": 70000}, "port must be in 1..65535, got 70000"),
         ("ssh", A, {"agent": " "}, "option agent: must be a command"),
         ("ssh", A, {"rdma": 3}, "'rdma': unknown value 3"),

@@ -1,4 +1,4 @@
-"""Training for a time: what an experiment may say, who ends when, and what is judged."""
+"""Training trials: what an experiment may say, who ends when, and what is judged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read(tmp_path, monkeypatch):
         ({"learn": {"data": "digits", "batch_sizes": [4, 0]}}, "learn.batch_sizes.1 must be at"),
         (
             {"learn": {"data": "digits", "batch_sizes": [4, 2, 1]}, "world_sizes": [2]},
-            "learn.batch_sizes: 3 batch sizes for 2 workers",
+            "one number for each of 2 workers, got 3",
         ),
         ({"learn": {"data": "digits", "sampler": "mine"}}, "'learn.sampler': unknown value 'mine'"),
         ({"learn": {"data": "mnist"}}, "set data_dir=FOLDER or MNIST_DIR"),
@@ -336,7 +336,7 @@ def test_what_is_trained_on_is_said_and_true_training_images_are_used(tmp_path, 
 @pytest.mark.parametrize("ask", [datasets.load, datasets.digest])
 def test_data_is_what_its_name_says_not_what_a_folder_suggests(ask, tmp_path, monkeypatch):
     monkeypatch.delenv("MNIST_DIR", raising=False)
-    with pytest.raises(UserError, match="no path of mnist"):
+    with pytest.raises(UserError, match="mnist needs a path"):
         ask("mnist", None)
     with pytest.raises(UserError, match="digits comes with scikit-learn and has no folder"):
         ask("digits", write_mnist(tmp_path))

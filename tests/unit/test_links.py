@@ -100,7 +100,7 @@ def test_sites_without_a_number_of_hosts_share_them():
     halves.check_hosts(2)
     with pytest.raises(UserError, match="network 'far': no host is in site 'b'"):
         halves.check_hosts(1)
-    with pytest.raises(UserError, match="its sites have 4 hosts, the cluster 8"):
+    with pytest.raises(UserError, match="sites have 4 hosts, the cluster has 8"):
         two_sites().check_hosts(8)
 
 
@@ -113,7 +113,7 @@ def test_sites_without_a_number_of_hosts_share_them():
         ({"queue_kb": 10}, "queue_kb must be at least 150"),
         ({"sites": [{"name": "a"}, {"name": "a"}]}, "two have the same name: a, a"),
         ({"sites": [{"name": "a", "hosts": 0}]}, "site 'a': hosts must be at least 1"),
-        ({"sites": [{"name": "a", "hosts": 1}, {"name": "b"}]}, "for each of them, or for none"),
+        ({"sites": [{"name": "a", "hosts": 1}, {"name": "b"}]}, "for every site or for no site"),
         ({"sites": [{"name": "a"}, {"name": "b"}]}, "needs one entry for each pair of sites"),
         (
             {

@@ -41,7 +41,7 @@ Nothing = make_dataclass("Nothing", [], frozen=True, kw_only=True)
 
 
 def build(**given):
-    return build_options(Outer, {"name": "x", **given}, "option of demo")
+    return build_options(Outer, {"name": "x", **given}, "demo option")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_is_taken_and_that_the_rest_keeps_its_defaults(key, given, taken):
     ],
 )
 def test_wrong_type_names_key_wish_and_value(key, value, words):
-    words = rf"^option of demo '{key}': {words}[^\n]*got {re.escape(repr(value))}\Z"
+    words = rf"^demo option '{key}': {words}[^\n]*got {re.escape(repr(value))}\Z"
     with pytest.raises(UserError, match=words):
         build(**{key: value})
 
@@ -89,13 +89,13 @@ def test_wrong_type_names_key_wish_and_value(key, value, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"cuont": 2}, ["option of demo 'cuont'", "did you mean 'count'?", "worlds"]),
-        ({"mode": "trea"}, ["option of demo 'mode': unknown value 'trea'", "did you mean 'tree'?"]),
-        ({"worlds": [1, "b"]}, ["option of demo 'worlds.1': must be a whole number, got 'b'"]),
+        ({"cuont": 2}, ["demo option 'cuont'", "did you mean 'count'?", "worlds"]),
+        ({"mode": "trea"}, ["demo option 'mode': unknown value 'trea'", "did you mean 'tree'?"]),
+        ({"worlds": [1, "b"]}, ["demo option 'worlds.1': must be a whole number, got 'b'"]),
         ({"worlds": None}, ["got None"]),
-        ({"inner": {"size": "big"}}, ["option of demo 'inner.size': must be"]),
+        ({"inner": {"size": "big"}}, ["demo option 'inner.size': must be"]),
         ({"inner": {"size": 2, "shaer": 1}}, ["'inner': unknown key 'shaer'", "'share'?"]),
-        ({"inner": {}}, ["option of demo 'inner.size' is missing"]),
+        ({"inner": {}}, ["demo option 'inner.size' is missing"]),
         ({"either": [{"sise": 1}]}, ["did you mean 'size'?"]),
     ],
 )
@@ -107,10 +107,10 @@ def test_a_mistake_is_one_line_that_names_it(given, words):
 
 
 def test_what_is_missing_or_far_from_all_names():
-    with pytest.raises(UserError, match="option of demo 'name' is missing"):
-        build_options(Outer, {}, "option of demo")
-    with pytest.raises(UserError, match="option of demo 'x': there are none"):
-        build_options(Nothing, {"x": 1}, "option of demo")
+    with pytest.raises(UserError, match="demo option 'name' is missing"):
+        build_options(Outer, {}, "demo option")
+    with pytest.raises(UserError, match="demo option 'x': there are none"):
+        build_options(Nothing, {"x": 1}, "demo option")
     with pytest.raises(UserError) as caught:
         build(zzzzzz=2)
     assert "did you mean" not in str(caught.value)

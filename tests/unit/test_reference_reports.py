@@ -168,7 +168,7 @@ def test_the_command_reads_reports_beside_a_sweep(tmp_path, capsys):
     assert (first["rates"], first["place"]) == ([None, None], 1)
     assert (second["rates"], second["place"]) == ([100.0, 150.0], 2)
     assert cli.main([*command, "--fail-on", "regression:5%"]) == 2
-    assert "reports have only means" in capsys.readouterr().err
+    assert "reports have only mean rates" in capsys.readouterr().err
 
 
 def test_the_command_reads_logs_of_a_suite(tmp_path, capsys):
@@ -203,9 +203,9 @@ def test_the_command_reads_logs_of_a_suite(tmp_path, capsys):
     ("text", "words"),
     [
         (None, "No such file"),
-        ("[1]", "is no reports.json"),
-        ('{"0": {"x": {"ddp": ["fast"]}}}', "is no reports.json"),
-        ("{", "is no reports.json"),
+        ("[1]", "not a reports.json"),
+        ('{"0": {"x": {"ddp": ["fast"]}}}', "not a reports.json"),
+        ("{", "not a reports.json"),
     ],
 )
 def test_what_is_no_report_is_one_line(tmp_path, text, words):

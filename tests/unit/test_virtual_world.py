@@ -5,12 +5,17 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import torch
 
 from common.harness.cli import main
+from common.harness.experiment_file import find_experiment, load
+from common.harness.verbs import predict
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.registry import profile_of
+from common.models.replay.plan import plan
 from common.paths import ROOT
 from common.results.tables.predicted import PredictedRow, overview
 from common.virtual.costs.engines import costs_of
@@ -18,6 +23,9 @@ from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, halved
 from common.virtual.passes import UnmodelledError
+from common.virtual.world import run
+from common.virtual.world.device import SMALL, large
+from common.virtual.world.network import Network
 from common.virtual.world.run import Setting, predicted, slowest
 from dear.cost.collectives import table_costs
 from dear.cost.event_model.events import Events
@@ -243,7 +251,7 @@ def test_a_step_that_its_second_method_denies_is_flagged():
         (["--ranks-per-host", "3", "--set", "world_sizes=[16]"], "do not fill hosts of 3 ranks"),
         (["--engine", "comm_core", "--inside", "nvlink3"], "cannot use nvlink"),
         (["--engine", "smoke"], "engine"),
-        (["--inside", "10gbe"], "10gbe is no network inside a host"),
+        (["--inside", "10gbe"], "10gbe is not a network inside a host"),
         (["--alpha-ms", "1"], "given together"),
         (["--alpha-ms", "-1", "--beta-ns", "1"], "--alpha-ms"),
     ],
@@ -261,6 +269,34 @@ def test_predict_has_a_range_and_a_baseline(capsys):
         assert row["step_low_s"] < row["step_s"] < row["step_high_s"]
         assert row["baseline_s"] == rows["ddp"]["step_s"] > row["compute_s"]
         assert row["event_model_s"] == pytest.approx(row["step_s"], rel=0.01)
+
+
+def test_what_trials_share_in_a_process_changes_no_number():
+    experiment = load(
+        find_experiment("predicted-64"), ["models.0.name=mobilenet_v2@rtx2080ti-modelled"]
+    )
+    caches = (predict._slowed, predict._known_links, run._alone_s, plan)
+    trials = [
+        t for t in experiment.trials() if t.model.startswith("mobilenet") and t.world_size > 1
+    ]
+    together = [predict._row(t.to_json(), None, experiment.cluster, None) for t in trials]
+    hits = [cache.cache_info().hits for cache in caches]
+    assert all(hits)
+    for trial, row in zip(trials, together, strict=True):
+        for cache in caches:
+            cache.cache_clear()
+        assert predict._row(trial.to_json(), None, experiment.cluster, None) == row
+
+
+def test_only_small_results_of_transfers_are_written():
+    shape = Shape(hosts=2)
+    network = Network(shape, lambda *_: OTHERS, engine="nccl", priorities=False)
+    network.unread = large
+    for count, value in ((SMALL, 1), (SMALL + 1, 0)):
+        output = torch.zeros(count)
+        transfer = network.start("exchange", 4 * count, partial(output.fill_, 1), output)
+        transfer.wait()
+        assert output.eq(value).all()
 
 
 def test_without_the_baseline_there_are_rows(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -87,9 +88,13 @@ class Lane:
 
 
 class Handles:
-    """Operations by handle. Successful operations are forgotten; errors are kept."""
+    """Operations by handle. Successful operations are forgotten; errors are kept. Thread-safe.
+
+    No thread waits for an operation under the lock: it may end only after a call of another thread.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._first = next(_serials) * _EACH
         self._next = self._first
         self._pending: dict[int, tuple[Operation, ...]] = {}
@@ -98,11 +103,12 @@ class Handles:
 
     def new(self, *operations: Operation) -> int:
         """Returns a new handle for `operations`."""
-        self._forget_ended()
-        handle = self._next
-        self._next += 1
-        self._pending[handle] = operations
-        return handle
+        with self._lock:
+            self._forget_ended()
+            handle = self._next
+            self._next += 1
+            self._pending[handle] = operations
+            return handle
 
     def wait(self, handle: int) -> None:
         """Waits like `Operation.wait`; raises the errors of `Communicator.sync_stream`."""
@@ -111,9 +117,10 @@ class Handles:
         for operation in self._pending.get(handle, ()):
             operation.wait()
             self._note_error(handle, operation)
-        if handle in self._failed:
-            self._unreported.discard(handle)
-            raise self._failed[handle]
+        with self._lock:
+            if handle in self._failed:
+                self._unreported.discard(handle)
+                raise self._failed[handle]
 
     def done(self, handle: int) -> bool:
         """Returns True once all operations of `handle` have succeeded or failed; never blocks."""
@@ -122,7 +129,7 @@ class Handles:
 
     def wait_all(self) -> None:
         """Waits for all operations; raises the first error that has not been raised yet."""
-        for handle, operations in self._pending.items():
+        for handle, operations in self._under_way():
             for operation in operations:
                 operation.wait()
                 self._note_error(handle, operation)
@@ -132,16 +139,21 @@ class Handles:
 
     def settle_all(self) -> None:
         """Blocks the host until all operations have ended; raises nothing."""
-        for operations in self._pending.values():
+        for _, operations in self._under_way():
             for operation in operations:
                 operation.settle()
         self._forget_ended()
 
     def take_unreported(self) -> list[RuntimeError]:
         """Returns the errors that were not raised yet, oldest first, and marks them reported."""
-        errors = [self._failed[handle] for handle in sorted(self._unreported)]
-        self._unreported.clear()
-        return errors
+        with self._lock:
+            errors = [self._failed[handle] for handle in sorted(self._unreported)]
+            self._unreported.clear()
+            return errors
+
+    def _under_way(self) -> list[tuple[int, tuple[Operation, ...]]]:
+        with self._lock:
+            return list(self._pending.items())
 
     def _check(self, handle: int) -> None:
         if not isinstance(handle, int) or isinstance(handle, bool):
@@ -151,21 +163,23 @@ class Handles:
 
     def _forget_ended(self) -> None:
         # Stops at the first operation that still runs: most operations end oldest first.
-        while self._pending:
-            handle, operations = next(iter(self._pending.items()))
-            if not all(operation.ended() for operation in operations):
-                return
-            for operation in operations:
-                operation.settle()  # does not block here; it collects the error
-                self._note_error(handle, operation)
-            del self._pending[handle]
+        with self._lock:
+            while self._pending:
+                handle, operations = next(iter(self._pending.items()))
+                if not all(operation.ended() for operation in operations):
+                    return
+                for operation in operations:
+                    operation.settle()  # does not block here; it collects the error
+                    self._note_error(handle, operation)
+                del self._pending[handle]
 
     def _note_error(self, handle: int, operation: Operation) -> None:
-        if operation.error is not None and handle not in self._failed:
-            failed = RuntimeError(f"{operation.name} failed: {operation.error}")
-            failed.__cause__ = operation.error
-            self._failed[handle] = failed
-            self._unreported.add(handle)
+        with self._lock:
+            if operation.error is not None and handle not in self._failed:
+                failed = RuntimeError(f"{operation.name} failed: {operation.error}")
+                failed.__cause__ = operation.error
+                self._failed[handle] = failed
+                self._unreported.add(handle)
 
 
 class Streams:

@@ -61,7 +61,7 @@ std::shared_ptr<Engine> engine_for(Store& notes, int rank, int size) {
   try {
     return process_engine();
   } catch (const std::exception& error) {
-    if (size > 1) Group::decline(notes, rank, error);
+    if (size > 1) Group::decline(notes, rank, size, error);
     throw;
   }
 }

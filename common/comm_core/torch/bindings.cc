@@ -32,8 +32,20 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("started_s", &OpTimes::started_s)
       .def_readonly("finished_s", &OpTimes::finished_s);
 
-  py::class_<CoreWork, c10d::Work, c10::intrusive_ptr<CoreWork>>(m, "Work").def(
-      "times", &CoreWork::times, "Times of a finished operation; ValueError if it still runs.");
+  const py::object get_future =
+      py::module_::import("torch.distributed").attr("Work").attr("get_future");
+  py::class_<CoreWork, c10d::Work, c10::intrusive_ptr<CoreWork>>(m, "Work")
+      .def("times", &CoreWork::times, "Times of a finished operation; ValueError if it still runs.")
+      .def(
+          "get_future",
+          [get_future](const py::object& work) {
+            const OrderedFutures ordered;
+            return get_future(work);
+          },
+          "The future. Collectives of the group that are started later wait for its callbacks.")
+      .def(
+          "unordered_future", [get_future](const py::object& work) { return get_future(work); },
+          "The future, for callbacks that start no collectives of the group: nothing waits.");
 
   py::class_<CoreBackend, c10d::Backend, c10::intrusive_ptr<CoreBackend>>(m, "CoreBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "group/group.h"
 #include "io/fd.h"
 
 namespace comm_core {
@@ -121,9 +122,12 @@ Caller& own(Caller*& instance, size_t most_threads) {
   return *instance;
 }
 
-Caller& caller() {
-  static Caller* instance = nullptr;
-  return own(instance, kMostThreads);
+// Deeper callbacks share the last one.
+constexpr int kDepths = 8;
+
+Caller& caller(int depth) {
+  static Caller* instances[kDepths] = {};
+  return own(instances[std::min(depth, kDepths - 1)], kMostThreads);
 }
 
 // One thread: its work waits only for devices, and it must start operations in order.
@@ -142,13 +146,16 @@ void stay_if_ending() {
 
 }  // namespace
 
-void call_back(std::function<void()> callback) { caller().add(std::move(callback)); }
+void call_back(int depth, std::function<void()> callback) {
+  caller(depth).add(std::move(callback));
+}
 
 void call_in_order(std::function<void()> work) { starter().add(std::move(work)); }
 
 void stop_calling_back() {
   const auto until = std::chrono::steady_clock::now() + kExitPatience;
-  const size_t running = starter().stop(until) + caller().stop(until);
+  size_t running = starter().stop(until);
+  for (int depth = 0; depth < kDepths; ++depth) running += caller(depth).stop(until);
   if (running == 0) return;
   fprintf(stderr, "comm_core: the process ends although %zu callback(s) of futures still run\n",
           running);
@@ -158,6 +165,8 @@ void keep_waiting_threads() {
   ending_thread = std::this_thread::get_id();
   ending = true;
 }
+
+thread_local bool OrderedFutures::asked = false;
 
 Block& block() {
   thread_local Block of_this_thread;
@@ -283,9 +292,19 @@ c10::intrusive_ptr<c10::ivalue::Future> CoreWork::getFuture() {
     complete();
     return future_;
   }
+  const OpPtr last = ops_.back();
+  const bool ordered = OrderedFutures::asked && !point_to_point(last->spec().kind);
+  if (ordered) last->group().callbacks_to_come(*last);
+  const auto call = [last, ordered, complete] {
+    {
+      const InCallbacks scope(*last, ordered);
+      complete();
+    }
+    if (ordered) last->group().callbacks_over(*last);
+  };
   for (const OpPtr& op : ops_) {
-    op->on_done([left, complete] {
-      if (--*left == 0) call_back(complete);
+    op->on_done([left, depth = last->depth(), call] {
+      if (--*left == 0) call_back(depth, call);
     });
   }
   return future_;

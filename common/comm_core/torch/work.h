@@ -55,6 +55,15 @@ class CoreWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// During its lifetime, the futures that this thread asks for are those of a program whose callbacks
+// may submit collectives of the same group. Collectives that are submitted later start when the
+// callbacks have returned, so that all ranks keep one order. torch's own C++ code needs no order.
+struct OrderedFutures {
+  OrderedFutures() { asked = true; }
+  ~OrderedFutures() { asked = false; }
+  static thread_local bool asked;
+};
+
 // Operations that a thread has begun as one (torch's coalescing). torch does not end a block that
 // an error has left. A block therefore also ends when the thread waits for one of its parts, which
 // no thread does otherwise.
@@ -70,8 +79,9 @@ struct Block {
 };
 Block& block();  // this thread's
 
-// Runs `callback` outside the engine's thread, which must never wait for Python's lock.
-void call_back(std::function<void()> callback);
+// Runs `callback` outside the engine's thread, which must never wait for Python's lock. Those of
+// one depth run in order. Callbacks of a lower depth may wait for them.
+void call_back(int depth, std::function<void()> callback);
 // Runs `work`, which may block on a device, strictly in the order of the calls.
 void call_in_order(std::function<void()> work);
 // Ends the threads of the two above after the queued work has run, or says on stderr that some

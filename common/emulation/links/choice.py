@@ -21,8 +21,8 @@ def check(kind: str, profiles: Iterable[NetworkProfile]) -> None:
     for profile in profiles:
         if profile.inside is not None:
             raise UserError(
-                f"network {profile.name!r} is inside a host ({profile.inside}); emulated hosts "
-                "need a network between hosts, e.g. 10gbe"
+                f"network {profile.name!r} describes links inside a host ({profile.inside}); "
+                "emulated hosts need a network between hosts, such as 10gbe"
             )
         if kind == "tc" and profile.sites:
             raise UserError(

@@ -146,7 +146,7 @@ class NetworkProfile:
             raise UserError(f"{subject}: sites: two have the same name: {', '.join(names)}")
         counted = [site.hosts is not None for site in self.sites]
         if any(counted) and not all(counted):
-            raise UserError(f"{subject}: sites: give `hosts:` for each of them, or for none")
+            raise UserError(f"{subject}: sites: give `hosts:` for every site or for no site")
         expected_pairs = {frozenset(pair) for pair in itertools.combinations(names, 2)}
         given_pairs = [frozenset(distance.sites) for distance in self.between]
         for distance in self.between:
@@ -244,7 +244,7 @@ class NetworkProfile:
             counts = [hosts_per_site + (number < remainder) for number in range(len(counts))]
         if self.sites and sum(counts) != hosts:
             raise UserError(
-                f"network {self.name!r}: its sites have {sum(counts)} hosts, the cluster {hosts}"
+                f"network {self.name!r}: sites have {sum(counts)} hosts, the cluster has {hosts}"
             )
         for site, count in zip(self.sites, counts, strict=True):
             if not count:

@@ -108,7 +108,7 @@ class SwitchedLinks(Links):
         if not PROGRAM.exists():
             raise UserError(
                 "cluster.links: the switch is not built; run make core, or use links: tc "
-                "(without sites; without netem in the kernel, also without delay and loss)"
+                "(which supports no sites, and delay and loss only if the kernel has netem)"
             )
         self._program: SwitchProgram | None = None
 

@@ -72,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
     if any(map(is_reports, operands)):
         return _compare_reports(operands, options)
     if options.more:
-        raise UserError("compare: needs two sweeps; only reports and logs may be more than two")
+        raise UserError("compare: needs two sweeps; only reports and logs can be more than two")
     if options.junit and not options.fail_on:
         raise UserError("compare: --junit needs --fail-on, which says what counts as a failure")
     from common.harness.output import write_whole
@@ -151,7 +151,7 @@ def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> in
     for flag in ("fail_on", "junit", "summary", "across"):
         if getattr(options, flag):
             text = f"compare: --{flag.replace('_', '-')} needs the steps of two sweeps"
-            raise UserError(f"{text}; reports have only means")
+            raise UserError(f"{text}; reports have only mean rates")
     table = side_by_side(
         {
             name: load_reports(Path(name))

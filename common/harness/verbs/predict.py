@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,12 @@ from common.harness.experiment_file import CommandLine, find_experiment, load
 from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
-from common.machine.processes import spread
+from common.models.profile import Profile
 from common.models.registry import profile_of
+from common.virtual.world.pool import mapped
 from dear.cost.fit import AlphaBeta
 from dear.errors import Unavailable, UserError
-from dear.options import Options, positive
+from dear.options import positive
 
 if TYPE_CHECKING:
     from common.results.tables.predicted import PredictedRow, ReachRow
@@ -187,35 +189,32 @@ def predictions(
     many = [trial for trial in trials if trial.algorithm != BASELINE]
     for trial in many:
         _check(trial)
-        _links(trial, cluster, fixed, series[0] if series else None)
+    for network, shape in dict.fromkeys((trial.network, _shape(trial, cluster)) for trial in many):
+        _links(network, shape, cluster, fixed, series[0] if series else None)
     planned = [(trial.to_json(), point) for trial in many for point in series or [None]]
-    rows = spread(partial(_row, cluster=cluster, fixed=fixed), *zip(*planned, strict=True))
+    rows = mapped(partial(_row, cluster=cluster, fixed=fixed), planned)
     bases = {row.place: row.step_s for row in rows if row.algorithm == base}
     return [dataclasses.replace(row, baseline_s=bases.get(row.place)) for row in rows]
 
 
 def reaches(trials: Sequence[Trial], cluster: ClusterConfig) -> list[ReachRow]:
     """Returns the bandwidths at which trials reach shares of the speed of compute alone."""
-    many = [trial.to_json() for trial in trials if trial.algorithm != BASELINE]
-    return spread(partial(_reach, cluster=cluster), many)
+    many = [(trial.to_json(),) for trial in trials if trial.algorithm != BASELINE]
+    return mapped(partial(_reach, cluster=cluster), many)
 
 
 def _reach(planned: Mapping[str, object], cluster: ClusterConfig) -> ReachRow:
     from common.results.tables.predicted import SHARES, ReachRow
-    from common.virtual.costs.parts import Shape
     from common.virtual.over import Point, reached
     from common.virtual.passes import UnmodelledError
-    from common.virtual.world.run import predicted
+    from common.virtual.world.run import alone_s, predicted
 
     trial = Trial.from_json(planned)
-    plain = dataclasses.replace(
-        _setting(trial, cluster, None, 0), algorithm=None, options=Options(), shape=Shape(hosts=1)
-    )
-    compute_s = predicted(plain).step_s
 
     def efficiency(gbps: float) -> float:
         point = Point(axis="bandwidth", value=gbps)
-        return compute_s / predicted(_setting(trial, cluster, None, 0, point)).step_s
+        setting = _setting(trial, cluster, None, 0, point)
+        return alone_s(setting) / predicted(setting).step_s
 
     row = ReachRow(model=trial.model, workers=trial.world_size, algorithm=trial.label)
     try:
@@ -245,9 +244,8 @@ def _row(
 ) -> PredictedRow:
     """Predicts a trial, given as `Trial.to_json()`, in a process of its own."""
     from common.results.tables.predicted import PredictedRow
-    from common.virtual.costs.parts import Shape
     from common.virtual.passes import UnmodelledError
-    from common.virtual.world.run import predicted, stated
+    from common.virtual.world.run import alone_s, predicted, stated
 
     trial = Trial.from_json(planned)  # loads the plugin and the model of the user
     if point is not None and point.axis == "workers":
@@ -269,9 +267,6 @@ def _row(
         steps = [predicted(setting) for setting in settings]
     except (UserError, Unavailable, UnmodelledError) as error:
         return PredictedRow(**place, status="unsupported", reason=str(error))
-    plain = dataclasses.replace(
-        settings[0], algorithm=None, options=Options(), shape=Shape(hosts=1)
-    )
     second_s = None
     if steps[0].note is None:
         with contextlib.suppress(UnmodelledError):  # the event model cannot compute it
@@ -282,7 +277,7 @@ def _row(
         step_low_s=min(step.step_s for step in steps),
         step_high_s=max(step.step_s for step in steps),
         exposed_s=steps[0].exposed_s,
-        compute_s=predicted(plain).step_s,
+        compute_s=alone_s(settings[0]),
         event_model_s=second_s,
         messages=steps[0].messages,
         reason=steps[0].note,
@@ -306,9 +301,13 @@ def _shape(trial: Trial, cluster: ClusterConfig) -> Shape:
 
 
 def _links(
-    trial: Trial, cluster: ClusterConfig, fixed: AlphaBeta | None, point: Point | None = None
+    network: str | None,
+    shape: Shape,
+    cluster: ClusterConfig,
+    fixed: AlphaBeta | None,
+    point: Point | None = None,
 ) -> Links:
-    """Returns the costs of a trial's collectives: given, measured or composed.
+    """Returns the costs of the collectives of a trial: given, measured or composed.
 
     Raises:
         UserError: predictions do not model the network, or the engine cannot use its links.
@@ -318,23 +317,24 @@ def _links(
     from common.virtual.costs.networks import platform_of
     from common.virtual.costs.parts import Shape
 
-    shape, engine = _shape(trial, cluster), _engine(cluster)
+    engine = _engine(cluster)
     if fixed is not None:
         platform = ring_of(fixed, shape.ranks)
         return Links(
             costs=lambda hosts, local: costs_of("ring", platform, Shape(hosts=hosts * local)),
             error=COSTS,
         )
-    assert trial.network is not None, "a cluster has a network"
-    profile = network_profile(trial.network)
+    assert network is not None, "a cluster has a network"
+    profile = network_profile(network)
     for key in PLAIN_LINKS:
         if getattr(profile, key):
             raise UserError(f"network {profile.name}: predictions do not model `{key}:`")
     inside = cluster.inside or ("pcie4" if engine == "nccl" else None)
-    platform, measured = platform_of(trial.network, inside), profile.costs
+    platform, measured = platform_of(network, inside), profile.costs
     if point is not None and point.axis in ("workers", "bandwidth", "latency"):
         platform, measured = point.platform(platform), None
 
+    @functools.cache
     def composed(hosts: int, local: int) -> Mapping[str, Cost]:
         return costs_of(engine, platform, Shape(hosts=hosts, ranks_per_host=local))
 
@@ -363,6 +363,11 @@ def _links(
     return Links(costs=known, error=max(residuals))
 
 
+_slowed = functools.lru_cache(maxsize=32)(Profile.slowed)
+_known_links = functools.lru_cache(_links)
+"""`_links` for a process whose trials share the files of networks."""
+
+
 def _setting(
     trial: Trial,
     cluster: ClusterConfig,
@@ -374,7 +379,8 @@ def _setting(
     from common.virtual.world.run import Setting, slowest
     from dear.cost.event_model.link import Scaled
 
-    shape, links = _shape(trial, cluster), _links(trial, cluster, fixed, point)
+    shape = _shape(trial, cluster)
+    links = _known_links(trial.network, shape, cluster, fixed, point)
     profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
     jitter = profile.jitter
     slowdown = slowest(shape.ranks, jitter.relative_std if jitter is not None else 0.0)
@@ -385,7 +391,7 @@ def _setting(
         return {name: Scaled(cost=cost, factor=factor) for name, cost in middle.items()}
 
     return Setting(
-        profile=profile.slowed((1 + sign * COMPUTE) * slowdown / (point.speed if point else 1)),
+        profile=_slowed(profile, (1 + sign * COMPUTE) * slowdown / (point.speed if point else 1)),
         algorithm=trial.algorithm,
         options=trial.options,
         shape=shape,

@@ -336,7 +336,7 @@ def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
 
 
 def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:
-    """Returns OK if every trial is ok and correct, or unsupported here, and at least one is ok."""
+    """Returns OK if at least one trial is ok, and every trial is ok and correct or unsupported."""
     from common.results.validity import incorrect
 
     newest = {record.hash: record for record in records}

@@ -352,7 +352,7 @@ def _donor(record: Record, others: Sequence[Record], ranks: int | None = None) -
         and _links(other) == _links(record)
     ]
     if not fitting:
-        raise UserError(f"no costs of collectives of {wanted} ranks are on record")
+        raise UserError(f"no record has the costs of collectives of {wanted} ranks")
     foreign = [other for other in fitting if other.trial["model"] != record.trial["model"]]
     if foreign or record not in fitting:
         # The machine's own delays count less at a larger time scale.

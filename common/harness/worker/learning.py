@@ -1,4 +1,4 @@
-"""Trial that learns: it trains for a time or for epochs, and copies parameters for evaluation."""
+"""Training trial: trains for some seconds or epochs, and copies parameters for evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that train for a time or for epochs, with ranks in lockstep or at their own pace.
+"""Loops that train for some seconds or epochs, with ranks in lockstep or at their own pace.
 
 Ranks in lockstep must end at the same step and copy their parameters at the same steps; rank 0
 decides which. To avoid a collective in every step, rank 0 announces after how many steps it will
@@ -32,7 +32,7 @@ class Loop:
     communicator: Communicator
 
     def own_pace(self) -> Pace:
-        """Trains for a time; each rank makes its own number of steps, by its own clock."""
+        """Trains for `budget_s`; each rank makes its own number of steps, by its own clock."""
         steps = 0
 
         def step() -> int:
@@ -49,7 +49,7 @@ class Loop:
         return pace
 
     def in_step(self) -> Pace:
-        """Trains for a time by rank 0's clock. Waits for transfers before a copy are included."""
+        """Trains for `budget_s` by rank 0's clock, including waits for transfers before a copy."""
         steps = samples = 0
         block, block_began_s, now_s = 1, 0.0, 0.0
         self._start()

@@ -112,9 +112,8 @@ def join(trial: Trial, briefing: Briefing) -> None:
     dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
     if dear.size() != trial.world_size:
         raise UserError(
-            f"the trial wants {trial.world_size} workers, but this one is in a world of "
-            f"{dear.size()}: it was started by a launcher that the others do not know (a different "
-            "MPI's mpirun?)"
+            f"the trial needs {trial.world_size} workers, but this worker sees {dear.size()}; was "
+            "it started by an unknown launcher, such as the mpirun of another MPI?"
         )
     communicator = runtime.communicator()
     communicator.burst_bytes = briefing.burst_bytes

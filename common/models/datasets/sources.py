@@ -89,7 +89,7 @@ def path_of(data: str, given: str | Path | None) -> Path | None:
     named = given or os.environ.get(source.variable)
     if not named:
         raise UserError(
-            f"learn.data: no path of {data}; set data_dir={kind.upper()} or {source.variable}"
+            f"learn.data: {data} needs a path; set data_dir={kind.upper()} or {source.variable}"
         )
     path = Path(named).expanduser().resolve()
     if not (path.is_file() if source.file else path.is_dir()):

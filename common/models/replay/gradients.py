@@ -70,6 +70,14 @@ class Gradients:
         gradient.view(-1)[:HEAD].mul_(factor)
         return gradient if scale == 1.0 else gradient.mul_(scale)
 
+    def link(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the number that connects the units of the backward pass."""
+        return x.clone()
+
+    def scale_of(self, gradient: torch.Tensor) -> float:
+        """Returns the factor of all gradients, from the gradient of that number."""
+        return gradient.item()
+
     def work_ahead(self, rest_s: Callable[[], float]) -> None:
         """Makes later gradients, piece by piece, while another piece fits into `rest_s()`."""
         while rest_s() > 1.5 * self._piece_s:
@@ -89,16 +97,33 @@ class Gradients:
 
 
 class Blank(Gradients):
-    """Gradients whose values nobody reads."""
+    """Gradients whose values nobody reads; those of all steps have the same memory.
 
-    def __init__(self) -> None:
-        return
+    They are made below the modes of torch's dispatcher, which make each operator some times slower.
+
+    Args:
+        memory: memory of the gradients by index of the parameter; filled as needed.
+    """
+
+    def __init__(self, memory: dict[int, torch.Tensor]) -> None:
+        self._memory = memory
 
     def take(
         self, param: torch.Tensor, index: int, scale: float, factor: float = 1.0
     ) -> torch.Tensor:
         """Returns a gradient of `param` with any values."""
-        return torch.empty(param.shape, dtype=param.dtype)
+        with torch._C._DisableTorchDispatch():
+            memory = self._memory.get(index)
+            if memory is None or memory.shape != param.shape or memory.dtype != param.dtype:
+                memory = self._memory[index] = torch.empty(param.shape, dtype=param.dtype)
+            return memory.data  # a tensor of its own, which autograd need not copy
+
+    def link(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            return x.clone()
+
+    def scale_of(self, gradient: torch.Tensor) -> float:
+        return 1.0
 
     def work_ahead(self, rest_s: Callable[[], float]) -> None:
         """Does nothing."""

@@ -95,7 +95,7 @@ class Replay(Module):
         }
         for name in profile.modules:
             _descend(self, name, lists)
-        weights = torch.randn(BLOCK) * _WEIGHT_SCALE
+        weights = torch.randn(BLOCK if generator is not None else 0) * _WEIGHT_SCALE
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         for param in profile.parameters:
             owner = _descend(self, param.module)
@@ -111,6 +111,7 @@ class Replay(Module):
         self._body = plan(profile)
         index = {param.name: number for number, param in enumerate(profile.parameters)}
         self._chain = [(param.name, index[param.name]) for param in profile.gradients()]
+        self._blank: dict[int, torch.Tensor] = {}
         self.source = None if generator is None else GradientSource(generator)
         self.memory_bytes_per_s = profile.memory_bytes_per_s
         self.lead = Lead(profile.memory_bytes_per_s)
@@ -119,7 +120,7 @@ class Replay(Module):
         """Returns `x`, after the recorded time."""
         if self.source is None:
             x = x.detach().requires_grad_()
-            return super().forward(x, self._body, _Step(self, Blank()))
+            return super().forward(x, self._body, _Step(self, Blank(self._blank)))
         # The key is drawn at random, so that a training with the same seed has the same gradients.
         key = int(torch.randint(2**31, ()))
         chain = []
@@ -221,13 +222,13 @@ class _Backward(torch.autograd.Function):
         ctx.factors = [1.0] * len(params)
         if step.model.source is not None:
             ctx.factors = [fingerprint(param) for param in params]
-        return x.clone()
+        return step.gradients.link(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         step = ctx.step
         step.begin_backward(ctx.unit)
-        scale = gradient.item()
+        scale = step.gradients.scale_of(gradient)
         gradients = [
             step.gradients.take(param, index, scale, factor) if wanted else None
             for param, (_, index), factor, wanted in zip(

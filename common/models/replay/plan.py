@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,6 +45,7 @@ class Body:
     parts: tuple[Work | Body, ...]
 
 
+@functools.lru_cache(maxsize=16)
 def plan(profile: Profile) -> Body:
     """Returns the body of the root module.
 

@@ -13,12 +13,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from common.virtual.world.trace import Computation, Node, Sent, Trace
 from dear.errors import UserError
 
-INSTALL = "pip install --no-deps mlc-chakra, and pip install 'protobuf>=6.31.1'"
+if TYPE_CHECKING:
+    from chakra.schema.protobuf.et_def_pb2 import GlobalMetadata
+    from chakra.schema.protobuf.et_def_pb2 import Node as Message
+
+INSTALL = "pip install --no-deps mlc-chakra protobuf"
 MOST_RANKS = 1024
 """Largest number of ranks, each of which has a file."""
 _VERSION = "1.0.0"
@@ -53,24 +57,20 @@ def write(trace: Trace, ranks: int, folder: Path) -> None:
         raise UserError(f"{ranks} ranks need as many Chakra files; allowed: up to {MOST_RANKS}")
     sent = [node for node in trace.nodes if isinstance(node, Sent)]
     groups = {members: _alike(members, ranks) for members in map(_members, sent)}
-    names = {
-        members: str(number)
-        for number, members in enumerate(
-            sorted({g for alike in groups.values() for g in alike if len(g) < ranks}), 1
-        )
-    }
+    parts = sorted({group for alike in groups.values() for group in alike if len(group) < ranks})
+    names = {group: str(number) for number, group in enumerate(parts, 1)}
     folder.mkdir(parents=True, exist_ok=True)
-    lists = {name: members for members, name in names.items()}
-    if lists:
+    if names:
+        lists = {name: group for group, name in names.items()}
         (folder / "comm_groups.json").write_text(json.dumps(lists), encoding="utf-8")
     names[tuple(range(ranks))] = _WORLD
+    contents: dict[tuple[str, ...], bytes] = {}
     for rank in range(ranks):
-        mine = {
-            members: names[next(group for group in alike if rank in group)]
-            for members, alike in groups.items()
-        }
-        content = b"".join(_messages(trace, mine))
-        (folder / f"step.{rank}.et").write_bytes(content)
+        mine = [names[next(g for g in alike if rank in g)] for alike in groups.values()]
+        key = tuple(mine)
+        if key not in contents:
+            contents[key] = b"".join(_messages(trace, dict(zip(groups, mine, strict=True))))
+        (folder / f"step.{rank}.et").write_bytes(contents[key])
 
 
 def _members(sent: Sent) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ def _messages(trace: Trace, groups: Mapping[tuple[int, ...], str]) -> Iterator[b
         yield _framed(message)
 
 
-def _describe(message: Any, chakra: ModuleType, sent: Sent, group: str) -> None:
+def _describe(message: Message, chakra: ModuleType, sent: Sent, group: str) -> None:
     operation, nbytes = sent.transfer.name, sent.transfer.nbytes
     # Chakra counts what a rank puts in.
     given = nbytes // len(sent.ranks or ()) if operation == "all_gather" else nbytes
@@ -150,7 +150,7 @@ def _name(node: Node, trace: Trace) -> str:
     return phase if node.name in ("", phase) else f"{phase} {node.name}"
 
 
-def _framed(message: Any) -> bytes:
+def _framed(message: GlobalMetadata | Message) -> bytes:
     """Returns a message after its length as a varint, as Chakra's files have it."""
     data: bytes = message.SerializeToString()
     size, left = bytearray(), len(data)

@@ -37,9 +37,9 @@ def frame(folder: str | Path) -> pd.DataFrame:
 
 
 def steps(folder: str | Path) -> pd.DataFrame:
-    """Returns a sweep with one row per timed step. Trials that train for a time have no rows. The
-    columns are `id`, `model`, `world_size`, `algorithm`, `repeat`, `block` (of steps timed
-    together), `step` (from 0) and `step_s`. Raises `UserError` if the folder has no records."""
+    """Returns a sweep with one row per timed step. Training trials have no rows. The columns
+    are `id`, `model`, `world_size`, `algorithm`, `repeat`, `block` (of steps timed together),
+    `step` (from 0) and `step_s`. Raises `UserError` if the folder has no records."""
     records, _ = _read(folder)
     trials = [(r.id, r.trial["model"], r.trial["world_size"], r.label) for r in records]
     lines = [

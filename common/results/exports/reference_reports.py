@@ -102,7 +102,7 @@ def load_reports(path: Path) -> Reports:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, AttributeError, TypeError):
         raise UserError(
-            f"{path}: is no reports.json: must be {{rdma: {{MODEL_BS: {{method: [samples/s]}}}}}}"
+            f"{path}: not a reports.json; must be {{rdma: {{MODEL_BS: {{method: [samples/s]}}}}}}"
         ) from None
     return content
 

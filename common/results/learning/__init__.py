@@ -1,1 +1,1 @@
-"""Trials that train for a time: their curves, compared run by run, and the table of them."""
+"""Training trials: their curves, compared run by run, and the table of them."""

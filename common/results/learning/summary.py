@@ -1,4 +1,4 @@
-"""Rows of trials that train for a time: time to the target, accuracy, and speed.
+"""Rows of training trials: time to the target, accuracy, and speed.
 
 A trial has one run per repeat. Each run has another seed; all algorithms have the same seeds. Most
 values are means or medians over the runs. Trials are compared by the time to the target accuracy,
@@ -74,7 +74,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnRow(Validity, Rate, Quality, Use, Compared):
-    """Row of a trial that trains for a time or for epochs, in the table and in the CSV file. If the
+    """Row of a training trial, in the table and in the CSV file. If the
     trial has a result, `samples_per_s`, `unit` and `runs` are set. `_low` and `_high` are the ends
     of 95 % intervals."""
 
@@ -217,7 +217,7 @@ def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequenc
 
 
 def _without_fault(record: Record, records: Sequence[Record]) -> Record | None:
-    """Returns the same trial without its fault, if its numbers are valid."""
+    """Returns the record of the same trial without the fault; None if its numbers are not valid."""
     if not record.fault:
         return None
     return next(

@@ -1,4 +1,4 @@
-"""Table of trials that train for a time, and the sentences below it."""
+"""Table of training trials, and the sentences below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a trial that trains for a time or for epochs, by repeat."""
+"""Results of a training trial, by repeat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Evaluation:
     at_s: float
     """Time of the mark in seconds; equal to `seconds` if the training counts epochs."""
     epoch: float | None = None
-    """Number of finished epochs; None if the training is for a time."""
+    """Number of finished epochs; None if the trial trains for seconds."""
     seconds: float
     """Time at which the last rank had copied its model."""
     steps: list[int | None]
@@ -57,7 +57,7 @@ class RankPace:
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """One repeat of a trial that trains for a time."""
+    """One repeat of a training trial."""
 
     evaluations: list[Evaluation]
     ranks: list[RankPace | None]

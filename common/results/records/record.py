@@ -46,7 +46,7 @@ class Throughput:
     value: float
     unit: str
     ci_low: float | None
-    """Ends of the 95 % interval; for trials that train for a time, the lowest and highest run."""
+    """Ends of the 95 % interval; for training trials, the lowest and highest run."""
     ci_high: float | None
     n: int
     """Number of timed steps, or of runs."""
@@ -223,7 +223,7 @@ def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | No
 
 
 def is_learning(records: Iterable[Record]) -> bool:
-    """Returns whether these trials train for a time or for epochs."""
+    """Returns whether these are training trials (`learn:`)."""
     return any(record.trial.get("learn") for record in records)
 
 

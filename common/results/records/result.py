@@ -80,8 +80,8 @@ class Result:
     """One repeat of a trial, as rank 0 writes it. Times are in seconds of the modelled cluster."""
 
     iters: list[list[float]] = field(default_factory=list)
-    """Step times by block; empty for a trial that trains for a time. A block is timed as a whole:
-    its step times add up to the elapsed time. It has a whole number of periods."""
+    """Step times by block; empty for a training trial. A block is timed as a whole: its step times
+    add up to the elapsed time. It has a whole number of periods."""
     untimed: list[list[float]] = field(default_factory=list)
     """Times of the steps between the barrier and each block, which are not counted."""
     period: int = 1
@@ -89,7 +89,7 @@ class Result:
     evidence: str | None = None
     """Name of the file with raw measurements, in the trial's folder (docs/methodology.md)."""
     samples_per_s: float | None = None
-    """Throughput of all workers together, for a trial that trains for a time."""
+    """Throughput of all workers together, for a training trial."""
     bytes_per_step: int | None = None
     """Bytes that rank 0 sent per step."""
     cpu_s_per_s: float
@@ -106,7 +106,7 @@ class Result:
     parameters: int | None = None
     gradient_bytes: int | None = None
     use: DeviceUse | None = field(default=None, metadata=LATER)
-    """Memory of a later repeat, or arithmetic of the first; None: trains for a time."""
+    """Memory of a later repeat, or arithmetic of the first; None: a training trial."""
     started_by: str | None = None
     """Launcher by which the ranks were started, as their environment says."""
     compute: StepTimes | None = None

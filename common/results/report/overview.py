@@ -29,7 +29,7 @@ class Overview:
     """Sentence about the fastest trial of each cell; empty without enough valid trials."""
     remarks: list[str]
     learned: Table[LearnRow] | None = None
-    """Same as `table` if the trials train for a time; else None."""
+    """Same as `table` if these are training trials; else None."""
 
     @property
     def lines(self) -> list[str]:

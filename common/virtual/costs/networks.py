@@ -56,7 +56,7 @@ def _profile(name: str, *, is_inside: bool) -> NetworkProfile:
         names = sorted(path.stem for path in (CONFIGS / "networks").glob("*.yaml"))
         of_kind = [n for n in names if (network_profile(n).inside is not None) == is_inside]
         place = "inside a host" if is_inside else "between hosts"
-        raise UserError(f"{name} is no network {place} (allowed: {', '.join(of_kind)})")
+        raise UserError(f"{name} is not a network {place} (allowed: {', '.join(of_kind)})")
     return profile
 
 

@@ -118,6 +118,7 @@ class VirtualCommunicator(Communicator):
             operation,
             max(tensor.nbytes for tensor in tensors),
             effect,
+            None if operation == "broadcast" else output,
             legs=(group.shape,),
             ranks=group.ranks,
             channel=id(group),
@@ -136,7 +137,7 @@ class _Later:
         self.after: tuple[Node, ...] = () if recorder is None else recorder.known
         """Nodes of the trace after which the call starts, and later those after which it ends."""
 
-    def run(self, call: Callable[[], Any]) -> None:
+    def run(self, call: Callable[[], object]) -> None:
         recorder = self._network.recorder
         if recorder is not None:
             recorder.learn(self.after)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.models.replay.pace import Pace
 from common.virtual.world.network import Network
@@ -102,19 +101,25 @@ class Arithmetic(TorchDispatchMode):
     def __init__(self, pace: VirtualPace, memory_bytes_per_s: float) -> None:
         super().__init__()
         self._pace, self._memory_bytes_per_s = pace, memory_bytes_per_s
-        self._rules: dict[Any, _Rule] = {}
+        self._rules: dict[int, _Rule] = {}
+        """Rules by the `id` of the operator, whose own hash is slow. Operators live forever."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap `__torch_dispatch__`, which takes longer than the method itself.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        rule = self._rules.get(func)
+        rule = self._rules.get(id(func))
         if rule is None:
-            rule = self._rules[func] = _Rule(func)
-        if rule.written is None and not rule.fresh and not rule.makes_zeros:
+            rule = self._rules[id(func)] = _Rule(func)
+        if rule.as_usual:
             return func(*args, **kwargs)
         if rule.written is not None:
             written = rule.written(args, kwargs)
             tensors = written if isinstance(written, (list, tuple)) else (written,)
-            if not any(map(_large, tensors)):
+            if not any(map(large, tensors)):
                 return func(*args, **kwargs)
             seconds = rule.traffic(args, tensors) / self._memory_bytes_per_s
             self._pace.take(seconds, rule.name)
@@ -126,9 +131,9 @@ class Arithmetic(TorchDispatchMode):
             dtype = kwargs.get("dtype") or like.dtype
             return zeros(size, dtype) if math.prod(size) > SMALL else func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, torch.Tensor) and _large(first):
+        if isinstance(first, torch.Tensor) and large(first):
             return _like(first, args, kwargs)
-        if isinstance(first, (list, tuple)) and any(map(_large, first)):
+        if isinstance(first, (list, tuple)) and any(map(large, first)):
             if rule.joins:
                 numel = sum(t.numel() for t in first)
                 return zeros([numel // first[0][:1].numel(), *first[0].shape[1:]], first[0].dtype)
@@ -156,26 +161,39 @@ class _Rule:
         self.joins = short == "cat"  # along the first dimension, as torch flattens tensors
         self.fresh = self.written is None and base in (*_FRESH, *_BINARY, "cat")
         self.makes_zeros = short in ("zeros", "new_zeros")
+        self.as_usual = self.written is None and not self.fresh and not self.makes_zeros
 
     def traffic(self, args: Any, written: Sequence[torch.Tensor]) -> int:
         """Returns the bytes that the operator reads and writes."""
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors(args)
         targets = {id(tensor) for tensor in written}
         read = [t for t in tensors if self._reads_target or id(t) not in targets]
         return sum(tensor.nbytes for tensor in [*read, *written])
+
+
+def _tensors(args: Any) -> list[torch.Tensor]:
+    """Returns the tensors of positional arguments, which are values, tensors or lists of them."""
+    tensors = []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += _tensors(value)
+    return tensors
 
 
 def _picker(index: int, name: str) -> Callable[[Any, Any], Any]:
     return lambda args, kwargs: kwargs[name] if name in kwargs else args[index]
 
 
-def _large(tensor: torch.Tensor) -> bool:
+def large(tensor: torch.Tensor) -> bool:
+    """Returns True for a tensor whose values are not computed."""
     # Integers are indices or counts, whose values decide what a program does.
     return tensor.numel() > SMALL and tensor.is_floating_point()
 
 
 def zeros(size: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros whose memory is not touched."""
+    """Returns a tensor of zeros. No memory is used until a program writes to the tensor."""
     nbytes = math.prod(size) * dtype.itemsize
     # Pages straight from the kernel are zero; the C library would clear memory that it kept.
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=dtype).view(*size)

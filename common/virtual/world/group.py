@@ -89,12 +89,21 @@ class VirtualGroup(dist.ProcessGroup):
         transfers, self._awaited = self._awaited, []
         self._network.wait(transfers)
 
-    def start(self, operation: str, nbytes: int, effect: Any, result: Any, **queue: Any) -> _Work:
+    def start(
+        self,
+        operation: str,
+        nbytes: int,
+        effect: Any,
+        result: Any,
+        output: torch.Tensor | None = None,
+        **queue: Any,
+    ) -> _Work:
         """Starts a transfer; returns the handle that torch expects."""
         transfer = self._network.start(
             operation,
             nbytes,
             effect,
+            output,
             legs=(self.shape,),
             ranks=self.ranks,
             channel=id(self),
@@ -106,12 +115,12 @@ class VirtualGroup(dist.ProcessGroup):
         op = dist.ReduceOp.SUM if options is None else options.reduceOp
         (tensor,) = tensors
         effect = reduced(tensor, tensor, op, self.size())
-        return self.start("all_reduce", tensor.nbytes, effect, tensors)
+        return self.start("all_reduce", tensor.nbytes, effect, tensors, output=tensor)
 
     def reduce(self, tensors: Any, options: Any) -> Any:
         (tensor,) = tensors
         effect = reduced(tensor, tensor, options.reduceOp, self.size())
-        return self.start("reduce", tensor.nbytes, effect, tensors)
+        return self.start("reduce", tensor.nbytes, effect, tensors, output=tensor)
 
     def broadcast(self, tensors: Any, options: Any = None) -> Any:
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -125,12 +134,13 @@ class VirtualGroup(dist.ProcessGroup):
         return self.start("all_gather", inputs[0].nbytes * self.size(), effect, outputs)
 
     def _allgather_base(self, output: Any, part: Any, options: Any = None) -> Any:
-        return self.start("all_gather", output.nbytes, gathered(output, part), output)
+        effect = gathered(output, part)
+        return self.start("all_gather", output.nbytes, effect, output, output=output)
 
     def _reduce_scatter_base(self, output: Any, whole: Any, options: Any = None) -> Any:
         op = dist.ReduceOp.SUM if options is None else options.reduceOp
         effect = reduced(output, whole, op, self.size())
-        return self.start("reduce_scatter", whole.nbytes, effect, output)
+        return self.start("reduce_scatter", whole.nbytes, effect, output, output=output)
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base

@@ -36,9 +36,10 @@ class Transfer:
     def end(self) -> None:
         """Ends the transfer now, and calls what waits for it."""
         self.finished_s = self._network.events.now_s
-        with torch.no_grad(), self._network.apart():
-            self._effect()
-        self._effect = _nothing
+        if self._effect is not _nothing:
+            with torch.no_grad(), self._network.apart():
+                self._effect()
+            self._effect = _nothing
         recorder = self._network.recorder
         with contextlib.nullcontext() if recorder is None else recorder.because_of(self):
             for callback in self._callbacks:
@@ -116,6 +117,8 @@ class Network:
         """Context of work that takes no time of the device; set by the device."""
         self.inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Context of every thread; set by the device."""
+        self.unread: Callable[[torch.Tensor], bool] = lambda _: False
+        """Function that returns True for tensors without values; set by the device."""
 
     def clock(self) -> float:
         """Returns the virtual time in seconds."""
@@ -150,6 +153,7 @@ class Network:
         operation: str,
         nbytes: int,
         effect: Callable[[], Any] = lambda: None,
+        output: torch.Tensor | None = None,
         *,
         legs: Sequence[Shape] | None = None,
         ranks: Sequence[int] | None = None,
@@ -161,11 +165,14 @@ class Network:
         Args:
             nbytes: bytes of the full buffer of each message.
             effect: called when the transfer ends.
+            output: tensor that `effect` writes; if nobody reads its values, nothing is written.
             legs: hosts and ranks that take part in each of its messages; None: one message of all
                 ranks. The transfer ends when all messages have ended.
             ranks: group of a collective; None: messages between single ranks.
             channel: queue, in which messages run one after another.
         """
+        if output is not None and self.unread(output):
+            effect = _nothing
         shapes = [leg for leg in legs or (self.shape,) if leg.ranks > 1]
         transfer = Transfer(self, operation, nbytes * len(shapes), effect)
         self.transfers.append(transfer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +17,12 @@ from common.models.profile import Profile
 from common.models.replay import pace
 from common.models.replay.model import workload
 from common.models.replay.pace import paced
+from common.models.workload import Workload
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
 from common.virtual.passes import update_s_of
 from common.virtual.world.communicator import VirtualCommunicator
-from common.virtual.world.device import Arithmetic, VirtualPace
+from common.virtual.world.device import Arithmetic, VirtualPace, large
 from common.virtual.world.group import job
 from common.virtual.world.network import CostsOf, Network, Transfer
 from common.virtual.world.trace import STEPS, Gradient, Recorder, Trace
@@ -131,6 +133,25 @@ def _way(setting: Setting) -> tuple[int, str | None]:
     return period, kind.sends_by(setting.options)
 
 
+def alone_s(setting: Setting) -> float:
+    """Returns the step of a single worker with the devices and the optimizer of a setting."""
+    return _alone_s(setting.profile, setting.optimizer, setting.momentum)
+
+
+@functools.lru_cache
+def _alone_s(profile: Profile, optimizer: str, momentum: float) -> float:
+    plain = Setting(
+        profile=profile,
+        algorithm=None,
+        shape=Shape(hosts=1),
+        costs=lambda hosts, ranks_per_host: {},
+        engine="",
+        optimizer=optimizer,
+        momentum=momentum,
+    )
+    return predicted(plain).step_s
+
+
 def stated(setting: Setting) -> Prediction:
     """Returns the step by the event model, which follows the algorithm's statement, not its file.
 
@@ -172,10 +193,11 @@ def slowest(ranks: int, relative_std: float) -> float:
 
 
 class _Training:
-    def __init__(self, setting: Setting, network: Network, communicator: Any) -> None:
-        self.network = network
-        self._load = workload(setting.profile, None)
-        self._plain = self._load.model
+    def __init__(
+        self, setting: Setting, load: Workload, network: Network, communicator: Any
+    ) -> None:
+        self.network, self._load = network, load
+        self._plain = load.model
         kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
         kind = paced(kind, setting.profile.memory_bytes_per_s)
         momentum = {"momentum": setting.momentum} if setting.optimizer == "sgd" else {}
@@ -248,11 +270,12 @@ class _Training:
 @contextlib.contextmanager
 def _training(setting: Setting) -> Iterator[_Training]:
     shape = setting.shape
+    load = workload(setting.profile, None)  # here, because arithmetic is slow in the mode below
     network = Network(
         shape, setting.costs, engine=setting.engine, priorities=setting.engine == "comm_core"
     )
     device = VirtualPace(network)
-    network.apart = device.apart
+    network.apart, network.unread = device.apart, large
     # Each thread has a mode of its own.
     network.inside = partial(Arithmetic, device, setting.profile.memory_bytes_per_s)
     facts = RankFacts(
@@ -268,6 +291,6 @@ def _training(setting: Setting) -> Iterator[_Training]:
         with job(network) as world, network.inside():
             communicator = VirtualCommunicator(network, world)
             with runtime.joined(facts, communicator):
-                yield _Training(setting, network, communicator)
+                yield _Training(setting, load, network, communicator)
     finally:
         pace.set_pace(before)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from dear.comm.handles import WorkTimes
 
@@ -78,7 +78,7 @@ class Trace:
     gradients: tuple[tuple[Gradient, ...], ...]
     """Gradients of each step."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the trace in the form of a rank of a trial that ran, with its computations."""
         return {
             "marks_s": [*(step[0] for step in self.phases_s), self.phases_s[-1][-1]],
@@ -98,7 +98,7 @@ class Trace:
         }
 
 
-def _collective(sent: Sent) -> dict[str, Any]:
+def _collective(sent: Sent) -> dict[str, object]:
     times = sent.transfer.times()
     return {
         "name": sent.transfer.name,

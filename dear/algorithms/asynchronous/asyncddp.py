@@ -119,8 +119,8 @@ class AsyncDdp(GraphAlgorithm["AsyncDdp.Options"]):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            positive("option of asyncddp 'finish_timeout_s'", self.finish_timeout_s)
-            at_least("option of asyncddp 'max_staleness'", self.max_staleness, 0)
+            positive("asyncddp option 'finish_timeout_s'", self.finish_timeout_s)
+            at_least("asyncddp option 'max_staleness'", self.max_staleness, 0)
 
     capabilities = Capabilities(consistency="asynchronous")
     candidates = ({"topology": "ring"},)

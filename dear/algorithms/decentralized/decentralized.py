@@ -63,13 +63,13 @@ class Decentralized(Algorithm["Decentralized.Options"]):
         def __post_init__(self) -> None:
             TopologyReg.check_name(self.topology)
             super().__post_init__()
-            at_least("option of decentralized 'adaptive_factor'", self.adaptive_factor, 0)
+            at_least("decentralized option 'adaptive_factor'", self.adaptive_factor, 0)
             if self.adaptive_factor > 1:
                 raise UserError(
-                    "option of decentralized 'adaptive_factor' must be at most 1, got "
+                    "decentralized option 'adaptive_factor' must be at most 1, got "
                     f"{self.adaptive_factor}"
                 )
-            at_least("option of decentralized 'ranks_per_node'", self.ranks_per_node, 1)
+            at_least("decentralized option 'ranks_per_node'", self.ranks_per_node, 1)
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "decentralized"

@@ -32,7 +32,7 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
     Invariant: with a constant step size, ranks reach the exact minimum of the sum of their losses.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour; one more copy in memory.
-    Overridden methods: `adapt` of the exchange corrects the updated parameters.
+    Overridden method: `ExactDiffusionExchange.adapt` corrects the updated parameters.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
             super().__post_init__()
             if self.topology in _DIRECTED:
                 raise UserError(
-                    f"{option_of(self, 'topology')}={self.topology} is directed; exact diffusion "
+                    f"{option_of(self, 'topology', self.topology)} is directed; exact diffusion "
                     "needs symmetric weights: use complete, ring, star, mesh or symmetric-exp"
                 )
 

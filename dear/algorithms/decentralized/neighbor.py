@@ -69,7 +69,7 @@ class Neighbor(GraphAlgorithm["Neighbor.Options"]):
             inner_outer = self.dynamic.startswith("inner-outer")
             if self.hierarchical and inner_outer:
                 raise UserError(
-                    f"{option_of(self, 'dynamic')}={self.dynamic} cannot be used with "
+                    f"{option_of(self, 'dynamic', self.dynamic)} cannot be used with "
                     "hierarchical, since it already averages by machines; leave one of them out"
                 )
             if self.dynamic != "none" and self.topology != GraphOptions.topology:

@@ -75,9 +75,9 @@ class Dadt(Algorithm["Dadt.Options"]):
         were copied, sent and applied, for chrome://tracing or Perfetto. null: no file."""
 
         def __post_init__(self) -> None:
-            at_least("option of dadt 'delay'", self.delay, 1)
-            at_least("option of dadt 'buffer_mb'", self.buffer_mb, 0)
-            positive("option of dadt 'cycle_time_ms'", self.cycle_time_ms)
+            at_least("dadt option 'delay'", self.delay, 1)
+            at_least("dadt option 'buffer_mb'", self.buffer_mb, 0)
+            positive("dadt option 'cycle_time_ms'", self.cycle_time_ms)
 
         def settling_steps(self) -> int:
             return self.delay

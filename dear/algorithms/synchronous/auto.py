@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from dear.algorithms.planning import foreseen, measured_pass, passes_of
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import HalfOptions
+from dear.buckets.flat import Bucket
 from dear.cost.event_model.passes import UnmodelledError
 from dear.cost.fit import OnWire
 from dear.cost.measurement import Operation
 from dear.cost.overlap import Unstated
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least
+from dear.options import Options, at_least
 from dear.training.algorithm import Algorithm, Capabilities, algorithm_class, algorithm_options
 from dear.training.engine import Distributed, Replica, Update
 from dear.training.hooks import ReaderMap
@@ -28,6 +29,8 @@ log = logging.getLogger("dear")
 Candidate: TypeAlias = Literal["wfbp", "mgwfbp", "bytescheduler", "dear"]
 CHOSEN: Mapping[str, Mapping[str, object]] = {"dear": {"fusion": "planned"}}
 """Options of a candidate that differ from its defaults."""
+LATER = ("bytescheduler", "dear")
+"""Candidates whose gradients are averages only after `synchronize()`."""
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -59,30 +62,30 @@ class Auto(Algorithm["Auto.Options"]):
             later = (self.of(name).settling_steps() for name in self.candidates)
             return self.profile_steps + max(later)
 
-        def of(self, name: str) -> Any:
+        def of(self, name: str) -> Options:
             """Returns the options of a candidate."""
             given = {**CHOSEN.get(name, {}), "compression": self.compression}
             return algorithm_options(name, given)
 
     capabilities = Capabilities(consistency="synchronous")
     candidates = None
-    overlap = Unstated("it is the order of the chosen algorithm.")
+    overlap = Unstated("it is the order of the chosen algorithm")
 
     def refuse(self, replica: Replica[Options]) -> None:
         if not _accepted(replica):
             raise UserError(
                 f"option of auto 'candidates': none of {', '.join(replica.options.candidates)} can "
-                "train this model with this optimizer; name other candidates, or an algorithm in "
-                "place of auto"
+                "train this model with this optimizer; name other candidates, or use "
+                "algorithm='allreduce'"
             )
 
     def engine(self, replica: Replica[Options]) -> AutoEngine:
         return AutoEngine(replica)
 
 
-def _accepted(replica: Replica[Auto.Options]) -> dict[str, Any]:
+def _accepted(replica: Replica[Auto.Options]) -> dict[str, Options]:
     """Returns the candidates that can train this rank's replica, with their options."""
-    accepted = {}
+    accepted: dict[str, Options] = {}
     for name in dict.fromkeys(replica.options.candidates):
         options = replica.options.of(name)
         try:
@@ -93,6 +96,58 @@ def _accepted(replica: Replica[Auto.Options]) -> dict[str, Any]:
         if name != "bytescheduler" or replica.params[0].device.type in replica.communicator.native:
             accepted[name] = options
     return accepted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Chosen algorithm, and the steps that were expected."""
+
+    algorithm: str
+    steps_s: Mapping[str, float]
+    """Seconds of a step with each candidate, by the model; shortest first."""
+    compute_s: float
+    """Seconds of a step without communication."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[tuple[Mapping[str, float], bool]], compute_s: float) -> Choice:
+        """Returns the candidate with rank 0's shortest step, of those that every rank can use.
+
+        Args:
+            ranks: for each rank, the steps of its candidates, and whether its script changes
+                gradients before `step()` without `synchronize()`.
+
+        Raises:
+            UserError: no candidate is left.
+        """
+        expected = ranks[0][0]
+        names = [name for name in expected if all(name in steps_s for steps_s, _ in ranks)]
+        if not names:
+            raise UserError(
+                "algorithm='auto': no candidate can train the model on every rank; use "
+                "algorithm='allreduce'"
+            )
+        left = [name for name in names if name not in LATER or not any(at for _, at in ranks)]
+        if not left:
+            raise UserError(
+                "algorithm='auto': the script changes gradients between backward() and step(), but "
+                f"the gradients of {', '.join(names)} are averages only after "
+                "optimizer.synchronize(); call it before, or add wfbp or mgwfbp to 'candidates'"
+            )
+        left.sort(key=expected.__getitem__)
+        steps_s = {name: expected[name] for name in left}
+        return cls(algorithm=left[0], steps_s=steps_s, compute_s=compute_s)
+
+    def findings(self) -> dict[str, object]:
+        """Returns the choice as JSON."""
+        steps = {name: {"step_s": step_s} for name, step_s in self.steps_s.items()}
+        return {"algorithm": self.algorithm, "expected": steps, "compute_s": self.compute_s}
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{name} {1e3 * step_s:.3g} ms" for name, step_s in self.steps_s.items())
+        return (
+            f"auto: continues with {self.algorithm}, whose step should be the shortest: {each}; "
+            f"without communication {1e3 * self.compute_s:.3g} ms"
+        )
 
 
 class AutoEngine(AveragingEngine):
@@ -106,9 +161,30 @@ class AutoEngine(AveragingEngine):
         self._times = LayerTimes(replica.model, replica.params, replica.communicator, self._readers)
         self._updates_s: list[float] = []
         self._left = replica.options.profile_steps
+        self._watch = Bucket(replica.params)
+        self._synchronized = False
+        """True if the script has synchronized since the last step."""
+        self._touches = False
+        """True if the script changes gradients before the step, and does not synchronize."""
         super().__init__(replica, replica.params, overlap=False)
 
+    def passed(self) -> None:
+        super().passed()
+        self._watch.note()
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._synchronized = True
+
+    def forget(self) -> None:
+        super().forget()
+        self._watch.forget()
+
     def step(self, update: Update) -> object:
+        if not self._synchronized and not self.schedule.unsent:
+            changed = self._watch.changed() is not None or self._watch.scaled_in_place()
+            self._touches |= changed
+        self._synchronized = False
         return super().step(lambda: self._timed(update))
 
     def _timed(self, update: Update) -> object:
@@ -129,8 +205,8 @@ class AutoEngine(AveragingEngine):
         if self._left <= 0 and not self.schedule.sends_nothing:
             self._replace(self._choose())
 
-    def _choose(self) -> str:
-        """Returns rank 0's choice; a collective call."""
+    def _choose(self) -> Choice:
+        """Returns the choice by rank 0's measurements; a collective call."""
         like, communicator = self.params[0], self.communicator
         costs: dict[str, OnWire] = {
             operation: cost_of_gradients(
@@ -150,38 +226,21 @@ class AutoEngine(AveragingEngine):
             except UnmodelledError:
                 continue
             steps_s[name] = prediction.step_s
-        ranks = communicator.gather_objects(steps_s)
-        common = [name for name in ranks[0] if all(name in steps_s for steps_s in ranks)]
-        if not common:
-            raise UserError(
-                "algorithm='auto': no candidate can train the model on every rank; name an "
-                "algorithm in place of auto"
-            )
-        chosen = min(common, key=ranks[0].__getitem__)
-        if communicator.rank == 0:
-            compute_s = profile.forward_s + passes.backward_s + update_s
-            log.info("%s", _reason(chosen, {name: ranks[0][name] for name in common}, compute_s))
-        return chosen
+        compute_s = profile.forward_s + passes.backward_s + update_s
+        return Choice.of(communicator.gather_objects((steps_s, self._touches)), compute_s)
 
-    def _replace(self, name: str) -> None:
-        optimizer, options = self.optimizer, self._accepted[name]
+    def _replace(self, choice: Choice) -> None:
+        if self.communicator.rank == 0:
+            log.info("%s", choice)
+        optimizer, options = self.optimizer, self._accepted[choice.algorithm]
         assert isinstance(optimizer, Distributed), "a step runs"
         before = vars(optimizer).pop("before_engine", None)
         optimizer.close()
-        algorithm_class(name)().wrap(self.model, optimizer, self.communicator, options)
-        optimizer.before_engine = before
+        algorithm = algorithm_class(choice.algorithm)()
+        algorithm.wrap(self.model, optimizer, self.communicator, options)
+        optimizer.before_engine, optimizer.former_findings = before, {"auto": choice.findings()}
 
     def close(self) -> None:
         super().close()
         self._times.stop()
         self._readers.freeze()
-
-
-def _reason(chosen: str, steps_s: Mapping[str, float], compute_s: float) -> str:
-    """Returns the choice and its reason in one line."""
-    names = sorted(steps_s, key=steps_s.__getitem__)
-    each = ", ".join(f"{name} {1e3 * steps_s[name]:.3g} ms" for name in names)
-    return (
-        f"auto: continues with {chosen}; steps by the event model: {each}; without communication "
-        f"{1e3 * compute_s:.3g} ms"
-    )

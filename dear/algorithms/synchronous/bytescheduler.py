@@ -80,13 +80,13 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         partitions (2 to 32 MB), or both. It starts from `credit_mb` and `partition_mb`."""
 
         def __post_init__(self) -> None:
-            positive("option of bytescheduler 'partition_mb'", self.partition_mb)
-            at_least("option of bytescheduler 'profile_steps'", self.profile_steps, 1)
-            positive("option of bytescheduler 'credit_mb'", self.credit_mb)
-            at_least("option of bytescheduler 'levels'", self.levels, 1)
+            positive("bytescheduler option 'partition_mb'", self.partition_mb)
+            at_least("bytescheduler option 'profile_steps'", self.profile_steps, 1)
+            positive("bytescheduler option 'credit_mb'", self.credit_mb)
+            at_least("bytescheduler option 'levels'", self.levels, 1)
             if self.levels is not None and (self.credit_mb is not None or self.tunes_credit):
                 raise UserError(
-                    "option of bytescheduler 'levels' cannot be used with a credit ('credit_mb', "
+                    "bytescheduler option 'levels' cannot be used with a credit ('credit_mb', "
                     "tune=credit or tune=both), because a credit allows only one queue"
                 )
 
@@ -127,19 +127,19 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         options, communicator = replica.options, replica.communicator
         levels, kind = options.levels, replica.params[0].device.type
         if options.tuned():
-            need_tuner(f"option of bytescheduler 'tune'={options.tune}")
+            need_tuner(f"bytescheduler option tune={options.tune}")
         credit_mb = options.credit_mb
         if (credit_mb is not None or options.tunes_credit) and kind in communicator.streamed:
-            given = f"'tune'={options.tune}" if credit_mb is None else f"'credit_mb'={credit_mb:g}"
+            given = f"tune={options.tune}" if credit_mb is None else f"credit_mb={credit_mb:g}"
             raise UserError(
-                f"option of bytescheduler {given}: NCCL does not report when a collective ends, so "
+                f"bytescheduler option {given}: NCCL does not report when a collective ends, so "
                 "the bytes in flight cannot be limited; leave the option out (partitions keep "
                 "their order), or use comm_core or gloo"
             )
         if levels is not None and kind not in communicator.native:
             raise UserError(
-                f"option of bytescheduler 'levels'={levels}: backend {communicator.backend} has no "
-                "priorities; use credit_mb"
+                f"bytescheduler option levels={levels} needs priorities, which backend "
+                f"{communicator.backend} does not have; use credit_mb"
             )
 
     def engine(self, replica: Replica[Options]) -> PartitionedEngine:

@@ -89,7 +89,7 @@ class Ddp(Algorithm["Ddp.Options"]):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            positive("option of ddp 'bucket_cap_mb'", self.bucket_cap_mb)
+            positive("ddp option 'bucket_cap_mb'", self.bucket_cap_mb)
             at_least(option_of(self, "powersgd_rank"), self.powersgd_rank, 1)
             at_least(option_of(self, "powersgd_start_step"), self.powersgd_start_step, 2)
             only_with(self, "powersgd_rank", "compression", ["powersgd"])
@@ -333,7 +333,7 @@ class ZeroUpdate:
 
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UserError(
-                "option of ddp 'zero' does not support LBFGS, which needs all parameters at "
+                "ddp option 'zero' does not support LBFGS, which needs all parameters at "
                 "once; use zero=False"
             )
         self._optimizer = optimizer
@@ -345,7 +345,7 @@ class ZeroUpdate:
             for name, value in vars(optimizer).items():
                 if name not in self._usual and not isinstance(value, _PLAIN):
                     raise UserError(
-                        f"option of ddp 'zero': {type(optimizer).__name__} keeps a "
+                        f"ddp option 'zero': {type(optimizer).__name__} keeps a "
                         f"{type(value).__name__} in its attribute {name!r}, which cannot be split "
                         "among the ranks; keep it in `state` or `param_groups`, or use zero=False"
                     )
@@ -358,7 +358,7 @@ class ZeroUpdate:
             )
         except ValueError as error:
             raise UserError(
-                f"option of ddp 'zero': torch's ZeroRedundancyOptimizer refuses this "
+                f"ddp option 'zero': torch's ZeroRedundancyOptimizer refuses this "
                 f"optimizer: {error}"
             ) from None
         self.take_state()

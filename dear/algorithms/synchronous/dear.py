@@ -133,9 +133,9 @@ class Dear(Algorithm["Dear.Options"]):
                 if value not in usual:
                     shown = ", ".join(value) if isinstance(value, tuple) else value
                     raise UserError(
-                        f"option of dear '{field}'={shown} cannot be used with "
-                        f"compression={self.compression!r}, whose payloads are gathered whole in "
-                        "the first half; use compression='none', 'fp16' or 'bf16'"
+                        f"dear option {field}={shown} cannot be used with "
+                        f"compression={self.compression!r}, which needs one all-gather of whole "
+                        "gradients; use compression='none', 'fp16' or 'bf16'"
                     )
 
     capabilities = Capabilities(consistency="synchronous")
@@ -203,8 +203,8 @@ class Dear(Algorithm["Dear.Options"]):
         refuse_lbfgs(replica.optimizer, "dear")
         if replica.options.update == "sharded" and not element_wise(replica.optimizer):
             raise UserError(
-                "option of dear 'update': sharded needs an optimizer that works element by "
-                f"element, which is not known of {type(replica.optimizer).__name__}; use "
+                "dear option update=sharded needs an optimizer that works element by element; "
+                f"{type(replica.optimizer).__name__} does not declare that it does; use "
                 "update='replicated', or declare `element_wise = True` in its class"
             )
         regrouping(replica.options, replica.communicator)
@@ -244,7 +244,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
         """Rule by which layers form groups."""
         if options.fusion == "planned":
             times = LayerTimes(self.model, self.params, self.communicator, self.readers)
-            self._rule = Planned(options, times, self._search)
+            self._rule = Planned(options, times, partial(_search, self))
         self._plain = type(self.optimizer)
         self._usage = Usage(self.params, self.communicator)
         self._watching = True
@@ -433,24 +433,6 @@ class DearEngine(DeferredEngine[Dear.Options]):
         if not before:
             self.hooks.before_forward([self.model], self.before_model)
 
-    def _search(self, profile: BackwardProfile) -> tuple[Groups, dict[str, object]]:
-        """Returns the parameters of each group, and what the groups should save; rank 0's."""
-        self.settle()  # nothing else may use the network during the measurement
-        average, legs = _measured_legs(self)
-        began_s = self.communicator.clock()
-        arrived = measured_pass(self.model, self.params, self.readers, profile)
-        kinds = [(self.params[i].dtype, self.params[i].device) for i in profile.order]
-        usual = by_layers(arrived, with_first(FusionOptions(), lambda: average))
-        groups = best_groups(arrived, legs, average, [usual], kinds)
-        findings = {
-            "groups": len(groups),
-            "exposed_s": exposed_s(groups, passes_of(arrived), legs),
-            "threshold_exposed_s": exposed_s(usual, passes_of(arrived), legs),
-            "wall_s": self.communicator.clock() - began_s,
-        }
-        plan = [[profile.order[i] for i in group] for group in groups]
-        return self.communicator.broadcast_object((plan, findings))
-
     def _learn(self) -> None:
         place = {param: i for i, param in enumerate(self.params)}
         end = max(self._arrivals.values(), default=0.0)
@@ -546,6 +528,26 @@ def _measured_legs(engine: DearEngine) -> tuple[Cost, Legs]:
     first = cost(options=options, operation="reduce_scatter", budget_s=BUDGET_S)
     second = cost(options=back, operation="all_gather", budget_s=BUDGET_S)
     return average, _legs(options, average, first, second)
+
+
+def _search(engine: DearEngine, profile: BackwardProfile) -> tuple[Groups, dict[str, object]]:
+    """Returns the parameters of each group, and what to expect of the groups; a collective call."""
+    engine.settle()  # nothing else may use the network during the measurement
+    average, legs = _measured_legs(engine)
+    communicator, params = engine.communicator, engine.params
+    began_s = communicator.clock()
+    arrived = measured_pass(engine.model, params, engine.readers, profile)
+    kinds = [(params[i].dtype, params[i].device) for i in profile.order]
+    usual = by_layers(arrived, with_first(FusionOptions(), lambda: average))
+    groups = best_groups(arrived, legs, average, [usual], kinds)
+    findings: dict[str, object] = {
+        "groups": len(groups),
+        "exposed_s": exposed_s(groups, passes_of(arrived), legs),
+        "threshold_exposed_s": exposed_s(usual, passes_of(arrived), legs),
+        "wall_s": communicator.clock() - began_s,
+    }
+    plan = [[profile.order[i] for i in group] for group in groups]
+    return communicator.broadcast_object((plan, findings))
 
 
 def _gathered(parts: Iterable[Decoupled]) -> list[Gathered]:

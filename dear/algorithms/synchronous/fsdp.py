@@ -65,7 +65,7 @@ class Fsdp(Algorithm["Fsdp.Options"]):
         rest of the model travels together."""
 
         def __post_init__(self) -> None:
-            at_least("option of fsdp 'min_mb'", self.min_mb, 0)
+            at_least("fsdp option 'min_mb'", self.min_mb, 0)
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
             """Returns the gradient in the `wire` dtype, undivided: torch divides after rounding."""

@@ -47,8 +47,8 @@ class Hierarchical(Algorithm["Hierarchical.Options"]):
         each tensor travels alone."""
 
         def __post_init__(self) -> None:
-            at_least("option of hierarchical 'local_size'", self.local_size, 1)
-            at_least("option of hierarchical 'threshold_mb'", self.threshold_mb, 0)
+            at_least("hierarchical option 'local_size'", self.local_size, 1)
+            at_least("hierarchical option 'threshold_mb'", self.threshold_mb, 0)
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "legs"

@@ -86,29 +86,27 @@ class Horovod(Algorithm["Horovod.Options"]):
         groups; Horovod fuses gradients that are ready together."""
 
         def __post_init__(self) -> None:
-            positive(
-                "option of horovod 'gradient_predivide_factor'", self.gradient_predivide_factor
-            )
-            at_least("option of horovod 'groups'", self.groups, 1)
+            positive("horovod option 'gradient_predivide_factor'", self.gradient_predivide_factor)
+            at_least("horovod option 'groups'", self.groups, 1)
             for other in ("compression", "adasum"):
                 if self.gradient_predivide_factor != 1 and getattr(self, other) not in (
                     "none",
                     False,
                 ):
                     raise UserError(
-                        "option of horovod 'gradient_predivide_factor' cannot be used with "
+                        "horovod option 'gradient_predivide_factor' cannot be used with "
                         f"{other}, which has its own division; leave one of them out"
                     )
-            at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
-            positive("option of horovod 'cycle_time_ms'", self.cycle_time_ms)
-            at_least("option of horovod 'cache_capacity'", self.cache_capacity, 0)
+            at_least("horovod option 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
+            positive("horovod option 'cycle_time_ms'", self.cycle_time_ms)
+            at_least("horovod option 'cache_capacity'", self.cache_capacity, 0)
             for name, least in _AUTOTUNE.items():
                 if least is not None:
-                    at_least(f"option of horovod {name!r}", getattr(self, name), least)
+                    at_least(f"horovod option {name!r}", getattr(self, name), least)
                 only_with(self, name, "autotune", [True])
             if self.adasum and self.controller != "mpi":
                 raise UserError(
-                    "option of horovod 'adasum' needs controller='mpi', since only MPI has it on "
+                    "horovod option 'adasum' needs controller='mpi', since only MPI has it on "
                     f"CPUs, got controller={self.controller!r}"
                 )
 
@@ -178,13 +176,13 @@ class Horovod(Algorithm["Horovod.Options"]):
     def refuse(self, replica: Replica[Options]) -> None:
         if replica.params[0].is_cuda and not _moves_cuda_tensors():
             raise Unavailable(
-                "this Horovod is built for CPU tensors; where there is an nvcc, `make horovod` "
-                "builds it for CUDA, too"
+                "this Horovod is built for CPU tensors only; `make horovod` builds it for CUDA "
+                "tensors, too, if there is an nvcc"
             )
         size = replica.communicator.size
         if replica.options.adasum and size & (size - 1):
             raise UserError(
-                f"option of horovod 'adasum': the number of ranks must be a power of 2, got {size}"
+                f"horovod option 'adasum': the number of ranks must be a power of 2, got {size}"
             )
 
     def alone(self, options: Options) -> bool:
@@ -387,7 +385,7 @@ def start(communicator: Communicator, options: Horovod.Options) -> None:
     if options.controller == "mpi":
         if facts.launcher != "Open MPI" or not hvd.mpi_built():
             raise UserError(
-                "option of horovod controller='mpi' needs mpirun and a Horovod built with MPI "
+                "horovod option controller='mpi' needs mpirun and a Horovod built with MPI "
                 f"(started by: {facts.launcher}; built with MPI: {bool(hvd.mpi_built())})"
             )
         os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "mpi"
@@ -410,7 +408,7 @@ def _refuse_others(wanted: Mapping[str, object]) -> None:
     for name, value in wanted.items():
         if value != now[name]:
             raise UserError(
-                f"option of horovod {name!r}={value}: Horovod runs in this process already, with "
+                f"horovod option {name}={value}: Horovod runs in this process already, with "
                 f"{name}={now[name]}, and reads its settings only when it starts"
             )
 

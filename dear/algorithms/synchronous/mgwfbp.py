@@ -84,21 +84,21 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            at_least("option of mgwfbp 'channels'", self.channels, 1)
-            at_least("option of mgwfbp 'small_elements'", self.small_elements, 0)
+            at_least("mgwfbp option 'channels'", self.channels, 1)
+            at_least("mgwfbp option 'small_elements'", self.small_elements, 0)
             if (self.threshold_mb is None) == (self.merge == "threshold"):
                 raise UserError(
-                    "option of mgwfbp 'threshold_mb' must be given with merge='threshold', "
+                    "mgwfbp option 'threshold_mb' must be given with merge='threshold', "
                     f"and only then, got threshold_mb={self.threshold_mb} and merge={self.merge!r}"
                 )
-            at_least("option of mgwfbp 'threshold_mb'", self.threshold_mb, 0)
+            at_least("mgwfbp option 'threshold_mb'", self.threshold_mb, 0)
             if self.costs != "measured" and self.merge == "threshold":
                 raise UserError(
-                    f"option of mgwfbp 'costs'={self.costs!r} has no effect with merge='threshold'"
+                    f"mgwfbp option costs={self.costs!r} has no effect with merge='threshold'"
                 )
             if self.costs != "measured" and self.gathers:
                 raise UserError(
-                    f"option of mgwfbp 'costs'={self.costs!r} is a table of all-reduces, but "
+                    f"mgwfbp option costs={self.costs!r} is a table of all-reduces, but "
                     f"compression={self.compression!r} all-gathers; use costs='measured'"
                 )
             only_with(self, "small_elements", "merge", ["greedy", "asc"])

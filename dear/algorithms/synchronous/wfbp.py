@@ -39,7 +39,7 @@ class Wfbp(Algorithm["Wfbp.Options"]):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            at_least("option of wfbp 'channels'", self.channels, 1)
+            at_least("wfbp option 'channels'", self.channels, 1)
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"

@@ -116,6 +116,7 @@ class Link:
         self._events = events
         self._chunk_bytes = chunk_bytes
         self._channels: dict[object, deque[Sending]] = {}
+        """Queues that are not empty."""
         self._count = 0
         self._served: Sending | None = None
         self._since_s = 0.0
@@ -157,8 +158,12 @@ class Link:
         return sending
 
     def _head(self) -> Sending | None:
-        heads = [queue[0] for queue in self._channels.values() if queue]
-        return max(heads, key=lambda head: (head.priority, -head.order)) if heads else None
+        first = None
+        for queue in self._channels.values():
+            head = queue[0]
+            if first is None or (head.priority, -head.order) > (first.priority, -first.order):
+                first = head
+        return first
 
     def _serve(self) -> None:
         self._served = self._head()
@@ -181,6 +186,7 @@ class Link:
     def _yield(self) -> None:
         """Stops the current message at the end of its current chunk."""
         served = self._served
+        assert served is not None, "a message is served"
         gone_s = self._events.now_s - self._since_s
         chunks = math.ceil(gone_s / served.chunk_s - 1e-9) if served.chunk_s else 1
         end_s = chunks * served.chunk_s
@@ -190,11 +196,15 @@ class Link:
 
     def _stop(self) -> None:
         served = self._served
+        assert served is not None, "a message is served"
         gone_s = self._events.now_s - self._since_s
         self.busy_s += gone_s
         served.left_s -= gone_s
         if served.left_s <= 1e-12:
-            self._channels[served.channel].popleft()
+            queue = self._channels[served.channel]
+            queue.popleft()
+            if not queue:
+                del self._channels[served.channel]
             self._events.at(self._events.now_s + served.start_up_s, lambda: self._end(served))
         self._serve()
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dear.cost.event_model.events import Events
-from dear.cost.event_model.link import CHUNK_BYTES, Cost, Link, Sending
+from dear.cost.event_model.link import CHUNK_BYTES, Link, Sending
 from dear.cost.event_model.passes import Message, Passes, UnmodelledError
+from dear.cost.fit import Cost
 from dear.cost.overlap import Cycles, Kind, Moment, Overlap, Transfer, Unstated
 
 OPERATIONS: dict[Kind, str] = {
@@ -189,6 +190,8 @@ class _Stated(_Rank):
         rate_s = passes.update_s / passes.nbytes / (world_size if shared else 1)
         self._update_s = [rate_s * sum(gradients[i].nbytes for i in m.members) for m in messages]
         self._urgency = [float(layers - layer) for layer in self._layer]
+        self._by_layer = _indices(self._layer)
+        self._by_ready = _indices(self._ready)
         self._by_need = sorted(range(len(messages)), key=self._layer.__getitem__)
         self._ahead = _ahead(messages)
         self._transfers = [_transfers_of(message, overlap) for message in messages]
@@ -200,7 +203,7 @@ class _Stated(_Rank):
         every = range(len(self.messages))
         self._do(every, "model")
         for layer, seconds in enumerate(self.passes.forward_s):
-            needed = [i for i in every if self._layer[i] == layer]
+            needed = self._by_layer.get(layer, [])
             self._do(needed, "layer", layer)
             if self._overlap.updates == "layer" and self._step:
                 self.events.run_for(sum(self._update_s[i] for i in needed))
@@ -216,7 +219,7 @@ class _Stated(_Rank):
             self._do(self._ahead.get(index, []), "ahead")
             self.events.run_for(max(0.0, gradient.ready_s - at_s))
             at_s = max(at_s, gradient.ready_s)
-            complete = [i for i, last in enumerate(self._ready) if last == index]
+            complete = self._by_ready.get(index, [])
             self._do(complete, "gradient")
             if self._overlap.updates == "gradient":
                 self.events.run_for(sum(self._update_s[i] for i in complete))
@@ -248,13 +251,12 @@ class _Stated(_Rank):
     def _send(self, index: int, transfer: Transfer) -> list[Sending]:
         nbytes = self.messages[index].nbytes
         parts = max(1, math.ceil(nbytes / transfer.part_bytes)) if transfer.part_bytes else 1
-        queue = {"channel": self._layer[index] + 1, "priority": self._urgency[index]}
+        channel, priority = 0, 0.0
+        if transfer.urgent:
+            channel, priority = self._layer[index] + 1, self._urgency[index]
+        cost = self._costs[OPERATIONS[transfer.kind]]
         return [
-            self.link.send(
-                self._costs[OPERATIONS[transfer.kind]],
-                nbytes / parts,
-                **(queue if transfer.urgent else {}),
-            )
+            self.link.send(cost, nbytes / parts, channel=channel, priority=priority)
             for _ in range(parts)
         ]
 
@@ -281,6 +283,14 @@ class _Stated(_Rank):
                 self.wait(self._under_way.pop(key, []), moment, layer)
 
 
+def _indices(keys: Sequence[int]) -> dict[int, list[int]]:
+    """Returns the indices of equal keys, by key."""
+    indices: dict[int, list[int]] = {}
+    for index, key in enumerate(keys):
+        indices.setdefault(key, []).append(index)
+    return indices
+
+
 def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:
     """Returns which messages are fetched just before the backward pass computes a gradient.
 
@@ -297,9 +307,10 @@ def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:
 def _transfers_of(message: Message, overlap: Overlap) -> tuple[Transfer, ...]:
     instead = [t for t in overlap.transfers if t.buckets == "instead"]
     some = any(t.buckets == "some" for t in overlap.transfers)
-    if (some and message.some is None) or any(t.up_to_bytes is None for t in instead):
+    limits = [t.up_to_bytes for t in instead if t.up_to_bytes is not None]
+    if (some and message.some is None) or len(limits) < len(instead):
         raise UnmodelledError("it is not known which messages have which transfers")
-    small = tuple(t for t in instead if message.nbytes <= t.up_to_bytes)
+    small = tuple(t for t, limit in zip(instead, limits, strict=True) if message.nbytes <= limit)
     having = ("all", "some") if message.some else ("all",)
     return small or tuple(t for t in overlap.transfers if t.buckets in having)
 

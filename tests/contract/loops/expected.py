@@ -7,7 +7,8 @@ from tests.contract.loops.runs import Loop, Subject
 
 EARLY = "decentralized:update=backward"
 """Updates are made in the backward pass."""
-LATER = "dear bytescheduler dadt"
+AUTO_LATER = "auto:candidates=('dear',) auto:candidates=('bytescheduler',)"
+LATER = f"dear bytescheduler dadt {AUTO_LATER}"
 """Gradients are averages after `synchronize()`."""
 TRACKING = "gradient-tracking exact-diffusion push-diging"
 MIXING = f"{TRACKING} neighbor decentralized win-put pull-get push-sum asyncddp"
@@ -40,6 +41,7 @@ REFUSED: dict[Loop, dict[str, str]] = {
     states.lazy: {ALL: "run one forward pass before"},
     passes.graph_of_gradients: {
         f"allreduce wfbp {LATER} ddp mgwfbp mgs hierarchical horovod": "call backward() on the sum",
+        "auto": "call backward() on the sum",
         "fsdp": "fsdp cannot differentiate twice",
         EARLY: "call backward() on the sum",
     },

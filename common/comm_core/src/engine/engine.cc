@@ -80,12 +80,12 @@ void Engine::post(std::function<void()> work, bool wake) {
 
 void Engine::submit(OpPtr op) {
   const bool wake = op->spec_.wake;
-  bury();
   {
     std::lock_guard<std::mutex> lock(finished_mutex_);
     if (under_way_++ == 0) {
       if (lulls_.size() == kLulls) lulls_.pop_front();
-      lulls_.push_back({last_finished_s_, op->times_.enqueued_s});
+      const double since_s = last_finished_s_;
+      lulls_.push_back({since_s, std::max(since_s, op->times_.enqueued_s)});
     }
   }
   post([op = std::move(op)] { op->group_->enqueue(op); }, wake);

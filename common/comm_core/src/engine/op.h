@@ -112,6 +112,10 @@ class Op {
   uint64_t sequence() const { return sequence_; }
   int source() const { return source_; }  // of a recv: the sending rank
   const OpSpec& spec() const { return spec_; }
+  Group& group() const { return *group_; }
+  uint64_t number() const { return number_; }  // of all operations of its group
+  // Returns 0 for the program's operations, and one more for those that callbacks of such submit.
+  int depth() const { return depth_; }
   // Returns "all_reduce #12 (float32, sum, 25000000 bytes) on rank 0 of group x".
   std::string describe() const;
 
@@ -127,6 +131,8 @@ class Op {
   Engine* engine_;
   std::shared_ptr<Group> group_;
   uint64_t sequence_ = 0;
+  uint64_t number_ = 0, context_ = 0;  // see group/callback_order.h
+  int depth_ = 0;
   int source_ = -1;
   std::vector<std::unique_ptr<Stage>> stages_;
   size_t stage_ = 0;

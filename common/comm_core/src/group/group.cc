@@ -8,7 +8,6 @@
 #include "collectives/stage.h"
 #include "group/control.h"
 #include "messages/messenger.h"
-#include "reduce/kernels.h"
 
 namespace comm_core {
 namespace {
@@ -23,18 +22,6 @@ constexpr double kShowAfterS = 1.0;
 }  // namespace
 
 Group::~Group() { close(); }
-
-OpPtr Group::submit(OpSpec spec) {
-  engine_->check_process();
-  if (closed_) throw AbortedError("group " + name_ + " was destroyed");
-  check(spec);
-  auto op = std::make_shared<Op>(std::move(spec), engine_.get(), shared_from_this());
-  // The order of the numbers and of the queue must be the same when several threads submit.
-  std::lock_guard<std::mutex> lock(submit_mutex_);
-  if (!point_to_point(op->spec_.kind)) op->sequence_ = next_sequence_++;
-  engine_->submit(op);
-  return op;
-}
 
 void Group::enqueue(const OpPtr& op) {
   if (error_ || closed_) {
@@ -191,6 +178,7 @@ void Group::fail(std::exception_ptr error, bool tell) {
   }
   if (messenger_ != nullptr) messenger_->fail(error);
   if (shm_ != nullptr) shm_->fail();
+  keep_none();
   if (tell && control_ != nullptr) control_->tell_failure(told, is_mismatch(error));
 }
 
@@ -215,6 +203,7 @@ void Group::leave() {
   std::deque<OpPtr> ending;
   ending.swap(queue_);
   for (const OpPtr& op : std::exchange(held_messages_, {})) ending.push_back(op);
+  keep_none();
   for (const OpPtr& op : ending) engine_->complete(op, with_context(error, op->describe() + ": "));
   if (messenger_ != nullptr) messenger_->fail(error_ ? error_ : error);
   if (control_ != nullptr && !error_) control_->tell_goodbye(finished);
@@ -240,6 +229,13 @@ double Group::next_deadline_s(double now) {
       next = std::min(next, suspicion_until_s_);
     }
   }
+  if (kept_until_s_ <= now) {
+    fail(std::make_exception_ptr(TimeoutError(
+             "timed out: a collective waited for callbacks of an earlier one's future to return")),
+         true);
+    return next;
+  }
+  next = std::min(next, kept_until_s_.load());
   if (queue_.empty() || queue_.front()->times_.started_s == 0) return next;
   Op& op = *queue_.front();
   if (op.deadline_s_ <= now) {
@@ -290,77 +286,6 @@ uint64_t Group::dropped_connections() {
   uint64_t dropped = 0;
   engine_->call([&] { dropped = engine_->dropped_connections(); });
   return dropped;
-}
-
-void Group::check(const OpSpec& spec) const {
-  const std::string what = comm_core::name(spec.kind);
-  if (reduces(spec.kind) && !supports(spec.dtype, spec.op)) {
-    throw InvalidRequestError(what + ": unsupported reduction: " + comm_core::name(spec.op) +
-                              " of " + comm_core::name(spec.dtype));
-  }
-  if (spec.root < 0 || spec.root >= size_) {
-    throw InvalidRequestError(what + ": root " + std::to_string(spec.root) +
-                              " is not a rank of a group of " + std::to_string(size_));
-  }
-  if (point_to_point(spec.kind)) {
-    const bool any = spec.kind == OpKind::recv && spec.peer == -1;
-    if (!any && (spec.peer < 0 || spec.peer >= size_)) {
-      throw InvalidRequestError(what + ": peer " + std::to_string(spec.peer) +
-                                " is not a rank of a group of " + std::to_string(size_));
-    }
-    if (spec.peer == rank_ && (spec.kind == OpKind::send || spec.kind == OpKind::recv)) {
-      throw InvalidRequestError(what + ": a rank cannot send to itself");
-    }
-  }
-  // Number and sizes of the blocks on this rank, as the comment of OpSpec lists them.
-  const bool is_root = spec.root == rank_;
-  const size_t n = size_t(size_), ins = spec.inputs.size(), outs = spec.outputs.size();
-  bool fits = true;
-  switch (spec.kind) {
-    case OpKind::all_reduce:
-      fits = ins == 1 && outs == 1 && spec.inputs[0].bytes == spec.outputs[0].bytes;
-      break;
-    case OpKind::reduce_scatter:
-      fits = ins == n && outs == 1 && spec.inputs[size_t(rank_)].bytes == spec.outputs[0].bytes;
-      break;
-    case OpKind::all_gather:
-      fits = ins == 1 && outs == n && spec.outputs[size_t(rank_)].bytes == spec.inputs[0].bytes;
-      break;
-    case OpKind::broadcast: fits = outs == 1; break;
-    case OpKind::reduce: fits = ins == 1 && (!is_root || (outs == 1 && outs == ins)); break;
-    case OpKind::gather: fits = ins == 1 && (!is_root || outs == n); break;
-    case OpKind::scatter: fits = outs == 1 && (!is_root || ins == n); break;
-    case OpKind::all_to_all: fits = ins == n && outs == n; break;
-    case OpKind::send:
-    case OpKind::put:
-    case OpKind::accumulate: fits = ins == 1; break;
-    case OpKind::recv:
-    case OpKind::get: fits = outs == 1; break;
-    default: break;
-  }
-  if (!fits) {
-    throw InvalidRequestError(what + ": the number or sizes of the blocks do not fit a group of " +
-                              std::to_string(size_));
-  }
-}
-
-uint64_t Group::total_bytes(const OpSpec& spec) const {
-  switch (spec.kind) {
-    case OpKind::all_reduce:
-    case OpKind::reduce:
-    case OpKind::reduce_scatter:
-    case OpKind::all_to_all:
-    case OpKind::send:
-    case OpKind::put:
-    case OpKind::accumulate: return total(spec.inputs);
-    case OpKind::all_gather:
-    case OpKind::broadcast:
-    case OpKind::recv:
-    case OpKind::get: return total(spec.outputs);
-    case OpKind::gather: return spec.inputs[0].bytes * uint64_t(size_);
-    case OpKind::scatter: return spec.outputs[0].bytes * uint64_t(size_);
-    default: return 0;
-  }
 }
 
 FrameHeader Group::frame(const Op& op) const {

@@ -12,6 +12,7 @@
 #include "base/store.h"
 #include "collectives/frame.h"
 #include "engine/engine.h"
+#include "group/callback_order.h"
 #include "group/topology.h"
 #include "secret/random.h"
 #include "shm/streams.h"
@@ -37,7 +38,7 @@ class Group : public std::enable_shared_from_this<Group> {
                                        const std::string& towards, double timeout_s);
   // Called instead of `create` by a rank that cannot join because of `error`: `create` throws
   // PeerLostError on the others.
-  static void decline(Store& store, int rank, const std::exception& error);
+  static void decline(Store& store, int rank, int size, const std::exception& error);
   ~Group();
 
   int rank() const { return rank_; }
@@ -53,6 +54,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // Queues an operation. Thread-safe. Throws InvalidRequestError for an invalid request,
   // AbortedError after `close`. In a failed group the operation fails.
   OpPtr submit(OpSpec spec);
+  // Called before and after the callbacks of a collective's future, for the order of the
+  // collectives that they and the program submit (see group/callback_order.h). Thread-safe.
+  void callbacks_to_come(const Op& op);
+  void callbacks_over(const Op& op);
   // Starts an operation that was submitted as `held`: its input is ready.
   void release(const OpPtr& op);
   // Fails all operations in flight, on this rank at once and on the others soon.
@@ -132,6 +137,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void expect_everybody(const Op& op) const;
   void begin(Op& op) const;
   bool advance(const OpPtr& op);
+  void start(const OpPtr& op);
+  void start_kept(const std::vector<OpPtr>& ops);
+  void keep_none();
   void start_message(const OpPtr& op);
   void check(const OpSpec& spec) const;
   FrameHeader frame(const Op& op) const;
@@ -163,12 +171,30 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<OpPtr> held_messages_;
   std::atomic<uint64_t> next_sequence_{1};
   std::mutex submit_mutex_;
+  uint64_t last_number_ = 0;  // this and `order_` under submit_mutex_
+  CallbackOrder order_;
+  std::atomic<double> kept_until_s_{kNever};
   std::exception_ptr error_;
   // The loss of a peer. Until `suspicion_until_s_` the group waits for the peer's report of the
   // reason, which is the better error.
   std::exception_ptr suspicion_;
   double suspicion_until_s_ = 0;
   std::atomic<bool> closed_{false};
+};
+
+// During its lifetime this thread runs the callbacks of the future of `op`. Unless `ordered`, the
+// collectives that they submit have no defined place among those of the program.
+class InCallbacks {
+ public:
+  InCallbacks(const Op& op, bool ordered);
+  ~InCallbacks();
+  InCallbacks(const InCallbacks&) = delete;
+  InCallbacks& operator=(const InCallbacks&) = delete;
+
+ private:
+  const Group* group_;  // what the thread ran before
+  uint64_t number_;
+  int depth_;
 };
 
 }  // namespace comm_core

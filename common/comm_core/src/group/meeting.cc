@@ -27,6 +27,8 @@ constexpr size_t kSecretBytes = 48;
 
 // Seconds between looks for ranks that decline while the ranks connect.
 constexpr double kLookS = 0.1;
+// Seconds that rank 0 waits for the others to read why they cannot join.
+constexpr double kHearS = 3.0;
 
 // A rank that cannot join because another one cannot. It passes on the text.
 struct Declined : PeerLostError {
@@ -73,8 +75,9 @@ std::string next_prefix(Store& all, int rank) {
 }
 
 // Writes the reason wherever the others may wait for this rank. Those that have its address
-// (`introduced`) may find the same error by themselves, in their own words.
-void leave_reason(Store& store, int rank, const std::exception& error, bool introduced) {
+// (`introduced`) may find the same error by themselves, in their own words. Rank 0, whose process
+// mostly serves the store, stays until the others have read it.
+void leave_reason(Store& store, int rank, int size, const std::exception& error, bool introduced) {
   std::string text = error.what();
   text = text.substr(0, text.find('\n'));  // errors of torch's store have a backtrace
   if (dynamic_cast<const Declined*>(&error) == nullptr) {
@@ -90,6 +93,10 @@ void leave_reason(Store& store, int rank, const std::exception& error, bool intr
     if (!introduced) store.set("r" + std::to_string(rank), note);
     for (const char* what : {"shm", "bell", "made", "open"})
       store.set(what + std::to_string(rank), note);
+    const double until_s = now_s() + kHearS;
+    while (rank == 0 && store.add("declined", 0) < size && now_s() < until_s) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
   } catch (const std::exception&) {
     // Without the store nobody can be told.
   }
@@ -139,15 +146,15 @@ void Group::meet(Store& all, const std::string& towards) {
     join(store);
     connect_all(store);
   } catch (const std::exception& error) {
-    leave_reason(store, rank_, error, introduced);
+    leave_reason(store, rank_, size_, error, introduced);
     close();
     throw;
   }
 }
 
-void Group::decline(Store& store, int rank, const std::exception& error) {
+void Group::decline(Store& store, int rank, int size, const std::exception& error) {
   NotesUnder notes(store, next_prefix(store, rank));
-  leave_reason(notes, rank, error, false);
+  leave_reason(notes, rank, size, error, false);
 }
 
 // Begins to listen, and publishes the address.

@@ -37,7 +37,7 @@ STEPS = 10
 
 
 def check_training(trial: Trial, workload: Workload) -> Check:
-    """Checks a trial that trains for a time, before its training; rank 0 returns the verdict.
+    """Checks a training trial before its training; rank 0 returns the verdict.
 
     Args:
         workload: workload that no algorithm has wrapped yet; it cannot be trained afterwards.

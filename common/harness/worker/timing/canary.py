@@ -21,7 +21,7 @@ _COPY_FLOATS, _COPIES = 1 << 20, 2
 
 
 def canary_s(communicator: Communicator) -> float:
-    """Returns the seconds that the canary takes on the slowest machine.
+    """Returns the duration of the fixed test computation (canary) on the slowest machine.
 
     All ranks must call this together, while no communication is in flight.
     """

@@ -69,7 +69,7 @@ def timing(
 
 
 def learning(saved: Sequence[Mapping[str, Any] | None]) -> Json:
-    """Returns the evidence of training for a time, from the ranks' files (None: the rank died)."""
+    """Returns the evidence of a training trial, from the ranks' files (None: the rank died)."""
     return {
         "copies": [rank and [[t["seconds"], t["steps"]] for t in rank["taken"]] for rank in saved],
         "pressure": [rank and rank["pressure"] for rank in saved],

@@ -1,0 +1,22 @@
+"""Processes that predict many steps, one on each core."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from common.machine.processes import spread
+
+
+def mapped(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Returns the results of a call with each of these arguments, in their order."""
+    return spread(call, *zip(*arguments, strict=True), begin=begin)
+
+
+def begin() -> None:
+    """Makes garbage collections of this process rare, and keeps them off the modules of torch."""
+    importlib.import_module("common.virtual.world.run")
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

@@ -319,3 +319,29 @@ def test_costs_come_from_another_model_of_another_sweep(capsys):
     )
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert all(row["costs_of"] != row["model"] for row in rows)
+
+
+def test_the_groups_of_a_host_share_its_link():
+    """A rank of each host and its peers all-reduce a quarter, and so do the three other groups."""
+    costs = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1e-9)
+    shape, name = Shape(hosts=4, ranks_per_host=4), "hierarchical"
+    point = setting(*TINY, name, shape, costs, threshold_mb=100.0)
+    step = predicted(dataclasses.replace(point, engine="gloo"))
+    whole = max(t.nbytes for t in step.transfers if t.name == "reduce_scatter")
+    (between,) = (t for t in step.transfers if t.name == "all_reduce" and t.nbytes == whole // 4)
+    times = between.times()
+    assert times.finished_s - times.started_s == pytest.approx(1e-9 * whole)
+
+
+def test_the_copies_of_fsdp_take_time():
+    """Gradients are copied to be scattered, and gathered parameters to where they are used."""
+    point = setting(*TINY, "fsdp", Shape(hosts=4), AlphaBeta(alpha_s=0.0, beta_s_per_byte=1e-12))
+    fast, slow = (
+        predicted(
+            dataclasses.replace(
+                point, profile=dataclasses.replace(point.profile, memory_bytes_per_s=rate)
+            )
+        ).step_s
+        for rate in (1e18, 1e9)
+    )
+    assert slow - fast > 4 * point.profile.parameter_bytes / 1e9

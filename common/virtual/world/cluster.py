@@ -37,7 +37,7 @@ class _Meeting:
     """Collective, or agreement, for which ranks of a group wait."""
 
     given: dict[int, Any] = field(default_factory=dict)
-    """What each rank has given."""
+    """Values of each rank."""
     came: list[Callable[[Any], None]] = field(default_factory=list)
     """Calls for when the meeting is over."""
 

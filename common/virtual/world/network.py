@@ -104,7 +104,7 @@ class Transfer:
 
 def apply(effect: Callable[[], Any]) -> None:
     """Writes values that have arrived; takes no time, in whatever context the thread is."""
-    with torch.no_grad(), torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
         effect()
 
 

@@ -98,7 +98,7 @@ class Step:
     note: str | None = None
     """Method, if the algorithm's file did not run."""
     several: Several | None = None
-    """What each rank did; None: one rank stands for all."""
+    """Training of each rank; None: one rank stands for all."""
 
 
 def predicted(setting: Setting) -> Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.virtual.world.cluster import Cluster, Rank
@@ -34,7 +35,7 @@ class Training(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Several:
-    """What the ranks of a cluster did, in the order of the ranks."""
+    """Training of all ranks of a cluster, in the order of the ranks."""
 
     steps: tuple[Step, ...]
     """Mean step of each rank."""
@@ -156,7 +157,7 @@ def train(
     with kept():
         for rank in range(setting.shape.ranks):
             seat = Seat(Rank(cluster, rank), setting.profile.memory_bytes_per_s)
-            cluster.events.start(lambda rank=rank, seat=seat: run(rank, seat), seat)  # type: ignore[misc]
+            cluster.events.start(partial(run, rank, seat), seat)
         cluster.events.run_until(lambda: len(results) == setting.shape.ranks, "a rank")
     ordered = [results[rank] for rank in range(setting.shape.ranks)]
     return Several(

@@ -36,9 +36,9 @@ class Events:
         self._waiters: dict[_Waiter, None] = {}
         """Threads that wait, in the order in which they began to."""
         self._asked: dict[_Waiter, None] = {}
-        """Those of them that must be asked whether they may continue."""
+        """Waiting threads that must be asked whether they may continue."""
         self._ready: deque[_Waiter] = deque()
-        """Those of them that may continue."""
+        """Waiting threads that may continue."""
         self._error: BaseException | None = None
         self._acting = False
         """True while an event runs, which must not wait itself."""

@@ -75,7 +75,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "GPU / the profile's) or, with --alpha-ms, start_up (ms)",
     )
     parser.add_argument(
-        "--figure", type=Path, metavar="FOLDER", help="draw the series of --over into this folder"
+        "--figure",
+        type=Path,
+        metavar="FOLDER",
+        help="draw the speed-ups, or the series of --over, into this folder",
     )
     add_custom(parser.add_argument_group("custom models and algorithms"))
     how = parser.add_mutually_exclusive_group()
@@ -87,8 +90,6 @@ def main(options: argparse.Namespace) -> int:
     """Prints the predictions; the exit status is 1 if no trial has one."""
     fixed = _fixed(options.alpha_ms, options.beta_ns)
     series = _series(options.over, fixed)
-    if options.figure is not None and not series:
-        raise UserError("--figure draws a series: it goes with --over, e.g. --over workers")
     path = find_experiment(options.experiment or EXPERIMENT)
     keys = {key: getattr(options, key) for key in ("engine", "inside")}
     overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
@@ -109,7 +110,7 @@ def main(options: argparse.Namespace) -> int:
     if options.figure is not None:
         from plots import predicted as figure
 
-        for path in figure.draw(rows, options.figure):
+        for path in figure.draw(rows, options.figure, experiment.base):
             print(path, file=sys.stderr)
     if options.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))

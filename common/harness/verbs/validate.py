@@ -11,15 +11,17 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.harness.verbs import Status
-from dear.errors import UserError
+from common.virtual.world.pool import mapped
+from dear.errors import Unavailable, UserError
 
 if TYPE_CHECKING:
     from common.results.records import Record
+    from common.results.records.trust import Foreseen
     from common.virtual.link import Cost
 
 HELP = "compare predictions with measured sweeps, or with published throughputs"
@@ -209,7 +211,61 @@ def _measured_s(record: Record, double: Record | None) -> tuple[float, str]:
     return 2 * at_2k_s - step_s, f"{scale:g}, {2 * scale:g}"
 
 
+def keep_predictions(folder: Path, records: Sequence[Record]) -> list[Record]:
+    """Predicts the measured trials of a sweep that have no prediction, and keeps it beside them.
+
+    Returns:
+        The records with predictions.
+    """
+    from common.results import store
+
+    todo = [record for record in records if _is_measured(record) and record.foreseen is None]
+    if not todo:
+        return [*records]
+    steps = mapped(_foreseen, [(folder, record.hash) for record in todo])
+    new = dict(zip((record.hash for record in todo), steps, strict=True))
+    records = [replace(r, foreseen=new[r.hash]) if r.hash in new else r for r in records]
+    store.save_foreseen(folder, records)
+    return records
+
+
+def _foreseen(folder: Path, trial: str) -> Foreseen:
+    """Predicts the step of a measured trial, given by its hash, in a process of its own."""
+    from common.harness.trial import Trial
+    from common.results.records.trust import Foreseen
+    from common.results.store import Comparison
+    from common.virtual.passes import UnmodelledError
+
+    records = Comparison.load(folder).results(folder)
+    record = next(record for record in records if record.hash == trial)
+    try:
+        Trial.from_json(record.trial)  # loads the plugin and the model of the user
+        step_s, costs_of = _predicted(record, records)
+    except (UserError, Unavailable, UnmodelledError) as error:
+        return Foreseen(reason=str(error))
+    return Foreseen(step_s=step_s, costs_of=costs_of)
+
+
 def _check(record: Record, double: Record | None, others: Sequence[Record], sweep: str) -> Check:
+    trial = record.trial
+    measured_s, scales = _measured_s(record, double)
+    predicted_s, costs_of = _predicted(record, others)
+    return Check(
+        sweep=sweep,
+        model=trial["model"],
+        batch=trial["batch_size"],
+        world_size=trial["world_size"],
+        network=trial["network"],
+        algorithm=record.label,
+        scales=scales,
+        measured_s=measured_s,
+        predicted_s=predicted_s,
+        costs_of=costs_of,
+    )
+
+
+def _predicted(record: Record, others: Sequence[Record]) -> tuple[float, str]:
+    """Returns the predicted step in seconds, and the model of the trial with the costs."""
     from common.models.registry import profile_of
     from common.virtual.costs.parts import Shape
     from common.virtual.world.run import Setting, predicted
@@ -233,19 +289,7 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
         optimizer=trial["optimizer"]["name"],
         momentum=trial["optimizer"]["momentum"],
     )
-    measured_s, scales = _measured_s(record, double)
-    return Check(
-        sweep=sweep,
-        model=trial["model"],
-        batch=trial["batch_size"],
-        world_size=trial["world_size"],
-        network=trial["network"],
-        algorithm=record.label,
-        scales=scales,
-        measured_s=measured_s,
-        predicted_s=predicted(setting).step_s,
-        costs_of=donor.trial["model"],
-    )
+    return predicted(setting).step_s, donor.trial["model"]
 
 
 def _donor(record: Record, others: Sequence[Record], ranks: int | None = None) -> Record:

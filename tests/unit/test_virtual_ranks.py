@@ -15,11 +15,11 @@ from common.virtual.costs.engines import costs_of
 from common.virtual.costs.faults import Disturbance, disturbances
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
-from common.virtual.step import settled
 from common.virtual.world.cluster import Cluster, Rank
 from common.virtual.world.marks import LAST, carried
 from common.virtual.world.network import Group
 from common.virtual.world.run import predicted
+from dear.cost.event_model.step import settled
 from dear.cost.fit import AlphaBeta
 from dear.errors import UserError
 from tests.unit.test_virtual_world import TINY, one_line, setting

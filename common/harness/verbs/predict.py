@@ -78,7 +78,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "GPU / the profile's) or, with --alpha-ms, start_up (ms)",
     )
     parser.add_argument(
-        "--figure", type=Path, metavar="FOLDER", help="draw the series of --over into this folder"
+        "--figure",
+        type=Path,
+        metavar="FOLDER",
+        help="draw the speed-ups, or the series of --over, into this folder",
     )
     for name, what in (("trace", "timelines, for Perfetto"), ("chakra", "Chakra execution traces")):
         what = f"write {what} of each trial's predicted steps there"
@@ -95,8 +98,6 @@ def main(options: argparse.Namespace) -> int:
 
     fixed = _fixed(options.alpha_ms, options.beta_ns)
     series = _series(options.over, fixed)
-    if options.figure is not None and not series:
-        raise UserError("--figure draws a series: it goes with --over, e.g. --over workers")
     folders = options.trace, options.chakra
     output.check_predicted(*folders, series=bool(series))
     path = find_experiment(options.experiment or EXPERIMENT)
@@ -119,7 +120,7 @@ def main(options: argparse.Namespace) -> int:
     if options.figure is not None:
         from plots import predicted as figure
 
-        for path in figure.draw(rows, options.figure):
+        for path in figure.draw(rows, options.figure, experiment.base):
             print(path, file=sys.stderr)
     if any(folders):
         setting_of = partial(_setting, cluster=cluster, fixed=fixed, sign=0)

@@ -196,6 +196,10 @@ def main(options: argparse.Namespace) -> int:
     from common.harness import output  # loads numpy, which a dry run must not pay for
 
     records = _measure(experiment, path, everything, trials, folder, options)
+    if experiment.cluster is not None:
+        from common.harness.verbs.validate import keep_predictions
+
+        records = keep_predictions(folder, records)
     output.write(folder, records, experiment.base)
     _print(folder, records, trials, experiment, options)
     ok = any(record.ok for record in records)

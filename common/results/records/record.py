@@ -12,6 +12,7 @@ from common.results.records.reading import JsonObject, typed
 from common.results.records.result import REAL, Breakdown, FabricFacts, Result
 from common.results.records.trust import (
     Check,
+    Foreseen,
     Modelled,
     Note,
     Strain,
@@ -123,6 +124,8 @@ class Record:
     """Steps at twice the time scale; None if they were not measured."""
     modelled: Modelled | None = None
     """Step computed by the event model; None if the model does not cover the algorithm."""
+    foreseen: Foreseen | None = None
+    """Step on the virtual cluster, computed after the sweep (`store.save_foreseen`)."""
     unfaithful: bool | None = None
     """True if ranks of an emulated cluster waited for a core, which real ranks would not. None if
     nothing is emulated, or if the kernel does not count waits."""

@@ -68,6 +68,19 @@ class PredictedRow:
         """Value of the property that a series goes over; empty if another column has it."""
         return "" if self.point is None or self.point.axis == "workers" else self.point.text
 
+    def speed_up(self, base: PredictedRow) -> tuple[float, float, float]:
+        """Returns the speed-up over the row `base`, and its range; both rows have predictions.
+
+        The range is that of the ratio, since costs and compute change for both algorithms.
+        """
+        ratios = [
+            _ratio(base.step_s, self.step_s),
+            _ratio(base.step_low_s, self.step_low_s),
+            _ratio(base.step_high_s, self.step_high_s),
+        ]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return known[0], min(known), max(known)
+
     def samples_per_s(self, step_s: float | None) -> float | None:
         """Returns the samples per second of all workers with steps of `step_s`."""
         return None if step_s is None else self.batch * self.world_size / step_s
@@ -141,8 +154,6 @@ def table_of(rows: Sequence[PredictedRow]) -> Table[PredictedRow]:
 def overview(rows: Sequence[PredictedRow], base: str) -> str:
     """Returns a Markdown table: a line per cell, with each algorithm's speed-up over `base`; below
     it, the notes. A flagged number is in parentheses.
-
-    The range is that of the ratio, since costs and compute change for both algorithms.
     """
     labels = [label for label in dict.fromkeys(row.algorithm for row in rows) if label != base]
     place_titles = ["model", "batch", "workers", "network", "fault", "at"]
@@ -166,13 +177,8 @@ def overview(rows: Sequence[PredictedRow], base: str) -> str:
 def _speedup(under: PredictedRow | None, row: PredictedRow | None) -> str:
     if row is None or under is None or row.step_s is None or under.step_s is None:
         return "-"
-    ratios = [
-        _ratio(under.step_s, row.step_s),
-        _ratio(under.step_low_s, row.step_low_s),
-        _ratio(under.step_high_s, row.step_high_s),
-    ]
-    known = [ratio for ratio in ratios if ratio is not None]
-    text = f"{known[0]:.2f} ({min(known):.2f}-{max(known):.2f})"
+    ratio, low, high = row.speed_up(under)
+    text = f"{ratio:.2f} ({low:.2f}-{high:.2f})"
     return f"({text})" if row.flag or under.flag else text
 
 

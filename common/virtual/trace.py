@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 from dear.comm.handles import WorkTimes
 
 STEPS = 3
-"""Number of traced steps, as in trials that run."""
+"""Smallest number of traced steps: that of trials that run."""
 
 
 class Timed(Protocol):

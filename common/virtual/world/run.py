@@ -154,7 +154,7 @@ def traced(setting: Setting) -> Trace:
         for _ in range(setting.options.settling_steps()):
             training.step()
         steady(training.step, period)
-        return training.trace(max(STEPS, period))
+        return training.trace(period * math.ceil(STEPS / period))
 
 
 def alone_s(setting: Setting) -> float:

@@ -245,7 +245,7 @@ def test_inexact_algorithms_are_apart(capsys, monkeypatch):
         (["--model", "resnet50", "--gpu", "a200"], "a100-80g"),
         (["--model", "resnet50", "--network", "9gbe"], "9gbe"),
         (["--model", TINY[0], "--network", "wan"], "do not model `sites:`"),
-        (["--model", TINY[0], "--inside", "10gbe"], "no network inside a host"),
+        (["--model", TINY[0], "--inside", "10gbe"], "not a network inside a host"),
         (["--model", TINY[0], "--set", "networks=[1gbe,10gbe]"], "one network"),
         (["--model", TINY[0], "--set", "dtype=bfloat16"], "predictions do not model it"),
     ],

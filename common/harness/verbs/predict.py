@@ -30,10 +30,12 @@ from dear.errors import Unavailable, UserError
 from dear.options import positive
 
 if TYPE_CHECKING:
+    from common.emulation.links.profile import NetworkProfile
     from common.results.tables.predicted import PredictedRow, ReachRow
     from common.virtual.costs.parts import Platform, Shape
     from common.virtual.over import Point
     from common.virtual.world.run import Setting
+    from dear.cost.calibrated import NetworkCosts
     from dear.cost.event_model.link import Cost
 
 HELP = "predict an experiment on a cluster that you do not have"
@@ -345,18 +347,7 @@ def _links(
     composed(shape.hosts, shape.ranks_per_host)  # refuses links that the engine cannot use
     if measured is None:
         return Links(costs=composed, error=COSTS, platform=platform)
-    here = (engine, shape.ranks, shape.ranks_per_host)
-    there = (
-        measured.engine,
-        measured.world_size,
-        measured.ranks_per_host or shape.ranks_per_host,
-    )
-    if here != there:
-        raise UserError(
-            f"network {profile.name}: its costs are of {there[0]} with {there[1]} ranks, "
-            f"{there[2]} per host, but this is {here[0]} with {here[1]} ranks, {here[2]} per host; "
-            "calibrate there, or use a network without measured costs"
-        )
+    _check_measured(profile, measured, engine, shape)
 
     def known(hosts: int, local: int) -> Mapping[str, Cost]:
         if (hosts, local) != (shape.hosts, shape.ranks_per_host):
@@ -365,6 +356,21 @@ def _links(
 
     residuals = [cost.residual_rms for cost in measured.by_operation().values()]
     return Links(costs=known, error=max(residuals))
+
+
+def _check_measured(
+    profile: NetworkProfile, measured: NetworkCosts, engine: str, shape: Shape
+) -> None:
+    """Raises `UserError` if a network's measured costs are of other ranks or another engine."""
+    here = (engine, shape.ranks, shape.ranks_per_host)
+    local = measured.ranks_per_host or shape.ranks_per_host
+    there = (measured.engine, measured.world_size, local)
+    if here != there:
+        raise UserError(
+            f"network {profile.name}: its costs are of {there[0]} with {there[1]} ranks, "
+            f"{there[2]} per host, but this is {here[0]} with {here[1]} ranks, {here[2]} per host; "
+            "calibrate there, or use a network without measured costs"
+        )
 
 
 _slowed = functools.lru_cache(maxsize=32)(Profile.slowed)

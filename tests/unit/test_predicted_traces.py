@@ -103,10 +103,6 @@ def test_a_timeline_shows_the_predicted_step(name, tmp_path):
 
 def decoded(path):
     """Returns the metadata and the nodes of a file, as Chakra's own tool prints them."""
-    pytest.importorskip(
-        "chakra.src.jsonizer.jsonizer",
-        reason=NEEDED,
-    )
     text = path.with_suffix(".json")
     command = [sys.executable, "-m", "chakra.src.jsonizer.jsonizer"]
     subprocess.run(
@@ -166,6 +162,7 @@ def test_the_chakra_tool_reads_what_dear_computes_and_sends(tmp_path):
 
 
 def test_groups_of_other_ranks_are_like_those_of_rank_0(tmp_path):
+    pytest.importorskip("chakra", reason=NEEDED)
     trace = traced(tiny("hierarchical"))
     chakra.write(trace, SHAPE.ranks, tmp_path)
     groups = json.loads((tmp_path / "comm_groups.json").read_text())

@@ -136,7 +136,7 @@ class Experiment:
     faults: tuple[Fault, ...] = ()
     """Faults with which every trial runs, in addition to a run without a fault."""
     collective_timeout_s: float = 300.0
-    """Time limit of one collective, in real seconds; then it fails."""
+    """Time limit of one collective, in real seconds; a longer collective fails."""
     launcher: str = "local"
     """Program that starts the ranks: local, torchrun, mpirun, ssh or slurm."""
     launcher_options: dict[str, Any] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Experiment:
     """Also print, at the end, the result lines that the reference suites print
     (docs/references.md), for programs that read them."""
     timeout_s: float = 600.0
-    """Time limit of one repeat of one trial, in seconds; then it is killed."""
+    """Time limit of one repeat of one trial, in seconds; a longer repeat is stopped."""
 
     def __post_init__(self) -> None:
         for key, kind in (("algorithms", AlgorithmChoice), ("models", ModelChoice)):

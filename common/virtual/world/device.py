@@ -93,7 +93,8 @@ class Arithmetic(TorchDispatchMode):
     def __init__(self, pace: VirtualPace, memory_bytes_per_s: float) -> None:
         super().__init__()
         self._pace, self._memory_bytes_per_s = pace, memory_bytes_per_s
-        self._rules: dict[Any, _Rule] = {}
+        self._rules: dict[int, _Rule] = {}
+        """Rules by the operator's id, since torch computes the hash of an operator in Python."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -101,9 +102,9 @@ class Arithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        rule = self._rules.get(func)
+        rule = self._rules.get(id(func))
         if rule is None:
-            rule = self._rules[func] = _Rule(func)
+            rule = self._rules[id(func)] = _Rule(func)
         if rule.written is None and not rule.fresh and not rule.makes_zeros:
             return func(*args, **kwargs)
         if rule.written is not None:

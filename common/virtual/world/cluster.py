@@ -202,8 +202,8 @@ class Rank(Network):
         self._cluster, self._host = cluster, cluster.host(rank)
         self._numbers: dict[Hashable, int] = {}
 
-    def slowdown(self) -> float:
-        return self._cluster.slowdown(self._host, self.clock())
+    def slowdown(self, now_s: float) -> float:
+        return self._cluster.slowdown(self._host, now_s)
 
     def meet(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from common.virtual.world.group import group_of
 from common.virtual.world.marks import carried, zeros
-from common.virtual.world.network import Network, Transfer
+from common.virtual.world.network import Network, Transfer, apply
 
 Received = Mapping[int, torch.Tensor]
 """Carried values by the rank that sent them."""
@@ -82,7 +83,8 @@ class Window:
     ) -> None:
         self.slots, self.room = slots, room
         self._network, self._group = network, group_of(group)
-        self._rows = list(zeros([slots, room], dtype)) if slots else []
+        self._rows = [zeros([room], dtype) for _ in range(slots)]
+        self._ends = [carried(row, row) for row in self._rows]
         self._versions = [0] * slots
         self._there = network.windows(self._group, self)
 
@@ -124,6 +126,8 @@ class Window:
 
     def _part(self, slot: int, offset: int, like: torch.Tensor) -> torch.Tensor:
         """Returns the carried values of a part of a slot, as long as `like`."""
+        if like.numel() == self.room:
+            return self._ends[slot]
         return carried(self._rows[slot].narrow(0, offset, like.numel()), like)
 
     def read(
@@ -131,13 +135,13 @@ class Window:
     ) -> list[torch.Tensor]:
         """Returns copies of slots of this rank."""
         self._network.catch_up()
-        chosen = self._rows[first : first + count]
-        copies = [row.clone() for row in chosen]
-        for row, copy in zip(chosen, copies, strict=True):
-            part = carried(row, row)
-            carried(copy, row).copy_(part)
+        copies = []
+        for end in self._ends[first : first + count]:
+            row = zeros([self.room], end.dtype)
+            apply(partial(carried(row, row).copy_, end))
+            copies.append(row)
             if clear:
-                part.zero_()
+                end.zero_()
         if reset_versions:
             self._versions[first : first + count] = [0] * count
         return copies

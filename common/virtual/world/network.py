@@ -144,13 +144,14 @@ class Network(ABC):
         """Returns the virtual time in seconds."""
         return max(self._ahead_s, self.events.now_s)
 
-    def slowdown(self) -> float:
-        """Returns the factor by which compute of this rank now takes longer."""
+    def slowdown(self, now_s: float) -> float:
+        """Returns the factor by which compute of this rank takes longer at a time."""
         return 1.0
 
     def compute(self, seconds: float) -> None:
         """Lets the rank compute for `seconds`."""
-        end_s = self.clock() + seconds * self.slowdown()
+        now_s = max(self._ahead_s, self.events.now_s)
+        end_s = now_s + seconds * self.slowdown(now_s)
         if self.watched:
             self.events.run_to(end_s)
         else:

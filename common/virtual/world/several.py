@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -107,6 +109,17 @@ class _Rule:
         return self.counted is not None
 
 
+@contextlib.contextmanager
+def _rarely_collected() -> Iterator[None]:
+    """Returns a context in which Python seldom looks for garbage among the objects of all ranks."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def train(
     setting: Setting,
     period: int,
@@ -154,7 +167,7 @@ def train(
                 )
             results[rank] = training.mean(count), training.statistics()
 
-    with kept():
+    with kept(), _rarely_collected():
         for rank in range(setting.shape.ranks):
             seat = Seat(Rank(cluster, rank), setting.profile.memory_bytes_per_s)
             cluster.events.start(partial(run, rank, seat), seat)

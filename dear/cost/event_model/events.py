@@ -23,7 +23,11 @@ Seat = Callable[[], None]
 class _Waiter:
     over: Callable[[], bool] | None
     """Returns True once the thread may continue; None: an event says so."""
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held until it is the thread's turn."""
+
+    def __post_init__(self) -> None:
+        self.turn.acquire()
 
 
 class Events:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from common.emulation.links.profile import network_profile
+from common.paths import COMMAND
 from dear.errors import UserError, unknown
 from dear.options import at_least, positive
 
@@ -57,8 +58,11 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         at_least("cluster.hosts", self.hosts, 1)
-        if self.hosts > MAX_HOSTS:
-            raise UserError(f"cluster.hosts must be at most {MAX_HOSTS}, got {self.hosts}")
+        if self.kind == "emulated" and self.hosts > MAX_HOSTS:
+            raise UserError(
+                f"cluster.hosts must be at most {MAX_HOSTS}, got {self.hosts}; "
+                f"`{COMMAND} predict` takes more"
+            )
         at_least("cluster.ranks_per_host", self.ranks_per_host, 1)
         for key in ("engine", "inside"):
             if self.kind == "emulated" and getattr(self, key) is not None:

@@ -275,8 +275,11 @@ class Experiment:
             raise UserError("launcher: slurm does not run on virtual hosts; use ssh or mpirun")
         if self.device != "cpu":
             raise UserError("device: virtual hosts share this machine's CPUs; use device: cpu")
+        is_predicted = self.cluster.kind == "predicted"
+        if is_predicted and self.measure != MeasureConfig():
+            raise UserError("measure: a predicted cluster has nothing to measure; leave it out")
         slots = self.cluster.hosts * self.cluster.ranks_per_host
-        if max(self.worlds) > slots:
+        if max(self.worlds) > slots and not is_predicted:  # it has as many hosts as needed
             raise UserError(
                 f"world_sizes: {max(self.worlds)} workers do not fit on {self.cluster.hosts} hosts "
                 f"with {self.cluster.ranks_per_host} ranks each"

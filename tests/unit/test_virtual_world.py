@@ -221,11 +221,6 @@ def one_line(text, message):
     return text.startswith("error: ") and text.count("\n") == 1 and message in text
 
 
-def test_nothing_runs_on_a_predicted_cluster(capsys):
-    assert main(["run", "predicted-64"]) == 2
-    assert one_line(capsys.readouterr().err, "predict predicted-64`")
-
-
 def test_a_step_that_its_second_method_denies_is_flagged():
     row = PredictedRow(
         **{"model": "m", "batch": 1, "world_size": 8, "network": "10gbe", "algorithm": "a"},
@@ -243,7 +238,6 @@ def test_a_step_that_its_second_method_denies_is_flagged():
     ("arguments", "message"),
     [
         (["--network", "9gbe"], "9gbe"),
-        (["--model", "resnet50", "--set", "models=[resnet50]"], "a replayed model is needed"),
         (["--network", "wan"], "do not model `sites:`"),
         (["--set", "dtype=bfloat16"], "dtype: predictions do not model it"),
         (["--ranks-per-host", "3", "--set", "world_sizes=[16]"], "do not fill hosts of 3 ranks"),

@@ -42,6 +42,9 @@ HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
 COSTS, COMPUTE = 0.1, 0.02
 """Assumed relative errors of composed costs and of compute, for the range of a prediction."""
+NOTHING_RUNS = ("measure={}", "launcher=local", "launcher_options={}", "hostfile=null")
+NOTHING_RUNS += ("backend=null", "device=cpu", "tf32=false", "cudnn_benchmark=false")
+"""Overrides of an experiment's keys about how and where its trials run."""
 PLAIN_LINKS = ("sites", "trace", "jitter_us", "loss_percent")
 """Keys of a network file that predictions do not model."""
 
@@ -107,7 +110,8 @@ def main(options: argparse.Namespace) -> int:
     overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
     usual = {field.name: field.default for field in dataclasses.fields(ClusterConfig)}
     overrides += [f"cluster.{key}={json.dumps(usual[key])}" for key in EMULATED_ONLY]
-    overrides += ["cluster.kind=predicted", *cluster_overrides(options), *options.set]
+    overrides += ["cluster.kind=predicted", *NOTHING_RUNS]
+    overrides += [*cluster_overrides(options), *options.set]
     with contextlib.redirect_stdout(sys.stderr):
         experiment = load(path, overrides, CommandLine.of(options))
         everything = experiment.trials()

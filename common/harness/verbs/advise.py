@@ -227,6 +227,7 @@ class _Asked:
         return (
             f"{trial.model}, batch {trial.batch_size} per worker, {trial.world_size} workers "
             f"({cluster.hosts} hosts x {cluster.ranks_per_host}), {trial.network}, engine {engine}"
+            + (f", inside {cluster.inside}" if cluster.inside else "")
         )
 
     @property
@@ -347,13 +348,13 @@ class _Asked:
         there += [word for key in keys for word in ("--set", key)]
         use = {
             "use": f"optimizer = dear.DistributedOptimizer(optimizer, model, {chosen})",
-            "measure on your cluster": shlex.join([CLUSTER, *there, *same]),
+            "measure": shlex.join([CLUSTER, *there, *same]),
         }
         if misfit(trial) is None:
             here = [*model, *size, *(["--gpu", line.gpu] if line.gpu else [])]
             here += ["--hosts", str(cluster.hosts), "--ranks-per-host", str(local)]
             here += ["--network", str(trial.network)]
-            use["emulate here"] = shlex.join([*here, *same])
+            use["emulate"] = shlex.join([*here, *same])
         return {key: text if key == "use" else f"{COMMAND} run {text}" for key, text in use.items()}
 
 

@@ -15,9 +15,9 @@ from dear.errors import UserError
 if TYPE_CHECKING:
     from common.virtual.advice.causes import Part
 
-LEAST = 0.01
-"""Smallest relative difference of two steps that counts; measured steps are further from predicted
-ones (docs/prediction.md)."""
+LEAST = 0.02
+"""Smallest relative difference of two steps that counts; measured steps may be as far from
+predicted ones (docs/prediction.md)."""
 Verdict = Literal["faster", "slower", "undecided"]
 
 

@@ -14,7 +14,8 @@ from torch import nn
 
 import dear
 from common.virtual.costs.parts import Shape
-from common.virtual.world.run import predicted
+from common.virtual.world.run import predicted, stated
+from dear.cost.collectives import table_costs
 from dear.cost.event_model.passes import Passes
 from dear.cost.event_model.planning import Legs, exposed_s, planned
 from dear.cost.fit import AlphaBeta
@@ -25,6 +26,7 @@ from tests.contract.loops import difference, everybody, make_model, mine, steps,
 from tests.unit.test_virtual_world import setting
 
 HALF = AlphaBeta(alpha_s=0.7, beta_s_per_byte=0.1, queued_alpha_s=0.5)
+PLANNED = {"fusion": "planned"}
 WHOLE = AlphaBeta(alpha_s=1.4, beta_s_per_byte=0.2, queued_alpha_s=1.0)
 
 
@@ -165,27 +167,40 @@ def test_training_is_serial_training_and_all_ranks_have_the_plan_of_rank_0(
 
 
 MODELS = [("resnet50", 64), ("densenet201", 32), ("bert_base", 64)]
+CLUSTER = Shape(hosts=16, ranks_per_host=4)
+OTHERS = {
+    "threshold": ("dear", {}),
+    "equal": ("dear", {"first_mb": 25.0}),
+    "mgwfbp": ("mgwfbp", {}),
+}
+TUNED = {"tuned": ("dear", {"fusion": "tuned"})}
 
 
-@pytest.mark.parametrize(("model", "batch"), MODELS)
-def test_planned_groups_are_never_slower_than_other_rules_on_64_gpus(model, batch):
-    cluster = Shape(hosts=16, ranks_per_host=4)
-    rules = {
-        "planned": ("dear", {"fusion": "planned"}),
-        "threshold": ("dear", {}),
-        "equal sizes": ("dear", {"first_mb": 25.0}),
-        "mgwfbp": ("mgwfbp", {}),
-    }
-    if model == "bert_base":  # 54 steps of the other models take long
-        rules["tuned"] = ("dear", {"fusion": "tuned"})
+@pytest.mark.parametrize(
+    ("model", "batch", "rules"),
+    [
+        *((model, batch, OTHERS) for model, batch in MODELS),
+        *(pytest.param(*model, TUNED, marks=pytest.mark.full) for model in MODELS),
+    ],
+)
+def test_planned_groups_are_never_slower_than_those_of_other_rules_on_64_gpus(model, batch, rules):
     step_s = {
         rule: predicted(
-            setting(f"{model}@rtx2080ti-modelled", batch, name, cluster, "10gbe", **options)
+            setting(f"{model}@rtx2080ti-modelled", batch, name, CLUSTER, "10gbe", **options)
         ).step_s
-        for rule, (name, options) in rules.items()
+        for rule, (name, options) in {"planned": ("dear", PLANNED), **rules}.items()
     }
     for rule, seconds in step_s.items():
         print(f"{model}, {rule}: {1e3 * seconds:.2f} ms, x {seconds / step_s['planned']:.3f}")
     assert min(step_s.values()) == step_s["planned"]
-    if model != "densenet201":  # whose transfers threshold hides already
+    if "threshold" in step_s and model != "densenet201":  # whose transfers threshold hides
         assert step_s["planned"] < 0.97 * step_s["threshold"]
+
+
+def test_the_event_model_plans_as_the_file_does():
+    costs, model = table_costs("10gbe", 16), "resnet50@rtx2080ti-modelled"
+    point = setting(model, 64, "dear", Shape(hosts=16), costs, **PLANNED)
+    step = predicted(point)
+    assert stated(point).step_s == pytest.approx(step.step_s, rel=5e-3)
+    # Here a start-up occupies the link, too, so most of the 161 gradients are merged.
+    assert step.messages < 30

@@ -27,6 +27,8 @@ MOST_STATES = 48
 the best, an even choice of them."""
 DEARER = 1.1
 """Factor of the costs up to which a plan should not get worse by fewer messages."""
+POINTS = 4096
+"""Largest number of sizes in a table of times."""
 NOTHING = 1e-6
 """Share of the backward pass that counts as no time."""
 
@@ -190,16 +192,16 @@ def _search(passes: Passes, legs: Legs, kinds: Sequence[Hashable], limit_s: floa
     ends = [0, *itertools.accumulate(gradient.nbytes for gradient in gradients)]
     zero = np.zeros(1, np.int64)
     everything = _States(zero, np.zeros(1), np.full(1, -math.inf), zero, zero)
+    times, sums, reads = _Times(ends, legs), np.array(ends, np.float64), np.array(reads_s)
     first = 0
     for last, gradient in enumerate(gradients):
         if last and kinds[last] != kinds[last - 1]:
             first = last
-        groups = [legs.times(ends[last + 1] - ends[i]) for i in range(first, last + 1)]
-        earliest = list(itertools.accumulate(reversed(reads_s[first : last + 1]), min))[::-1]
-        table = np.array([(*times, read) for times, read in zip(groups, earliest, strict=True)])
         before = np.flatnonzero(everything.count >= first)
         plans = everything.chosen(before)
-        busy_s, _, second_s, start_up_s, read_s = table[plans.count - first].T
+        busy_s, _, second_s, start_up_s = times(sums[last + 1] - sums[plans.count])
+        earliest_s = np.minimum.accumulate(reads[first : last + 1][::-1])[::-1]
+        read_s = earliest_s[plans.count - first]
         sends = second_s + start_up_s > 0
         extended = _States(
             np.full(len(before), last + 1),
@@ -220,6 +222,31 @@ def _search(passes: Passes, legs: Legs, kinds: Sequence[Hashable], limit_s: floa
             everything = everything.joined(extended.chosen(hopeful).best())
     complete = np.flatnonzero(everything.count == len(gradients))
     return [_groups_of(everything, int(index)) for index in complete]
+
+
+class _Times:
+    """Table of `Legs.times` by the bytes of a group.
+
+    It has the sizes of all groups if there are few; otherwise `POINTS` sizes, between which it
+    interpolates.
+
+    Args:
+        ends: bytes of the first gradients, from none to all.
+    """
+
+    def __init__(self, ends: Sequence[int], legs: Legs) -> None:
+        sizes = {0.0, float(ends[-1])}
+        if len(ends) * len(ends) < POINTS:
+            sizes.update(float(end - start) for start, end in itertools.combinations(ends, 2))
+        else:
+            least = min(end - start for start, end in itertools.pairwise(ends) if end > start)
+            sizes.update(np.geomspace(least, ends[-1], POINTS).tolist())
+            sizes.update((legs.small_bytes, math.nextafter(legs.small_bytes, math.inf)))
+        self._sizes = np.array(sorted(sizes))
+        self._columns = np.array([legs.times(nbytes) for nbytes in self._sizes.tolist()]).T
+
+    def __call__(self, nbytes: Floats) -> list[Floats]:
+        return [np.interp(nbytes, self._sizes, column) for column in self._columns]
 
 
 def _groups_of(plans: _States, index: int) -> Groups:

@@ -14,10 +14,10 @@ CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc
 
 # Each of them uses all cores.
 .NOTPARALLEL:
-.PHONY: bench first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records docs lint system-packages clean help
+.PHONY: bench predicted first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records docs lint system-packages clean help
 
 help:
-	@echo "make bench            set up, then the default sweep: a table and a plot"
+	@echo "make bench            set up, a predicted table of 64 GPUs, then the default sweep"
 	@echo "make test             set up, then the tests of every part (about 8 minutes on 2 cores)"
 	@echo "make test-all         the same and everything that takes longer"
 	@echo "make retest           only the tests that failed last"
@@ -34,9 +34,13 @@ help:
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
 	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
 
-# The first table does not wait for Horovod, which takes longest to build; its rows come after it.
-bench: $(READY) $(CORE) $(if $(wildcard $(HOROVOD)),,first-table) $(HOROVOD)
+# The predicted table needs nothing that is compiled. The first measured table does not wait for
+# Horovod, which takes longest to build; its rows come after it.
+bench: $(READY) predicted $(CORE) $(if $(wildcard $(HOROVOD)),,first-table) $(HOROVOD)
 	$(PY) benchmarks.py
+
+predicted: $(READY)
+	$(PY) benchmarks.py predict
 
 first-table: $(READY) $(CORE)
 	$(PY) benchmarks.py run --filter 'ddp|wfbp|dear'

@@ -42,7 +42,7 @@ from common.results.committed.catalogue import Recipe
 from common.results.records import Record
 from dear.errors import UserError, unknown
 
-_SWEEP_FILES = ("experiment.json", "records.jsonl", "table.md")
+_SWEEP_FILES = ("experiment.json", "records.jsonl", store.FORESEEN, "table.md")
 EVIDENCE_BYTES = 300_000
 """Largest size of the raw measurements in a record."""
 
@@ -201,7 +201,8 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
 
     folder = logs / load(experiment, recipe.set).name
     for name in _SWEEP_FILES:
-        shutil.copy2(folder / name, out / name)
+        if name != store.FORESEEN or (folder / name).exists():  # only emulated sweeps have it
+            shutil.copy2(folder / name, out / name)
     records = store.Comparison.load(folder).results(folder)
     shutil.copy2(gallery.main_figure(records).draw(folder, work / "plots")[0], out)
     return True

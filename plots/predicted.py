@@ -1,4 +1,7 @@
-"""Series of predictions over workers, bandwidth, latency, ...: `predict --over AXIS --figure`."""
+"""Predicted steps: speed-ups (`predict --figure`), or series over workers, bandwidth, latency, ...
+
+`predict --over AXIS --figure FOLDER` draws a series.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from common.results.records import grouped
 from common.results.tables.predicted import PredictedRow
 from common.virtual.over import AXES, Point
+from dear.errors import UserError
 from plots import style
-from plots.looks import Look, looks_of
+from plots.looks import FLAGGED, Look, looks_of
 
 _MOST_TICKS = 8
 Value = Callable[[PredictedRow], float | None]
@@ -40,15 +46,65 @@ _PANELS: tuple[tuple[str, str, Value], ...] = (
 )
 
 
-def draw(rows: Sequence[PredictedRow], out: Path) -> list[Path]:
-    """Writes AXIS.png, .pdf and, with the data, .csv; returns the paths.
+def draw(rows: Sequence[PredictedRow], out: Path, base: str) -> list[Path]:
+    """Writes AXIS.png (speed-up.png without a series), .pdf and, with the data, .csv.
 
     Args:
-        rows: rows of a series; those without a prediction are left out.
+        rows: rows of all trials; those without a prediction are left out.
+        base: label of the algorithm to which the others are compared.
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        UserError: there is nothing to draw.
     """
-    valid = [row for row in rows if row.step_s is not None and row.point is not None]
-    point = next(row.point for row in rows if row.point is not None)
+    valid = [row for row in rows if row.step_s is not None]
+    if not valid or (valid[0].point is None and all(row.baseline_s is None for row in valid)):
+        raise UserError(f"--figure: no trial has a prediction that is compared with {base}")
+    point = valid[0].point
+    if point is None:
+        return style.writer("speed-up", lambda _: speed_ups(valid, base))(out, out)
     return style.writer(point.axis, lambda _: figure(valid, point))(out, out)
+
+
+def speed_ups(rows: Sequence[PredictedRow], base: str) -> style.Drawn:
+    """Draws the speed-up of each algorithm over `base` with its range: a panel for each network."""
+    bases = {row.place: row for row in rows if row.algorithm == base}
+    compared = [row for row in rows if row.place in bases and row.algorithm != base]
+    looks = looks_of({row.algorithm: row.kind for row in compared})
+    panels = grouped(compared, lambda row: (row.world_size, row.network or ""))
+    style.setup(grid="y")
+    drawn, axes = plt.subplots(
+        len(panels), 1, figsize=(11.5, 0.8 + 2.5 * len(panels)), squeeze=False, layout="constrained"
+    )
+    data = []
+    for axis, ((workers, network), here) in zip(axes[:, 0], panels.items(), strict=True):
+        style.title(axis, f"{workers} workers, {network}")
+        axis.axhline(1, color="#555555", lw=1, zorder=3)
+        axis.set_ylabel(f"speed-up over {base}", fontsize=8)
+        cells = grouped(here, lambda row: (row.model, row.batch))
+        axis.set_xticks(
+            range(len(cells)), [f"{name.partition('@')[0]}, {batch}" for name, batch in cells]
+        )
+        width = 0.84 / len(looks)
+        for place, cell in enumerate(cells.values()):
+            for row in cell:
+                at = place + width * (list(looks).index(row.algorithm) - (len(looks) - 1) / 2)
+                ratio, low, high = row.speed_up(bases[row.place])
+                axis.bar(
+                    at, ratio, 0.9 * width, **(FLAGGED if row.flag else looks[row.algorithm].bar)
+                )
+                style.whisker(axis, at, ratio, (low, high))
+                data.append({**_named(row), "speed_up": ratio, "low": low, "high": high})
+    handles = [Patch(**look.bar) for look in looks.values()]
+    drawn.legend(handles, list(looks), loc="outside right upper", frameon=False, fontsize=8)
+    _note(
+        drawn,
+        f"Computed on a virtual clock (docs/prediction.md): steps of {base} / steps of "
+        "the algorithm; labels: model, batch; whiskers: range of costs and compute; grey: flagged",
+    )
+    return drawn, style.data(data)
 
 
 def figure(rows: Sequence[PredictedRow], point: Point) -> style.Drawn:
@@ -70,10 +126,7 @@ def figure(rows: Sequence[PredictedRow], point: Point) -> style.Drawn:
                 axis.set_ylim(0, 1.08 if name == "efficiency" else None)
     style.legend(drawn, looks)
     text = "Computed on a virtual clock (docs/prediction.md); efficiency: step of one GPU alone / "
-    text += "step; dotted: throughput at an efficiency of 1"
-    drawn.supxlabel(
-        "\n".join(textwrap.wrap(text, 180)), fontsize=7, color="#555555", x=0.01, ha="left"
-    )
+    _note(drawn, f"{text}step; dotted: throughput at an efficiency of 1")
     return drawn, style.data(map(_data, rows))
 
 
@@ -119,9 +172,17 @@ def _ideal(axis: Axes, rows: Sequence[PredictedRow], point: Point) -> None:
         axis.set_ylim(0, None)
 
 
-def _data(row: PredictedRow) -> dict[str, object]:
+def _note(drawn: Figure, text: str) -> None:
+    lines = "\n".join(textwrap.wrap(text, 180))
+    drawn.supxlabel(lines, fontsize=7, color="#555555", x=0.01, ha="left")
+
+
+def _named(row: PredictedRow) -> dict[str, object]:
     names = ["model", "batch", "world_size", "network", "algorithm"]
     names += ["step_s", "step_low_s", "step_high_s", "compute_s"]
-    values = {name: getattr(row, name) for name in names}
+    return {name: getattr(row, name) for name in names}
+
+
+def _data(row: PredictedRow) -> dict[str, object]:
     panels = {name: value(row) for name, _, value in _PANELS}
-    return {"axis": row.point and row.point.axis, "value": _x(row), **values, **panels}
+    return {"axis": row.point and row.point.axis, "value": _x(row), **_named(row), **panels}

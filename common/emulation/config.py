@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from common.emulation.links.profile import network_profile
+from common.paths import COMMAND
 from dear.errors import UserError, unknown
 from dear.options import at_least, positive
 
@@ -42,8 +43,8 @@ class ClusterConfig:
     """Real seconds per emulated second; null: chosen to suit this machine."""
     min_time_scale: float = 1.0
     """Smallest time scale that is chosen automatically. A larger one has a smaller systematic
-    error. A later run of the same sweep keeps the scale, so a larger one also suits heavier
-    algorithms that you add later."""
+    error. Later runs of the same sweep keep their scale, so a larger one also leaves room for
+    heavier algorithms that you add later."""
     max_time_scale: float = 40.0
     """Largest time scale that is chosen automatically. A trial that needs a larger one is
     `unsupported`: too heavy for this machine."""
@@ -57,8 +58,11 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         at_least("cluster.hosts", self.hosts, 1)
-        if self.hosts > MAX_HOSTS:
-            raise UserError(f"cluster.hosts must be at most {MAX_HOSTS}, got {self.hosts}")
+        if self.kind == "emulated" and self.hosts > MAX_HOSTS:
+            raise UserError(
+                f"cluster.hosts must be at most {MAX_HOSTS}, got {self.hosts}; "
+                f"`{COMMAND} predict` takes more"
+            )
         at_least("cluster.ranks_per_host", self.ranks_per_host, 1)
         for key in ("engine", "inside"):
             if self.kind == "emulated" and getattr(self, key) is not None:

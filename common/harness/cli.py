@@ -88,6 +88,8 @@ def run_variables(arguments: Sequence[str], environ: Mapping[str, str] = os.envi
         print(f"error: {error}", file=sys.stderr)
         return Status.USER_ERROR
     print(words, file=sys.stderr)
+    if environ.get("cluster") == variables.PREDICTED:
+        return main(["predict", variables.EXPERIMENT, *flags, *arguments])
     how = ("--rerun", "all", "--stream", "--no-plot")
     return main(["run", variables.EXPERIMENT, *flags, *how, *arguments])
 

@@ -136,7 +136,7 @@ class Experiment:
     faults: tuple[Fault, ...] = ()
     """Faults with which every trial runs, in addition to a run without a fault."""
     collective_timeout_s: float = 300.0
-    """Time limit of one collective, in real seconds; then it fails."""
+    """Time limit of one collective, in real seconds; a longer collective fails."""
     launcher: str = "local"
     """Program that starts the ranks: local, torchrun, mpirun, ssh or slurm."""
     launcher_options: dict[str, Any] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Experiment:
     """Also print, at the end, the result lines that the reference suites print
     (docs/references.md), for programs that read them."""
     timeout_s: float = 600.0
-    """Time limit of one repeat of one trial, in seconds; then it is killed."""
+    """Time limit of one repeat of one trial, in seconds; a longer repeat is stopped."""
 
     def __post_init__(self) -> None:
         for key, kind in (("algorithms", AlgorithmChoice), ("models", ModelChoice)):
@@ -275,8 +275,11 @@ class Experiment:
             raise UserError("launcher: slurm does not run on virtual hosts; use ssh or mpirun")
         if self.device != "cpu":
             raise UserError("device: virtual hosts share this machine's CPUs; use device: cpu")
+        is_predicted = self.cluster.kind == "predicted"
+        if is_predicted and self.measure != MeasureConfig():
+            raise UserError("measure: a predicted cluster has nothing to measure; leave it out")
         slots = self.cluster.hosts * self.cluster.ranks_per_host
-        if max(self.worlds) > slots:
+        if max(self.worlds) > slots and not is_predicted:  # it has as many hosts as needed
             raise UserError(
                 f"world_sizes: {max(self.worlds)} workers do not fit on {self.cluster.hosts} hosts "
                 f"with {self.cluster.ranks_per_host} ranks each"

@@ -110,12 +110,21 @@ class CommandLine:
         """Sets the GPU of the command line's models, except where `--set` has set it.
 
         On virtual hosts, models are always replayed: this machine would compute at another speed.
-        Elsewhere, models compute, unless `--gpu` names a GPU.
+        On a predicted cluster, those of the experiment are replayed, too. Elsewhere, models
+        compute, unless `--gpu` names a GPU.
         """
-        for model in _as_list(values.get("models")):
-            if not isinstance(model, dict) or model.get("name") not in self.models:
+        cluster = values.get("cluster")
+        predicted = isinstance(cluster, dict) and cluster.get("kind") == "predicted"
+        models = _as_list(values.get("models"))
+        if predicted and models:
+            models = [{"name": model} if isinstance(model, str) else model for model in models]
+            values["models"] = models
+        for model in models:
+            if not isinstance(model, dict) or not isinstance(model.get("name"), str):
                 continue
-            if self.gpu is not None:
+            if model["name"] not in self.models and not predicted:
+                continue
+            if self.gpu is not None and model["name"] in self.models:
                 model["gpu"] = self.gpu
             elif values.get("cluster") and "@" not in model["name"] and "gpu" not in model:
                 model["gpu"] = custom.HERE if custom.gpu_available() else gpus.DEFAULT

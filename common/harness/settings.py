@@ -50,8 +50,8 @@ class MeasureConfig:
     """Number and length of the measurements. Each step is timed; warm-up steps are left out."""
 
     repeats: int | tuple[int, int] = 3
-    """Separate starts of the workers, interleaved with those of the compared algorithms. With
-    `precision`: the smallest and the largest number, as [5, 12]."""
+    """Number of launches of a trial, interleaved with those of the trials that it is compared with.
+    With `precision`: the smallest and the largest number, as [5, 12]."""
     precision: float | None = None
     """Half width of the 95 % intervals, relative to the value. Trials that are compared with each
     other end together, when all their intervals are this narrow."""
@@ -121,9 +121,9 @@ class ScheduleConfig:
     """Schedule of the learning rate, by torch's schedulers; it changes before each step."""
 
     kind: Literal["constant", "multistep", "cosine", "exponential"] = "constant"
-    """Form of the schedule. `multistep`: times `gamma` after each of `milestones`; `cosine`: falls
-    along half a cosine, to 0 at the end; `exponential`: times `gamma` per epoch, a little in each
-    step."""
+    """Form of the schedule. `multistep`: the rate is multiplied by `gamma` after each of
+    `milestones`; `cosine`: it falls along half a cosine, to 0 at the end; `exponential`: it is
+    multiplied by `gamma` per epoch, by a small factor in each step."""
     milestones: tuple[int, ...] = ()
     """Epochs in ascending order, for `multistep`."""
     gamma: float = 0.1
@@ -164,9 +164,9 @@ class LearnConfig:
     their own pace."""
 
     budget_s: float = 20.0
-    """Seconds of training, emulated seconds on virtual hosts. Evaluation does not count."""
+    """Seconds of training, without evaluation; on virtual hosts, emulated seconds."""
     eval_every_s: float = 1.0
-    """Seconds of training between two copies of the parameters. They are evaluated afterwards."""
+    """Seconds of training between two copies of the parameters, which are evaluated afterwards."""
     epochs: int | None = None
     """Epochs of training, in place of `budget_s`. Needs `data`."""
     eval_every_epochs: int = 1
@@ -186,7 +186,7 @@ class LearnConfig:
     """Samples per step of each rank, in place of the model's. A slower host may have fewer.
     Averages weigh all ranks equally. Needs `data`."""
     target_accuracy: float | None = None
-    """Accuracy, 0 .. 1, for which the time to reach it is recorded; null: none."""
+    """Accuracy, 0 .. 1, as a target; the time to reach it is recorded. null: no target."""
 
     def __post_init__(self) -> None:
         if self.batch_sizes is not None:

@@ -5,6 +5,7 @@ the variables of a method. This file translates the others, and finds hosts for 
 
 - the hosts of `configs/cluster$nworkers`, or this machine;
 - with `cluster=emulated` virtual hosts on this machine;
+- with `cluster=predicted` none: the steps are computed;
 - with `nnodes`, `node_rank` and `master`, nodes that are each started by hand.
 
 Wrong values raise an error before anything starts. `command` goes the other way: it returns the
@@ -39,6 +40,9 @@ from dear.training.algorithm import algorithm_options
 
 NETWORKS = {"0": "10gbe", "1": "100gbib", "2": "100gbe"}
 """Network of each value of `rdma` on virtual hosts: Ethernet, InfiniBand, TCP over its cards."""
+PREDICTED = "predicted"
+CLUSTERS = ("emulated", PREDICTED)
+"""Values of `cluster`."""
 DEFAULTS = {"method": "dear", "dnn": "resnet50", "bs": "64", "nworkers": "8", "senlen": "64"}
 DEFAULTS |= {"rdma": "0", "cluster": "", "ngpu_per_node": "", "WFSGD_TIMELINE": ""}
 DEFAULTS |= {"nnodes": "", "node_rank": "", "master": ""}
@@ -46,8 +50,9 @@ DEFAULTS |= {"nnodes": "", "node_rank": "", "master": ""}
 `master` are our own."""
 _KNOWN = {*DEFAULTS, *aliases.VARIABLES}
 _WAYS = (
-    "write your hosts into configs/cluster{n}, say cluster=emulated (virtual hosts here), or start "
-    "each node by hand with nnodes=, node_rank= and master="
+    "write your hosts into configs/cluster{n}, say cluster=emulated (virtual hosts here) or "
+    "cluster=predicted (computed steps), or start each node by hand with nnodes=, node_rank= and "
+    "master="
 )
 
 
@@ -81,7 +86,7 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
     if by_hand:
         place, words = _by_hand(given, by_hand)
     elif given["cluster"]:
-        one_of("cluster", given["cluster"], {"emulated": ""})
+        one_of("cluster", given["cluster"], dict.fromkeys(CLUSTERS, ""))
         model["name"] = _replayed(given["dnn"])
         place, words = _emulated(given, numbers["nworkers"])
     else:
@@ -120,6 +125,9 @@ def _emulated(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str
         raise UserError(f"nworkers={ranks}: ngpu_per_node={per_host} does not divide it")
     cluster = {"hosts": ranks // per_host, "ranks_per_host": per_host}
     cluster["network"] = NETWORKS[given["rdma"]]
+    if given["cluster"] == PREDICTED:
+        words = f"predicted: {cluster['hosts']} hosts on {cluster['network']}"
+        return {"cluster": {"kind": PREDICTED, **cluster}}, words
     words = f"launcher: {cluster['hosts']} virtual hosts on {cluster['network']}"
     return {"cluster": cluster}, words
 

@@ -136,7 +136,7 @@ def table(costs: NetworkCosts) -> list[str]:
     for name, cost in costs.by_operation().items():
         if cost.smallest_bytes > _SMALL:
             smallest = _size(cost.smallest_bytes)
-            lines.append(f"{name}: nothing below {smallest} was measured, so that is extrapolated")
+            lines.append(f"{name}: costs below {smallest} were not measured; they are extrapolated")
     return [line.rstrip() for line in lines]
 
 

@@ -11,11 +11,12 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.results.records import SCHEMA, JsonObject, Record, typed
+from common.results.records.trust import Foreseen
 from dear.errors import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -143,12 +144,15 @@ def merge(parts: Sequence[Path], into: Path) -> Comparison:
     for record in sorted(records, key=lambda record: record.ok):
         append(into / "records.jsonl", record)
     comparisons[0].save(into)
+    save_foreseen(into, [r for part in parts for r in comparisons[0].results(part)])
     for run in dict.fromkeys(run for part in parts for run in runs(part)):
         run.save(into)
     return comparisons[0]
 
 
 _EXPERIMENT, _RUNS = "experiment.json", "runs.jsonl"
+FORESEEN = "foreseen.json"
+"""File with the predicted steps of a sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +178,29 @@ def runs(folder: Path) -> list[Run]:
     path = folder / _RUNS
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     return [typed(Run, values) for line in lines if (values := _parsed(line)) is not None]
+
+
+def save_foreseen(folder: Path, records: Iterable[Record]) -> None:
+    """Writes the predicted steps of measured records beside them; replaces the earlier ones."""
+    known = {
+        _measurement(record): dataclasses.asdict(record.foreseen)
+        for record in records
+        if record.foreseen is not None
+    }
+    half = folder / f".{FORESEEN}.{os.getpid()}"
+    half.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    half.replace(folder / FORESEEN)
+
+
+def load_foreseen(folder: Path) -> dict[str, Foreseen]:
+    """Reads what `save_foreseen` wrote, by hash and start of the record; empty if nothing was."""
+    path = folder / FORESEEN
+    values = _parsed(path.read_bytes()) if path.exists() else None
+    return {key: typed(Foreseen, value) for key, value in (values or {}).items()}
+
+
+def _measurement(record: Record) -> str:
+    return f"{record.hash} {record.started}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,4 +232,8 @@ class Comparison:
     def results(self, folder: Path) -> list[Record]:
         """Returns the newest record of each trial that has one."""
         newest = latest(load(folder / "records.jsonl"))
-        return [newest[trial] for trial in self.trials if trial in newest]
+        foreseen = load_foreseen(folder)
+        return [
+            dataclasses.replace(record, foreseen=foreseen.get(_measurement(record)))
+            for record in (newest[trial] for trial in self.trials if trial in newest)
+        ]

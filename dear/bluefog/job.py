@@ -225,7 +225,8 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
         is_weighted: use the weights of the edges; otherwise 1 / (number of sources + 1).
 
     Returns:
-        True; or False, without a change, while windows exist: their slots need the old topology.
+        True; or False, and the topology stays, if windows exist, because these use the old
+        topology.
 
     Raises:
         UserError: the nodes are not the ranks, the graph is not strongly connected, ranks give

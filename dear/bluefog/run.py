@@ -124,7 +124,7 @@ def notebook_words(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replaces this process by the program on all ranks; prints an error, and returns 2 then."""
+    """Replaces this process by the program on all ranks. On an error, prints it and returns 2."""
     given = sys.argv[1:] if arguments is None else arguments
     return _become(lambda: words(given), loud="--verbose" in given)
 

@@ -30,10 +30,10 @@ _NEEDLESS = {
 
 
 def bucket_mb() -> float:
-    """Returns the size of buckets in MB: BLUEFOG_FUSION_THRESHOLD (bytes), else the usual one.
+    """Returns the size of buckets in MB: BLUEFOG_FUSION_THRESHOLD (bytes), else the default.
 
     Raises:
-        UserError: its value is no whole number.
+        UserError: the variable's value is not a whole number.
     """
     text = os.environ.get(FUSION)
     if not text:

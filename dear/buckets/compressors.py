@@ -44,9 +44,9 @@ class HalfOptions(Options):
     """Options of algorithms whose only compression sends each element in fewer bits."""
 
     compression: Literal["none", "fp16", "bf16"] = "none"
-    """`fp16`, `bf16`: gradients travel in 16 bits per element. They are divided by the number of
-    ranks before the sum, so that fp16 overflows no sooner than the gradient itself. Everything else
-    keeps its dtype."""
+    """`fp16`, `bf16`: gradients are sent in 16 bits per element. They are divided by the number of
+    ranks before the sum, so that the sum overflows in fp16 only if a gradient does. Parameters keep
+    their dtype."""
 
     def refuse(
         self, params: Sequence[torch.nn.Parameter], groups: Sequence[Mapping[str, Any]] = ()
@@ -60,7 +60,7 @@ class HalfOptions(Options):
 
     @property
     def wire(self) -> torch.dtype | None:
-        """Dtype in which gradients travel; None means their own."""
+        """Dtype in which gradients are sent; None: the dtype that they have."""
         if self.compression == "fp16":
             return torch.float16
         return torch.bfloat16 if self.compression == "bf16" else None
@@ -84,8 +84,8 @@ class CompressedOptions(HalfOptions):
     """Options of algorithms that support every compression."""
 
     compression: Literal[Compression, "gtopk"] = "none"  # type: ignore[assignment]  # the base's methods know all
-    """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: only the elements of largest
-    magnitude travel. `eftopk`: `topk` with error feedback, which adds what was not sent to the next
+    """`fp16`, `bf16`: each element is sent in 16 bits. `topk`: only elements of large magnitude are
+    sent. `eftopk`: `topk` with error feedback, which adds what was not sent to the next
     gradient. `gaussian`: `eftopk` with a faster selection, which assumes normally distributed
     elements. `dgcsampling`: `eftopk` with a selection by a sample of the elements, as in Deep
     Gradient Compression. `gtopk`: `eftopk`, and only the largest elements of the sum over ranks are
@@ -93,15 +93,15 @@ class CompressedOptions(HalfOptions):
     a power of 2. `signum`: signs, by majority vote. `efsignum`: signs times the mean magnitude,
     with error feedback."""
     density: float = DENSITY
-    """Sparse compressions only: share of the elements that travel, in (0, 1]; at least one element
-    does."""
+    """Sparse compressions only: share of the elements that are sent, in (0, 1]; at least one is
+    sent."""
     density_warmup_steps: int = 0
     """Sparse compressions only: number of communicated backward passes over which the density falls
     exponentially from 0.25 to `density`."""
     momentum_correction: float = field(default=0.0, metadata=LATER)
     """Momentum, in [0, 1), of `eftopk`, `dgcsampling` and `gtopk`: each rank adds its velocity, not
     its gradient, to what was not sent (Deep Gradient Compression, arXiv 1712.01887). The optimizer
-    must then have no momentum of its own. Also a world of one compresses."""
+    must then have no momentum of its own. A single rank compresses, too."""
     factor_masking: bool = field(default=True, metadata=LATER)
     """True: with momentum_correction, elements that were sent lose their velocity."""
 
@@ -243,7 +243,7 @@ class TopK(Compressor):
     """Selection of the elements of largest magnitude (Aji and Heafield 2017, arXiv 1704.05021).
 
     Args:
-        density: share of the elements that travel, as a function of the number of `commit` calls.
+        density: share of the elements that are sent, as a function of the number of `commit` calls.
     """
 
     def __init__(

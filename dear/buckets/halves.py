@@ -42,7 +42,7 @@ class Decoupled(ABC):
     """Two halves of an all-reduce for one bucket.
 
     Args:
-        wire: dtype in which gradients travel; None means their own. Another dtype than their own
+        wire: dtype in which gradients are sent; None: the dtype that they have. Another dtype
             needs a staged copy. So does fp16, which is scaled before the sum (its range is small).
         skip: leave out the first half and use this rank's gradients. This is wrong on purpose: it
             measures what the first half costs.

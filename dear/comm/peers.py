@@ -18,7 +18,7 @@ T = TypeVar("T")
 log = logging.getLogger("dear")
 
 OWN = 0
-"""Slot in which a rank publishes its values; its in-neighbours' slots follow, ascending."""
+"""Slot in which a rank publishes its values; the slots of its in-neighbours follow, by rank."""
 LOOK_S = 0.5
 _numbers = itertools.count()
 

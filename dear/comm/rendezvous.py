@@ -32,7 +32,7 @@ _joins = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPoint:
-    """Place of the store: a file, or a port that rank 0 opens; neither for a world of one."""
+    """Place of the store: a file, or a port that rank 0 opens. A single rank needs neither."""
 
     path: str | None = None
     host: str | None = None

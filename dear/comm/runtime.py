@@ -168,13 +168,21 @@ def joined(facts: RankFacts, communicator: Communicator) -> Iterator[None]:
 
     All its hosts must have equally many and consecutive ranks.
     """
-    global _facts, _communicator, _alike
-    before = _facts, _communicator, _alike
-    _facts, _communicator, _alike = facts, communicator, True
+    before = become(facts, communicator)
     try:
         yield
     finally:
-        _facts, _communicator, _alike = before
+        become(*before)
+
+
+def become(
+    facts: RankFacts | None, communicator: Communicator | None, alike: bool = True
+) -> tuple[RankFacts | None, Communicator | None, bool]:
+    """Makes this process another rank, as `joined` does; returns what to call it with to undo."""
+    global _facts, _communicator, _alike
+    before = _facts, _communicator, _alike
+    _facts, _communicator, _alike = facts, communicator, alike
+    return before
 
 
 def at_end(method: Callable[[], None]) -> None:

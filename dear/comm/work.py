@@ -17,13 +17,6 @@ from dear.lazy import comm_core, torch
 CALLBACK_S = 5.0
 
 
-def _future(handle: Any) -> torch.futures.Future[Any]:
-    # Callbacks here start no collective of the same group, for whose place in the order the comm
-    # core would hold later collectives back.
-    future: torch.futures.Future[Any] = getattr(handle, "unordered_future", handle.get_future)()
-    return future
-
-
 class Work:
     """Collective that has started; its tensors may be read or written again after `wait`."""
 
@@ -57,7 +50,7 @@ class Work:
             self._device_times = clock.follow(handle, queue, communicator.clock(), tensors)
             return
         with contextlib.suppress(RuntimeError):  # Gloo's reduce-scatter has no future
-            future, recorded = _future(handle), threading.Event()
+            future, recorded = handle.get_future(), threading.Event()
             self._recorded, enqueued = recorded, communicator.clock()
             future.add_done_callback(lambda _: self._finished(queue, enqueued, recorded))
 
@@ -89,11 +82,13 @@ class Work:
                 "on_complete: NCCL does not tell the host when a collective ends; call wait(), or "
                 "use comm_core or gloo"
             )
-        _future(self._handle).add_done_callback(lambda _: callback())
+        self.future().add_done_callback(lambda _: callback())
 
     def future(self) -> torch.futures.Future[Any]:
-        """Returns a future that completes with the collective, for torch's own code."""
-        return _future(self._handle)
+        """Returns a future that completes with the collective, for callbacks that start none."""
+        ask = getattr(self._handle, "unordered_future", self._handle.get_future)
+        future: torch.futures.Future[Any] = ask()
+        return future
 
     def times(self) -> WorkTimes:
         """Returns the times of a finished collective; raises `UserError` if there are none."""

@@ -169,6 +169,27 @@ class Traffic:
         steps = [part for step in self.steps for part in (*[()] * (count - 1), step)]
         return dataclasses.replace(self, steps=tuple(steps))
 
+    def alike(self, ranks_per_host: int = 1) -> bool:
+        """Returns True if all ranks exchange as much, and as far, in each step."""
+
+        def host(rank: int) -> int:
+            return rank // ranks_per_host
+
+        for step in self.steps:
+            shares: list[list[tuple[object, ...]]] = [[] for _ in range(self.world_size)]
+            for part in step:
+                if isinstance(part, Message):
+                    far = host(part.source) != host(part.target)
+                    shares[part.source].append(("sent", far, part.share))
+                    shares[part.target].append(("received", far, part.share))
+                    continue
+                hosts = len(set(map(host, part.ranks)))
+                for rank in part.ranks:
+                    shares[rank].append(("mean", hosts, len(part.ranks), part.share))
+            if len({tuple(sorted(each, key=repr)) for each in shares}) > 1:
+                return False
+        return True
+
     def loads(self, ranks_per_host: int = 1) -> list[list[Load]]:
         """Returns the loads of the links by host and step; each host has consecutive ranks.
 

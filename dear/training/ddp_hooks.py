@@ -180,11 +180,11 @@ class PowerSgd(BucketHook):
     """PowerSGD hook (Vogels et al. 2019, arXiv 1905.13727), with error feedback.
 
     A gradient M, as a matrix, is approximated by P Q'. First P = M Q is averaged and made
-    orthogonal. Then Q = M' P is averaged; it also starts the next pass. Small gradients travel
-    whole. Messages with P overlap the backward pass. Messages with Q follow the pass, bucket by
-    bucket, so that all ranks start them in the same order. No collective waits in the callback of
-    another collective, as in torch's own hook, which only NCCL supports. All futures of a pass end
-    with its last bucket.
+    orthogonal. Then Q = M' P is averaged; it also starts the next pass. Small gradients are sent
+    uncompressed. Messages with P overlap the backward pass. Messages with Q follow the pass, bucket
+    by bucket, so that all ranks start them in the same order. No collective waits in the callback
+    of another collective, as in torch's own hook, which only NCCL supports. All futures of a pass
+    end with its last bucket.
 
     Args:
         rank: number of columns of P and Q.

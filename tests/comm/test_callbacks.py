@@ -78,6 +78,14 @@ def test_callbacks_run_in_the_order_in_which_operations_end(ranks):
     assert ranks.run(_in_order, 50)[0] == list(range(50))
 
 
+def _starting(tensor: torch.Tensor) -> Callable[[torch.futures.Future], torch.Tensor]:
+    def start(before: torch.futures.Future) -> torch.Tensor:
+        before.wait()  # raises its error
+        return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+
+    return start
+
+
 def _beside_the_program(buckets: int) -> list[tuple[float, ...]]:
     """Callbacks start collectives that the program knows nothing of, each rank at another time."""
     rank, results = dist.get_rank(), []
@@ -86,16 +94,8 @@ def _beside_the_program(buckets: int) -> list[tuple[float, ...]]:
         futures = []
         for bucket in range(buckets):
             first, second, third = (torch.full((10 * k + bucket,), float(k)) for k in (1, 2, 3))
-
-            def then(tensor: torch.Tensor) -> Callable[[torch.futures.Future], float]:
-                def start(future: torch.futures.Future) -> torch.Tensor:
-                    future.value()
-                    return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
-
-                return start
-
             future = dist.all_reduce(first, async_op=True).get_future()
-            futures.append(future.then(then(second)).then(then(third)))
+            futures.append(future.then(_starting(second)).then(_starting(third)))
             time.sleep(0.02 * (rank if step % 2 else 1 - rank))  # where one is late, then the other
         results.append(tuple(future.wait()[0].item() for future in futures))
         dist.barrier()
@@ -172,7 +172,8 @@ ENDINGS = {
         dist.all_reduce(tensor[:5], async_op=True).get_future().then(lambda _f: other.wait())
     """,
     "a callback that never returns": """
-        dist.all_reduce(tensor, async_op=True).get_future().then(lambda _f: threading.Event().wait())
+        ended = dist.all_reduce(tensor, async_op=True).get_future()
+        ended.then(lambda _f: threading.Event().wait())
     """,
     "a thread": """
         def behind():  # on one core: Python has ended before the thread's turn comes

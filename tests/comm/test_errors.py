@@ -41,9 +41,10 @@ def _mistakes(n: int) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
     # Some of it torch turns away in words of its own, or takes (meta), before a backend sees it.
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+    pairs = torch.empty(4, dtype=torch.float4_e2m1fn_x2)
     return [
         (TypeError, "Float8", lambda: all_reduce(torch.zeros(4).to(torch.float8_e4m3fn))),
-        (TypeError, "QInt8", lambda: dist.broadcast(quantized, 0)),
+        (TypeError, "Float4", lambda: dist.broadcast(pairs, 0)),
         (ValueError, "avg of uint16", lambda: all_reduce(tensor.to(torch.uint16), ReduceOp.AVG)),
         (ValueError, "share memory", lambda: all_reduce(torch.ones(1).expand(6))),
         (ValueError, str(2**32), lambda: dist.broadcast(tensor, group_src=2**32)),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from comm_core.streams.lanes import Handles
 
@@ -26,27 +29,16 @@ class Waits:
         return self.end.is_set()
 
 
-def test_a_thread_may_call_while_another_waits_for_all():
-    for method in ("wait_all", "settle_all"):
-        handles = Handles()
-        first, second = Waits(), Waits()
-        handles.new(first)
-        handles.new(second)
-        errors: list[Exception] = []
-
-        def wait(method: str = method, handles: Handles = handles) -> None:
-            try:
-                getattr(handles, method)()
-            except Exception as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        assert first.waited.wait(20)
-        last = Waits()
-        handle = handles.new(last)  # the wait may need what this thread starts now
-        assert not handles.done(handle)
-        for operation in (first, second, last):
+@pytest.mark.parametrize("method", ["wait_all", "settle_all"])
+def test_a_thread_may_call_while_another_waits_for_all(method: str):
+    handles, operations = Handles(), [Waits() for _ in range(3)]
+    for operation in operations[:2]:
+        handles.new(operation)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(getattr(handles, method))
+        assert operations[0].waited.wait(20)
+        last = handles.new(operations[2])  # the wait may need what this thread starts now
+        assert not handles.done(last)
+        for operation in operations:
             operation.end.set()
-        thread.join(20)
-        assert not thread.is_alive() and errors == []
+        ended.result(20)

@@ -104,7 +104,8 @@ def test_training_is_serial_before_and_after_the_choice(world, size, name):
     for place, (_, engines, lines) in enumerate(ranks):
         assert engines == before + [ENGINES[name]] * (10 - len(before))
         assert len(lines) == (place == 0), "it says once which and why"
-    assert f"continues with {name}, whose step should be the shortest: {name} " in ranks[0][2][0]
+    assert f"auto: continues with {name}" in ranks[0][2][0]
+    assert f" ms {name}" in ranks[0][2][0] and "; without communication " in ranks[0][2][0]
 
 
 def _chosen(steps_s: list[dict[str, float]], touch: bool = False) -> tuple[str, Any, float]:
@@ -142,9 +143,10 @@ def test_rank_0_decides_for_all(world):
     rank_0 = {"wfbp": 4.0, "mgwfbp": 2.0, "bytescheduler": 3.0, "dear": 2.5}
     others = {**rank_0, "wfbp": 1.0}
     for engine, findings, far in world(3).run(_chosen, [rank_0, others, others]):
-        assert (engine, findings["algorithm"]) == ("MgWfbpEngine", "mgwfbp")
-        assert list(findings["expected"]) == ["mgwfbp", "dear", "bytescheduler", "wfbp"]
-        assert findings["expected"]["dear"] == {"step_s": 2.5}
+        assert (engine, findings["choice"]) == ("MgWfbpEngine", "mgwfbp"), "of equals, the first"
+        names = [label.partition(" ")[0] for label in findings["expected"]]
+        assert list(dict.fromkeys(names)) == ["mgwfbp", "dear", "bytescheduler", "wfbp"]
+        assert findings["expected"]["dear fusion=planned"] == {"step_s": 2.5}
         assert far < 1e-5
 
 
@@ -219,7 +221,9 @@ def test_the_settling_steps_are_those_of_the_profile_and_of_the_slowest_candidat
     options = algorithm_options("auto", {"profile_steps": 4})
     assert options.settling_steps() == 4 + tuning.WATCHED_STEPS
     alone = algorithm_options("auto", {"candidates": ["wfbp"], "compression": "bf16"})
-    assert alone.settling_steps() == 5 and alone.of("wfbp").compression == "bf16"
+    assert alone.settling_steps() == 5
+    half = algorithm_options("wfbp", {"compression": "bf16"})
+    assert alone.variants() == {"wfbp": ("wfbp", half)}
 
 
 def _choice_at(alpha_s: float) -> str:
@@ -229,7 +233,7 @@ def _choice_at(alpha_s: float) -> str:
     costs = AlphaBeta(alpha_s=alpha_s, beta_s_per_byte=1e-12)
     with mock.patch.object(tuning, "measured_costs", lambda *_: costs):
         steps(model, optimizer, mine(), range(5))
-    chosen = optimizer.findings()["auto"]["algorithm"]
+    chosen = optimizer.findings()["auto"]["choice"].partition(" ")[0]
     optimizer.close()
     return chosen
 

@@ -121,4 +121,5 @@ def test_compiled_models_train_as_others_do(world, name, way):
         for off, sizes in world(2, name).run(far, name, make, way, eager):
             assert off < 1e-5 or name not in SYNCHRONOUS, (make, eager)
             parts = {"by_layers": 4, "run_before": 2}.get(way, 2)
-            assert len(sizes) <= parts * (1 + (eager == 0)), sizes
+            changes = name == "auto"  # to the hooks of another algorithm
+            assert len(sizes) <= parts * (1 + (eager == 0) + changes), sizes

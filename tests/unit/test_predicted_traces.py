@@ -8,13 +8,17 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+import torch
 
 from common.harness.cli import main
 from common.results.exports import chakra, traces
 from common.virtual.costs.parts import Shape
 from common.virtual.passes import UnmodelledError
+from common.virtual.trace import Computation, Recorder, Sent
+from common.virtual.world.alike import Alike
+from common.virtual.world.communicator import _Worker
+from common.virtual.world.network import Group
 from common.virtual.world.run import predicted, traced
-from common.virtual.world.trace import Computation, Sent
 from dear.cost.event_model.events import Events
 from dear.cost.event_model.link import Link
 from dear.errors import UserError
@@ -55,6 +59,17 @@ def test_each_node_starts_when_the_last_node_before_it_ends(name):
         assert times(node)[0] == pytest.approx(max(ends), abs=1e-9), (node, node.after)
 
 
+@pytest.mark.parametrize("name", ["ddp", "dear", "hierarchical"])
+def test_the_training_computes_or_waits(name):
+    """Threads that only pass messages on wait, too, but do not hold the training up."""
+    point = setting("resnet50@rtx2080ti-modelled", 64, name, SHAPE, "10gbe")
+    step, trace = predicted(point), traced(point)
+    work = [node for node in trace.nodes if isinstance(node, Computation)]
+    compute_s = sum(node.end_s - node.start_s for node in work) / len(trace.phases_s)
+    assert step.exposed_s > 1e-4
+    assert compute_s + step.exposed_s == pytest.approx(step.step_s)
+
+
 @pytest.mark.parametrize("name", ["ddp", "dear", "wfbp", "fsdp", "hierarchical"])
 def test_a_timeline_shows_the_predicted_step(name, tmp_path):
     point = tiny(name)
@@ -88,10 +103,6 @@ def test_a_timeline_shows_the_predicted_step(name, tmp_path):
 
 def decoded(path):
     """Returns the metadata and the nodes of a file, as Chakra's own tool prints them."""
-    pytest.importorskip(
-        "chakra.src.jsonizer.jsonizer",
-        reason=NEEDED,
-    )
     text = path.with_suffix(".json")
     command = [sys.executable, "-m", "chakra.src.jsonizer.jsonizer"]
     subprocess.run(
@@ -151,6 +162,7 @@ def test_the_chakra_tool_reads_what_dear_computes_and_sends(tmp_path):
 
 
 def test_groups_of_other_ranks_are_like_those_of_rank_0(tmp_path):
+    pytest.importorskip("chakra", reason=NEEDED)
     trace = traced(tiny("hierarchical"))
     chakra.write(trace, SHAPE.ranks, tmp_path)
     groups = json.loads((tmp_path / "comm_groups.json").read_text())
@@ -196,6 +208,25 @@ def test_predict_writes_a_folder_for_each_trial(tmp_path, capsys):
     assert "1 traces in" in output.err and "its library does not run" in output.err
     (folder,) = tmp_path.iterdir()
     assert "-n64-ddp-" in folder.name and (folder / "merged.json").exists()
+
+
+def test_threads_and_callbacks_pass_on_what_they_have_awaited():
+    network = Alike(SHAPE, tiny("wfbp").costs, engine="nccl", priorities=False)
+    nodes = (recorder := Recorder()).nodes
+    network.recorder, worker = recorder, _Worker(network)
+
+    def send():
+        group = Group("all", tuple(range(SHAPE.ranks)))
+        return network.meet("all_reduce", group, 1 << 20, torch.zeros(1, 0), lambda parts: None)
+
+    first = send()
+    worker.submit(first.wait).result()
+    send().wait()
+    third = worker.submit(send).result()
+    third.on_end(send)
+    third.wait()
+    before = [[nodes.index(earlier) for earlier in node.after] for node in nodes]
+    assert before == [[], [0], [0, 1], [2]]
 
 
 def again(trace, shape, costs):

@@ -242,7 +242,7 @@ def test_the_same_command_on_each_node_differs_in_its_number(machine):
         ({"nworkers": "no"}, "nworkers=no: must be a whole number"),
         ({"nworkers": "0"}, "nworkers=0: must be a whole number, at least 1"),
         ({"nworkers": "2", "bs": "0"}, "bs=0: must be a whole number, at least 1"),
-        ({"cluster": "predicted"}, r"unknown cluster 'predicted' \(allowed: emulated\)"),
+        ({"cluster": "real"}, r"unknown cluster 'real' \(allowed: emulated, predicted\)"),
         ({"cluster": "emulated", "ngpu_per_node": "3"}, "ngpu_per_node=3 does not divide it"),
         ({"node_rank": "1"}, r"^node_rank=1: nodes .* by hand need nnodes and master too"),
         ({"nnodes": "2"}, r"^nnodes=2: nodes .* by hand need master too"),

@@ -1,12 +1,21 @@
-"""Series of predictions over sizes and links, and steps that are extrapolated."""
+"""Predictions over sizes and links, in figures, and beside measured steps."""
 
+import itertools
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
 from common.harness.cli import main
+from common.harness.verbs import validate
 from common.paths import ROOT
+from common.results import store
+from common.results.report.overview import overview
+from common.results.store import Comparison
+from common.results.tables.predicted import PredictedRow
 from common.virtual.over import reached
+from dear.errors import UserError
 
 TINY = ["--model", "mnist_cnn@rtx2080ti-modelled", "--batch", "32", "-k", "10gbe"]
 
@@ -47,7 +56,6 @@ def test_a_step_is_extrapolated_from_two_time_scales(tmp_path, capsys):
         (["--over", "latency="], "must be numbers above 0"),
         (["--over", "start_up"], "goes with --alpha-ms"),
         (["--over", "latency", "--alpha-ms", "1", "--beta-ns", "1"], "costs of a network"),
-        (["--figure", "f"], "it goes with --over"),
     ],
 )
 def test_a_bad_series_is_one_line(arguments, message, capsys):
@@ -93,3 +101,56 @@ def test_bandwidths_are_printed_by_share(capsys):
     line = capsys.readouterr().out.splitlines()[-2]
     gbps = [float(cell) for cell in line.split("|")[4:7]]
     assert gbps == sorted(gbps)
+
+
+def test_measured_trials_are_predicted_once(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "docs" / "records" / "emulated-quick", tmp_path / "sweep")
+    folder = tmp_path / "sweep"
+    chosen = [r for r in Comparison.load(folder).results(folder) if r.label in ("wfbp", "dear")]
+    Comparison(compare_to="wfbp", trials=tuple(r.hash for r in chosen)).save(folder)
+    assert "predicted / measured" not in comparison_text(chosen)
+    calls = []
+
+    def mapped(call, arguments):
+        calls.extend(arguments)
+        return list(itertools.starmap(call, arguments))
+
+    monkeypatch.setattr(validate, "mapped", mapped)
+    kept = validate.keep_predictions(folder, chosen)
+    assert [record.foreseen.step_s for record in kept] == pytest.approx(
+        [record.step_s for record in kept], rel=0.05
+    )
+    assert all(record.foreseen.costs_of != record.trial["model"] for record in kept)
+    again = Comparison.load(folder).results(folder)
+    assert again == kept and validate.keep_predictions(folder, again) == kept
+    assert len(calls) == len(chosen)
+    assert "predicted / measured" in comparison_text(again)
+    # A prediction belongs to one measurement; the next one has other costs.
+    store.append(folder / "records.jsonl", replace(chosen[0], started="2100-01-01T00:00:00+00:00"))
+    assert [r.foreseen is None for r in Comparison.load(folder).results(folder)].count(True) == 1
+
+
+def comparison_text(records):
+    """Returns the table of a sweep as Markdown."""
+    return overview(records, "wfbp").table.markdown()
+
+
+def test_a_figure_has_the_speed_ups_of_the_table(tmp_path):
+    figure = pytest.importorskip("plots.predicted")
+    place = {"model": "m@gpu", "batch": 8, "world_size": 64, "network": "10gbe"}
+    base = PredictedRow(**place, algorithm="ddp", step_s=1.2, step_low_s=1.0, step_high_s=1.4)
+    rows = [
+        replace(base, baseline_s=1.2),
+        replace(base, algorithm="dear", step_s=1.0, step_low_s=0.8, step_high_s=1.2),
+        replace(base, algorithm="none", step_s=None, reason="refused"),
+    ]
+    png, pdf, table = figure.draw(rows, tmp_path, "ddp")
+    assert png.name == "speed-up.png" and png.stat().st_size and pdf.exists()
+    head, line = (text.split(",") for text in table.read_text().splitlines())
+    drawn = dict(zip(head, line, strict=True))
+    assert drawn["algorithm"] == "dear"
+    assert [float(drawn[key]) for key in ("speed_up", "low", "high")] == pytest.approx(
+        [1.2, 1.4 / 1.2, 1.25]
+    )
+    with pytest.raises(UserError, match="no trial has a prediction that is compared with wfbp"):
+        figure.draw([replace(row, baseline_s=None) for row in rows], tmp_path, "wfbp")

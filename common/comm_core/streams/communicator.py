@@ -44,7 +44,7 @@ class Communicator(Streams):
     and any dtype that the backend supports. A sum of bools is their logical or. Rank numbers are
     those of `group`.
 
-    Any thread may wait. Calls of several threads need an order among them that all ranks share.
+    Every thread may wait. Calls of several threads need an order that all ranks share.
 
     Invalid arguments raise TypeError or ValueError in the call. Errors of the backend (unsupported
     dtype, dead peer, timeout) are raised as RuntimeError by the call or by `syncStream` and

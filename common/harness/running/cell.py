@@ -22,6 +22,7 @@ from common.harness.running.turn import Turn, order_seed
 from common.harness.running.underway import Standing
 from common.harness.trial import Trial
 from common.launch.job import Outcome
+from common.paths import COMMAND
 from common.results.records import Order, Result
 from common.results.records.trust import Note
 
@@ -288,7 +289,8 @@ class Cell:
         if choice.time_scale > most:
             return (
                 f"too heavy for this machine: {choice.reason}, which needs time scale "
-                f"{choice.time_scale:g}, but cluster.max_time_scale is {most:g}"
+                f"{choice.time_scale:g}, but cluster.max_time_scale is {most:g}; "
+                f"`{COMMAND} predict` computes its steps"
             )
         # Only the steps take longer at a larger scale, not the start of the processes.
         more = choice.time_scale - self._fabric.time_scale

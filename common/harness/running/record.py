@@ -197,7 +197,7 @@ def _notes(
         written.append(Note(kind="diverged", text=text))
     for repeat, result in enumerate(results):
         for rank in result.lost_ranks:
-            text = f"rank {rank} was killed (repeat {repeat}); the others went on without it"
+            text = f"rank {rank} was killed (repeat {repeat}); the other ranks continued without it"
             written.append(Note(kind="killed", text=text))
     # All repeats share one note.
     disturbed = next(filter(None, (notes.disturbed(each, emulated) for each in strain)), None)

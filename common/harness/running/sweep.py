@@ -30,7 +30,7 @@ from common.harness.running.underway import SCHEMA, Standing, Underway, path_of
 from common.harness.running.used import changes, used
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Job, Outcome
-from common.paths import RECORDS
+from common.paths import COMMAND, RECORDS
 from common.results import store
 from common.results.records import Record, Result, typed
 from common.results.records.trust import CostCheck, Note
@@ -360,8 +360,10 @@ def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Tri
 
 def _unavailable(trial: Trial) -> str | None:
     reason = misfit(trial)
-    if reason is not None or trial.algorithm == BASELINE:
-        return reason
+    if reason is not None:
+        return f"{reason}; `{COMMAND} predict` computes its steps"
+    if trial.algorithm == BASELINE:
+        return None
     algorithm = algorithm_class(trial.algorithm)
     if trial.device not in algorithm.capabilities.devices:
         return f"{trial.algorithm} does not run on {trial.device}"

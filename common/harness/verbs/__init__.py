@@ -29,7 +29,7 @@ MEANINGS = {
     "flagged timings do not change the status",
     Status.FAILED: "a trial failed or trained incorrectly, or no trial could run",
     Status.USER_ERROR: "an error in the command or the experiment; one line names it",
-    Status.REGRESSION: "compare --fail-on: a trial is slower, or was valid and is not any more",
+    Status.REGRESSION: "compare --fail-on: a trial is slower, or is no longer valid",
     Status.NO_ANSWER: "compare: nothing was compared; report: no trial has a valid result",
     Status.INTERRUPTED: "interrupted",
 }

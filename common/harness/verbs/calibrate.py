@@ -39,9 +39,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--from-nccl-tests",
         nargs="+",
         metavar="FILE",
-        help="logs, or JSON of the option -J; NAME=FILE if a file does not name its collective",
+        help="logs, or JSON files of -J; NAME=FILE if a file does not name its collective",
     )
-    add("--ranks", type=int, help="ranks to start here (default 2), or of logs that do not say it")
+    add("--ranks", type=int, help="ranks to start here (default 2), or number of ranks of the logs")
     add("--backend", help="comm_core, gloo, mpi or nccl; default as for training")
     add("--largest", type=int, metavar="BYTES", help="largest buffer (default 256 MiB)")
     add("--seconds", type=float, help="longest time of the measurements (default 50 s)")

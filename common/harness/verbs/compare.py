@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "a folder of records, SWEEP@LABEL or SWEEP@key=value for a part of it, a reports.json, "
     text += "or a folder with the logs of a reference suite"
     parser.add_argument("first", help=text)
-    parser.add_argument("second", help="the same; a ratio is the second / the first")
+    parser.add_argument("second", help="the same; ratios are second / first")
     parser.add_argument("more", nargs="*", help="further reports.json files or folders")
     parser.add_argument("--force", action="store_true", help="compare different machines, too")
     parser.add_argument(

@@ -39,7 +39,7 @@ KEYS = "keys of an experiment"
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
-    parser.add_argument("--keys", action="store_true", help="keys of an experiment file")
+    parser.add_argument("--keys", action="store_true", help="print the keys of an experiment file")
     add_plugin(parser)
 
 

@@ -23,22 +23,28 @@ from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
 from common.models.profile import Profile
 from common.models.registry import profile_of
-from common.virtual.world.pool import mapped
+from common.virtual.costs.faults import check, disturbances
+from common.virtual.pool import mapped
 from dear.cost.fit import AlphaBeta
 from dear.errors import Unavailable, UserError
 from dear.options import positive
 
 if TYPE_CHECKING:
+    from common.emulation.links.profile import NetworkProfile
     from common.results.tables.predicted import PredictedRow, ReachRow
-    from common.virtual.costs.parts import Shape
+    from common.virtual.costs.parts import Platform, Shape
     from common.virtual.over import Point
     from common.virtual.world.run import Setting
+    from dear.cost.calibrated import NetworkCosts
     from dear.cost.event_model.link import Cost
 
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
 COSTS, COMPUTE = 0.1, 0.02
 """Assumed relative errors of composed costs and of compute, for the range of a prediction."""
+NOTHING_RUNS = ("measure={}", "launcher=local", "launcher_options={}", "hostfile=null")
+NOTHING_RUNS += ("backend=null", "device=cpu", "tf32=false", "cudnn_benchmark=false")
+"""Overrides of an experiment's keys about how and where its trials run."""
 PLAIN_LINKS = ("sites", "trace", "jitter_us", "loss_percent")
 """Keys of a network file that predictions do not model."""
 
@@ -50,6 +56,8 @@ class Links:
     costs: Callable[[int, int], Mapping[str, Cost]]
     """Function that returns a group's cost of each operation, from its hosts and ranks per host."""
     error: float
+    platform: Platform | None = None
+    """Wires that the costs are composed of; None: they are measured or given."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +83,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "GPU / the profile's) or, with --alpha-ms, start_up (ms)",
     )
     parser.add_argument(
-        "--figure", type=Path, metavar="FOLDER", help="draw the series of --over into this folder"
+        "--figure",
+        type=Path,
+        metavar="FOLDER",
+        help="draw the speed-ups, or the series of --over, into this folder",
     )
     for name, what in (("trace", "timelines, for Perfetto"), ("chakra", "Chakra execution traces")):
         what = f"write {what} of each trial's predicted steps there"
@@ -92,8 +103,6 @@ def main(options: argparse.Namespace) -> int:
 
     fixed = _fixed(options.alpha_ms, options.beta_ns)
     series = _series(options.over, fixed)
-    if options.figure is not None and not series:
-        raise UserError("--figure draws a series: it goes with --over, e.g. --over workers")
     folders = options.trace, options.chakra
     output.check_predicted(*folders, series=bool(series))
     path = find_experiment(options.experiment or EXPERIMENT)
@@ -101,7 +110,8 @@ def main(options: argparse.Namespace) -> int:
     overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
     usual = {field.name: field.default for field in dataclasses.fields(ClusterConfig)}
     overrides += [f"cluster.{key}={json.dumps(usual[key])}" for key in EMULATED_ONLY]
-    overrides += ["cluster.kind=predicted", *cluster_overrides(options), *options.set]
+    overrides += ["cluster.kind=predicted", *NOTHING_RUNS]
+    overrides += [*cluster_overrides(options), *options.set]
     with contextlib.redirect_stdout(sys.stderr):
         experiment = load(path, overrides, CommandLine.of(options))
         everything = experiment.trials()
@@ -116,7 +126,7 @@ def main(options: argparse.Namespace) -> int:
     if options.figure is not None:
         from plots import predicted as figure
 
-        for path in figure.draw(rows, options.figure):
+        for path in figure.draw(rows, options.figure, experiment.base):
             print(path, file=sys.stderr)
     if any(folders):
         setting_of = partial(_setting, cluster=cluster, fixed=fixed, sign=0)
@@ -224,16 +234,13 @@ def _reach(planned: Mapping[str, object], cluster: ClusterConfig) -> ReachRow:
 
 
 def _check(trial: Trial) -> None:
-    """Raises `UserError` for a model without layer profile, and for settings that change a step
-    but are not modelled."""
+    """Raises `UserError` for a model without layer profile, and for settings not modelled."""
     profile_of(trial.model, trial.batch_size, trial.sentence_len)
-    refused = {
-        "dtype": trial.dtype != "float32",
-        "faults": trial.fault is not None,
-        "learn": trial.learn is not None,
-    }
-    for key in (key for key, given in refused.items() if given):
-        raise UserError(f"{key}: predictions do not model it; leave it out, or use `run`")
+    learns = bool(trial.learn and trial.learn.data)
+    for key, given in (("dtype", trial.dtype != "float32"), ("learn.data", learns)):
+        if given:
+            raise UserError(f"{key}: predictions do not model it; leave it out, or use `run`")
+    check(trial.fault, timed=trial.learn is not None)
 
 
 def _row(
@@ -261,14 +268,15 @@ def _row(
         "network": trial.network,
         "algorithm": trial.label,
         "kind": trial.algorithm,
+        "fault": trial.fault and trial.fault.title,
     }
     try:
         settings = [_setting(trial, cluster, fixed, sign, point) for sign in (0, -1, 1)]
         steps = [predicted(setting) for setting in settings]
     except (UserError, Unavailable, UnmodelledError) as error:
         return PredictedRow(**place, status="unsupported", reason=str(error))
-    second_s = None
-    if steps[0].note is None:
+    several, second_s = steps[0].several, None
+    if steps[0].note is None and several is None:
         with contextlib.suppress(UnmodelledError):  # the event model cannot compute it
             second_s = stated(settings[0]).step_s
     return PredictedRow(
@@ -281,6 +289,8 @@ def _row(
         event_model_s=second_s,
         messages=steps[0].messages,
         reason=steps[0].note,
+        slowest_s=several and several.slowest_s,
+        staleness=several and several.staleness,
     )
 
 
@@ -340,19 +350,8 @@ def _links(
 
     composed(shape.hosts, shape.ranks_per_host)  # refuses links that the engine cannot use
     if measured is None:
-        return Links(costs=composed, error=COSTS)
-    here = (engine, shape.ranks, shape.ranks_per_host)
-    there = (
-        measured.engine,
-        measured.world_size,
-        measured.ranks_per_host or shape.ranks_per_host,
-    )
-    if here != there:
-        raise UserError(
-            f"network {profile.name}: its costs are of {there[0]} with {there[1]} ranks, "
-            f"{there[2]} per host, but this is {here[0]} with {here[1]} ranks, {here[2]} per host; "
-            "calibrate there, or use a network without measured costs"
-        )
+        return Links(costs=composed, error=COSTS, platform=platform)
+    _check_measured(profile, measured, engine, shape)
 
     def known(hosts: int, local: int) -> Mapping[str, Cost]:
         if (hosts, local) != (shape.hosts, shape.ranks_per_host):
@@ -361,6 +360,21 @@ def _links(
 
     residuals = [cost.residual_rms for cost in measured.by_operation().values()]
     return Links(costs=known, error=max(residuals))
+
+
+def _check_measured(
+    profile: NetworkProfile, measured: NetworkCosts, engine: str, shape: Shape
+) -> None:
+    """Raises `UserError` if a network's measured costs are of other ranks or another engine."""
+    here = (engine, shape.ranks, shape.ranks_per_host)
+    local = measured.ranks_per_host or shape.ranks_per_host
+    there = (measured.engine, measured.world_size, local)
+    if here != there:
+        raise UserError(
+            f"network {profile.name}: its costs are of {there[0]} with {there[1]} ranks, "
+            f"{there[2]} per host, but this is {here[0]} with {here[1]} ranks, {here[2]} per host; "
+            "calibrate there, or use a network without measured costs"
+        )
 
 
 _slowed = functools.lru_cache(maxsize=32)(Profile.slowed)
@@ -376,22 +390,22 @@ def _setting(
     point: Point | None = None,
 ) -> Setting:
     """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
-    from common.virtual.world.run import Setting, slowest
+    from common.virtual.world.run import Setting, at_own_pace, slowest
     from dear.cost.event_model.link import Scaled
 
     shape = _shape(trial, cluster)
     links = _known_links(trial.network, shape, cluster, fixed, point)
     profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
-    jitter = profile.jitter
-    slowdown = slowest(shape.ranks, jitter.relative_std if jitter is not None else 0.0)
-    factor = 1 + sign * links.error
+    alone, factor = at_own_pace(trial.algorithm, trial.options), 1 + sign * links.error
+    jitter = 0.0 if alone or profile.jitter is None else profile.jitter.relative_std
+    slowdown = (1 + sign * COMPUTE) * slowest(shape.ranks, jitter)
 
     def costs(hosts: int, local: int) -> Mapping[str, Cost]:
         middle = links.costs(hosts, local)
         return {name: Scaled(cost=cost, factor=factor) for name, cost in middle.items()}
 
     return Setting(
-        profile=_slowed(profile, (1 + sign * COMPUTE) * slowdown / (point.speed if point else 1)),
+        profile=_slowed(profile, slowdown / (point.speed if point else 1)),
         algorithm=trial.algorithm,
         options=trial.options,
         shape=shape,
@@ -399,6 +413,8 @@ def _setting(
         engine=_engine(cluster),
         optimizer=trial.optimizer.name,
         momentum=trial.optimizer.momentum,
+        disturbances=disturbances(trial.fault, _engine(cluster), links.platform, factor),
+        budget_s=trial.learn and trial.learn.budget_s,
     )
 
 

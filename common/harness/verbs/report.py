@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="default: report.html in the sweep's folder",
+        help="HTML file to write (default: report.html in the sweep's folder)",
     )
 
 

@@ -11,9 +11,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common.emulation import sandbox
-from common.harness import variables
+from common.emulation.config import EMULATED_ONLY
+from common.harness import variables, verbs
 from common.harness.experiment import Experiment
 from common.harness.experiment_file import (
     CommandLine,
@@ -37,10 +39,13 @@ CUSTOM_MODELS = EXPERIMENTS / "custom.yaml"
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     add_experiment(parser, "emulated-quick, or quick if virtual hosts are not possible")
+    parser.add_argument(
+        "--predict", action="store_true", help="measure nothing: `predict` the same experiment"
+    )
     _add_selection(parser)
     group = parser.add_argument_group("virtual hosts (change the experiment's `cluster`)")
     add_cluster(group)
-    group.add_argument("--time-scale", help="real seconds per emulated second (default: chosen)")
+    group.add_argument("--time-scale", help="real seconds per emulated second (default: automatic)")
     add_custom(
         parser.add_argument_group(
             "custom models and algorithms (docs/bring_your_own.md)",
@@ -159,6 +164,8 @@ def main(options: argparse.Namespace) -> int:
 
     An experiment on virtual hosts runs in a separate process (a sandbox), with the same arguments.
     """
+    if options.predict:
+        return _predict(options)
     command_line = CommandLine.of(options)
     unnamed = options.experiment is None and not command_line.models
     if options.experiment is None:
@@ -173,10 +180,7 @@ def main(options: argparse.Namespace) -> int:
             print(line, file=sys.stderr)
     predicted = experiment.cluster is not None and experiment.cluster.kind == "predicted"
     if predicted and not options.dry_run:
-        raise UserError(
-            f"{path.name}: its cluster is predicted, so nothing runs on it; use "
-            f"`{COMMAND} predict {options.experiment}`"
-        )
+        return _predict(options)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([*DRIVER, *options.arguments])
 
@@ -184,7 +188,10 @@ def main(options: argparse.Namespace) -> int:
     from common.harness.running.fabric import check_fit, launcher_for
 
     trials = plan.select(everything, options.filter, options.shard, experiment.name)
-    check_fit(trials)
+    try:
+        check_fit(trials)
+    except UserError as error:
+        raise UserError(f"{error}; without so much memory: `{_prediction(options)}`") from None
     if unnamed:
         print(_axes(experiment, everything), file=sys.stderr)
     folder = options.logs / experiment.name
@@ -196,6 +203,10 @@ def main(options: argparse.Namespace) -> int:
     from common.harness import output  # loads numpy, which a dry run must not pay for
 
     records = _measure(experiment, path, everything, trials, folder, options)
+    if experiment.cluster is not None:
+        from common.harness.verbs.validate import keep_predictions
+
+        records = keep_predictions(folder, records)
     output.write(folder, records, experiment.base)
     _print(folder, records, trials, experiment, options)
     ok = any(record.ok for record in records)
@@ -204,6 +215,42 @@ def main(options: argparse.Namespace) -> int:
     if not options.no_plot and ok:
         _draw(folder, records, quiet=options.json or options.quiet)
     return _status(trials, records)
+
+
+_OF_RUNS = ("dry_run", "shard", "rerun", "fail_fast", "time_scale", "trace", "stream")
+"""Options of a run that mean nothing for a prediction."""
+_SHARED = ("experiment", "filter", "set", "hosts", "ranks_per_host", "network")
+_SHARED += ("model_file", "model", "batch", "gpu", "plugin")
+"""Options that `predict` has, too."""
+
+
+def _predict(options: argparse.Namespace) -> int:
+    """Does what the verb `predict` does with the same arguments."""
+    usual = _defaults("run")
+    for key in _OF_RUNS:
+        if getattr(options, key) != usual[key]:
+            raise UserError(f"--{key.replace('_', '-')}: has no meaning on a predicted cluster")
+    return verbs.load("predict").main(
+        argparse.Namespace(**{**_defaults("predict"), **vars(options)})
+    )
+
+
+def _defaults(verb: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    verbs.load(verb).add(parser)
+    return vars(parser.parse_args([]))
+
+
+def _prediction(options: argparse.Namespace) -> str:
+    """Returns the command that predicts the same trials."""
+    words = []
+    for key in _SHARED:
+        value = getattr(options, key)
+        for text in value if isinstance(value, list) else [] if value is None else [value]:
+            if not str(text).startswith(tuple(f"cluster.{name}" for name in EMULATED_ONLY)):
+                words += [] if key == "experiment" else [f"--{key.replace('_', '-')}"]
+                words.append(short(str(text)))
+    return f"{COMMAND} predict {shlex.join(words)}"
 
 
 def _axes(experiment: Experiment, trials: Sequence[Trial]) -> str:

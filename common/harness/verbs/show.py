@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--plan",
         action="store_true",
-        help="which gradients travelled together, their predicted times, and what tuners tried",
+        help="buckets of gradients, their predicted times, and what tuners tried",
     )
     parser.add_argument(
         "--columns",

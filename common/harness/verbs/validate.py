@@ -11,15 +11,18 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.harness.verbs import Status
-from dear.errors import UserError
+from common.virtual.pool import mapped
+from dear.errors import Unavailable, UserError
 
 if TYPE_CHECKING:
     from common.results.records import Record
+    from common.results.records.trust import Foreseen
+    from common.virtual.world.run import Setting
     from dear.cost.event_model.link import Cost
 
 HELP = "compare predictions with measured sweeps, or with published throughputs"
@@ -295,11 +298,76 @@ def _measured_s(record: Record, double: Record | None) -> tuple[float, str]:
     return 2 * at_2k_s - step_s, f"{scale:g}, {2 * scale:g}"
 
 
+def keep_predictions(folder: Path, records: Sequence[Record]) -> list[Record]:
+    """Predicts the measured trials of a sweep that have no prediction, and keeps it beside them.
+
+    Returns:
+        The records with predictions.
+    """
+    from common.results import store
+
+    todo = [record for record in records if _is_measured(record) and record.foreseen is None]
+    if not todo:
+        return [*records]
+    steps = mapped(_foreseen, [(folder, record.hash) for record in todo])
+    new = dict(zip((record.hash for record in todo), steps, strict=True))
+    records = [replace(r, foreseen=new[r.hash]) if r.hash in new else r for r in records]
+    store.save_foreseen(folder, records)
+    return records
+
+
+def _foreseen(folder: Path, trial: str) -> Foreseen:
+    """Predicts the step of a measured trial, given by its hash, in a process of its own."""
+    from common.harness.trial import Trial
+    from common.results.records.trust import Foreseen
+    from common.results.store import Comparison
+    from common.virtual.passes import UnmodelledError
+    from common.virtual.world.run import predicted
+
+    records = Comparison.load(folder).results(folder)
+    record = next(record for record in records if record.hash == trial)
+    try:
+        Trial.from_json(record.trial)  # loads the plugin and the model of the user
+        setting, donor = _setting(record, records)
+        step_s, costs_of = predicted(setting).step_s, donor.trial["model"]
+    except (UserError, Unavailable, UnmodelledError) as error:
+        return Foreseen(reason=str(error))
+    return Foreseen(step_s=step_s, costs_of=costs_of)
+
+
 def _check(record: Record, double: Record | None, others: Sequence[Record], sweep: str) -> Check:
+    from common.virtual.world.run import COMPUTE, predicted, shifted
+    from dear.training.algorithm import algorithm_class
+
+    trial = record.trial
+    measured_s, scales = _measured_s(record, double)
+    setting, donor = _setting(record, others)
+    error = _cost_error(donor)
+    steps = [predicted(shifted(setting, sign * error, sign * COMPUTE)) for sign in (0, -1, 1)]
+    times = [step.step_s for step in steps]
+    return Check(
+        sweep=sweep,
+        model=trial["model"],
+        batch=trial["batch_size"],
+        world_size=trial["world_size"],
+        network=trial["network"],
+        algorithm=record.label,
+        scales=scales,
+        measured_s=measured_s,
+        predicted_s=times[0],
+        low_s=min(times),
+        high_s=max(times),
+        costs_of=donor.trial["model"],
+        exact=algorithm_class(trial["algorithm"]).is_exact(setting.options),
+    )
+
+
+def _setting(record: Record, others: Sequence[Record]) -> tuple[Setting, Record]:
+    """Returns the setting of a trial's prediction, and the trial that has measured its costs."""
     from common.models.registry import profile_of
     from common.virtual.costs.parts import Shape
-    from common.virtual.world.run import COMPUTE, Setting, predicted, shifted
-    from dear.training.algorithm import algorithm_class, algorithm_options
+    from common.virtual.world.run import Setting
+    from dear.training.algorithm import algorithm_options
 
     trial = record.trial
     local = trial.get("ranks_per_host") or 1
@@ -319,25 +387,7 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
         optimizer=trial["optimizer"]["name"],
         momentum=trial["optimizer"]["momentum"],
     )
-    measured_s, scales = _measured_s(record, double)
-    error = _cost_error(donor)
-    steps = [predicted(shifted(setting, sign * error, sign * COMPUTE)) for sign in (0, -1, 1)]
-    times = [step.step_s for step in steps]
-    return Check(
-        sweep=sweep,
-        model=trial["model"],
-        batch=trial["batch_size"],
-        world_size=trial["world_size"],
-        network=trial["network"],
-        algorithm=record.label,
-        scales=scales,
-        measured_s=measured_s,
-        predicted_s=times[0],
-        low_s=min(times),
-        high_s=max(times),
-        costs_of=donor.trial["model"],
-        exact=algorithm_class(trial["algorithm"]).is_exact(setting.options),
-    )
+    return setting, donor
 
 
 def _donor(record: Record, others: Sequence[Record], ranks: int | None = None) -> Record:

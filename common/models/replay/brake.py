@@ -73,7 +73,7 @@ class Brake:
         self._inside = False
 
     def _wait(self) -> tuple[float, float]:
-        """Waits; returns the seconds for which the thread ran, and waited for a core, before."""
+        """Waits; returns for how many seconds the thread ran before, and waited for a core."""
         ran_s, now_s = ran_and_waited_s()
         ran_s, piece_waited_s = ran_s - self._ran_s, now_s - self._waited_s
         rest_s = self._factor * ran_s - (ran_s + piece_waited_s + self._slept_s)

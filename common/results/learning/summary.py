@@ -87,8 +87,8 @@ class LearnRow(Validity, Rate, Quality, Use, Compared):
     runs: int | None = None
     reached: int | None = None
     to_target_s: float | None = None
-    """Time to the target accuracy: the geometric mean if all runs reached it. If only more than
-    half of them did, the median of all runs, without an interval."""
+    """Time to the target accuracy: the geometric mean if all runs reached it. If some runs did not,
+    but more than half did: the median of all runs, without an interval."""
     to_target_low_s: float | None = None
     to_target_high_s: float | None = None
     steps_to_target: float | None = None

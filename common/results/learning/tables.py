@@ -126,7 +126,7 @@ _COLUMNS: tuple[Column[LearnRow], ...] = (
 
 
 def summary(rows: Sequence[LearnRow]) -> list[str]:
-    """Returns a sentence per model, world and fault about the trials that are first."""
+    """Returns a sentence about the fastest trials for each model, world size and fault."""
     lines = []
     for place in dict.fromkeys(row.place for row in rows):
         rivals = [row for row in rows if row.place == place and row.runs and row.flag is None]

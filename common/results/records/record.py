@@ -12,6 +12,7 @@ from common.results.records.reading import JsonObject, typed
 from common.results.records.result import REAL, Breakdown, FabricFacts, Result
 from common.results.records.trust import (
     Check,
+    Foreseen,
     Modelled,
     Note,
     Strain,
@@ -108,7 +109,7 @@ class Record:
     """Wall-clock time of all launches, set-up of the workers included."""
     machine: JsonObject
     run: str = ""
-    """Name of the run of the sweep. Trials of one cell and one run took turns."""
+    """Name of the run of the sweep. Trials of the same cell and run were interleaved."""
     order: Order | None = None
     set_aside: list[SetAside] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
@@ -123,6 +124,8 @@ class Record:
     """Steps at twice the time scale; None if they were not measured."""
     modelled: Modelled | None = None
     """Step computed by the event model; None if the model does not cover the algorithm."""
+    foreseen: Foreseen | None = None
+    """Step on the virtual cluster, computed after the sweep (`store.save_foreseen`)."""
     unfaithful: bool | None = None
     """True if ranks of an emulated cluster waited for a core, which real ranks would not. None if
     nothing is emulated, or if the kernel does not count waits."""

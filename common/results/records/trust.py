@@ -128,6 +128,17 @@ class Modelled:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """Step of the trial on the virtual cluster, which runs the algorithm's file (`predict`)."""
+
+    step_s: float | None = None
+    """None: not predicted."""
+    costs_of: str | None = None
+    """Model of the trial whose measured costs of collectives were used."""
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Strain:
     """Load on the machine while steps were timed; of several machines, the worst. Shares of time
     are seconds per second of timed steps."""

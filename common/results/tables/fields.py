@@ -18,7 +18,7 @@ AXES = {
     "network": "network",
     "fault": "fault",
 }
-"""Keys of a trial that compared trials share (their place), and the titles of their columns."""
+"""Keys that are equal in trials that are compared, and the titles of their columns."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,12 @@ class PredictedRow:
     messages: float | None = None
     """Transfers per step."""
     fault: str | None = None
+    slowest_s: float | None = None
+    """Step of the slowest rank; None: one rank stands for all."""
+    staleness: tuple[float, float] | None = None
+    """Mean age of the stalest neighbour's values, and the largest age, in steps."""
     point: Point | None = None
-    """Value of the property that a series goes over."""
+    """Value of the property that varies in the series."""
 
     @property
     def flag(self) -> str | None:
@@ -57,12 +61,25 @@ class PredictedRow:
     @property
     def place(self) -> tuple[object, ...]:
         """Settings that compared rows have in common."""
-        return self.model, self.batch, self.world_size, self.network, self.at
+        return self.model, self.batch, self.world_size, self.network, self.fault, self.at
 
     @property
     def at(self) -> str:
         """Value of the property that a series goes over; empty if another column has it."""
         return "" if self.point is None or self.point.axis == "workers" else self.point.text
+
+    def speed_up(self, base: PredictedRow) -> tuple[float, float, float]:
+        """Returns the speed-up over the row `base`, and its range; both rows have predictions.
+
+        The range is that of the ratio, since costs and compute change for both algorithms.
+        """
+        ratios = [
+            _ratio(base.step_s, self.step_s),
+            _ratio(base.step_low_s, self.step_low_s),
+            _ratio(base.step_high_s, self.step_high_s),
+        ]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return known[0], min(known), max(known)
 
     def samples_per_s(self, step_s: float | None) -> float | None:
         """Returns the samples per second of all workers with steps of `step_s`."""
@@ -74,6 +91,12 @@ def _throughput(row: PredictedRow) -> Cell:
     low, high = (row.samples_per_s(step_s) for step_s in ends)
     ends_text = f"{significant(low)}-{significant(high)}"
     return number(row.samples_per_s(row.step_s), ends=ends_text, flag=row.flag)
+
+
+def _staleness(row: PredictedRow) -> Cell:
+    mean, most = row.staleness or (None, None)
+    unit = "" if most is None else f", max {most:g}"
+    return number(mean, "{:.1f}".format, unit=unit, flag=row.flag)
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
@@ -111,7 +134,14 @@ COLUMNS: tuple[Column[PredictedRow], ...] = (
         cell=lambda row: number(_off(row), "{:+.1%}".format),
         weight=5,
     ),
-    Column(title="messages", cell=lambda row: number(row.messages, "{:g}".format), weight=6),
+    Column(title="messages", cell=lambda row: number(row.messages, "{:.4g}".format), weight=6),
+    Column(
+        title="slowest rank ms",
+        cell=lambda row: number(row.slowest_s and 1e3 * row.slowest_s),
+        sparse=True,
+        weight=2,
+    ),
+    Column(title="staleness", cell=_staleness, sparse=True, weight=2),
     NOTES,
 )
 
@@ -124,13 +154,11 @@ def table_of(rows: Sequence[PredictedRow]) -> Table[PredictedRow]:
 def overview(rows: Sequence[PredictedRow], base: str) -> str:
     """Returns a Markdown table: a line per cell, with each algorithm's speed-up over `base`; below
     it, the notes. A flagged number is in parentheses.
-
-    The range is that of the ratio, since costs and compute change for both algorithms.
     """
     labels = [label for label in dict.fromkeys(row.algorithm for row in rows) if label != base]
-    place_titles = ["model", "batch", "workers", "network", "at"]
+    place_titles = ["model", "batch", "workers", "network", "fault", "at"]
     lines = [[*place_titles, f"{base}, samples/s", *labels, "fastest"]]
-    right = [False, True, True, False, True, True, *[True] * len(labels), False]
+    right = [False, True, True, False, False, True, True, *[True] * len(labels), False]
     for place in dict.fromkeys(row.place for row in rows):
         cell = {row.algorithm: row for row in rows if row.place == place}
         valid = {n: row.step_s for n, row in cell.items() if row.step_s and row.flag is None}
@@ -139,9 +167,9 @@ def overview(rows: Sequence[PredictedRow], base: str) -> str:
         first = "-" if under is None or under.step_s is None else _throughput(under).text
         fastest = min(valid, key=valid.__getitem__) if valid else ""
         lines.append([*(str(value or "") for value in place), first, *texts, fastest])
-    if not any(row.at for row in rows):
-        lines = [[*line[:4], *line[5:]] for line in lines]
-        del right[4]
+    for index, used in ((5, any(row.at for row in rows)), (4, any(row.fault for row in rows))):
+        for line in [right, *lines] if not used else ():
+            del line[index]
     notes = [f"{row.algorithm}: {note}" for row in rows for note in (row.reason, row.flag) if note]
     return "\n".join([markdown(lines, right), *dict.fromkeys(notes)])
 
@@ -149,13 +177,8 @@ def overview(rows: Sequence[PredictedRow], base: str) -> str:
 def _speedup(under: PredictedRow | None, row: PredictedRow | None) -> str:
     if row is None or under is None or row.step_s is None or under.step_s is None:
         return "-"
-    ratios = [
-        _ratio(under.step_s, row.step_s),
-        _ratio(under.step_low_s, row.step_low_s),
-        _ratio(under.step_high_s, row.step_high_s),
-    ]
-    known = [ratio for ratio in ratios if ratio is not None]
-    text = f"{known[0]:.2f} ({min(known):.2f}-{max(known):.2f})"
+    ratio, low, high = row.speed_up(under)
+    text = f"{ratio:.2f} ({low:.2f}-{high:.2f})"
     return f"({text})" if row.flag or under.flag else text
 
 

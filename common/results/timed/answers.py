@@ -52,6 +52,12 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
             "simulation uses the layer times, the buckets and the costs of the collectives. "
             "'-': not simulated; the notes say why."
         )
+    if any(row.predicted_ratio is not None for row in rows):
+        costs = {r.foreseen.costs_of for r in records if r.foreseen is not None} - {None}
+        lines.append(
+            "predicted / measured: step on the virtual cluster (docs/prediction.md), with costs of "
+            f"collectives from trials of {' and '.join(sorted(costs))}, / measured step."
+        )
     wrong = [row.algorithm for row in rows if row.bound_note == "wrong bound"]
     if wrong:
         lines.append(

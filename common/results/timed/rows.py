@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from common.results import stats
 from common.results.records import JsonObject, Record, base_among, grouped
-from common.results.records.trust import Modelled
+from common.results.records.trust import Foreseen, Modelled
 from common.results.stats import Difference
 from common.results.tables.cells import (
     UNKNOWN,
@@ -100,6 +100,10 @@ class Row(Validity, Times, Use, Compared):
     """(Measured step time - `model_s`) / `model_s`."""
     unmodelled: str | None = None
     """Reason why the event model has no step time."""
+    predicted_s: float | None = None
+    """Step on the virtual cluster."""
+    predicted_ratio: float | None = None
+    """`predicted_s` / measured step time."""
     correct: str | None = None
     """yes, NO or unchecked."""
 
@@ -140,8 +144,10 @@ def _measured(record: Record) -> Row:
         return dataclasses.replace(row, reason=record.error and record.error.message)
     rate = stats.throughput(record.repeats, batch_size * row.world_size)
     why, model, bound = flag_text(record), record.modelled or Modelled(), record.bound
+    foreseen = record.foreseen or Foreseen()
     notes = [why, *(note.text for note in record.notes)]
     notes.append(model.reason and f"no model: {model.reason}")
+    notes.append(foreseen.reason and f"not predicted: {foreseen.reason}")
     known: JsonObject = {name: getattr(record.breakdown, name, None) for name in _PHASES}
     if record.systematic is not None:
         known |= stats.shift(record.repeats, record.systematic.repeats).fields("systematic")
@@ -170,6 +176,8 @@ def _measured(record: Record) -> Row:
         model_s=model.step_s,
         off_model=model.off(record.step_s),
         unmodelled=model.reason,
+        predicted_s=foreseen.step_s,
+        predicted_ratio=foreseen.step_s and foreseen.step_s / record.step_s,
         **known,
         reason=_joined(notes),
     )
@@ -307,6 +315,7 @@ _JUDGED: tuple[Column[Row], ...] = (
     Column(title="of bound", cell=_of_bound, sparse=True, weight=3),
     numbers("systematic", "systematic", "{:.1%}".format, ends=_percent(1), sparse=True, weight=8),
     Column(title="event model", cell=_off_model, sparse=True, weight=5),
+    numbers("predicted / measured", "predicted_ratio", "{:.3f}".format, sparse=True, weight=5),
     Column(
         title="correct",
         cell=lambda row: Cell(row.correct or "", word=row.correct != "yes"),

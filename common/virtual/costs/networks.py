@@ -43,7 +43,7 @@ def platform_of(network: str, inside: str | None = None) -> Platform:
         wires["sites"] = Wire(
             kind="sites",
             latency_s=1e-6 * profile.farthest_us,
-            bytes_per_s=_bytes_per_s(profile.narrowest_gbps, medium),
+            bytes_per_s=payload_rate(profile.narrowest_gbps, medium),
             overhead_s=1e-6 * profile.overhead_us,
             medium=medium,
         )
@@ -64,13 +64,13 @@ def _wire(kind: Kind, profile: NetworkProfile, medium: Medium) -> Wire:
     return Wire(
         kind=kind,
         latency_s=1e-6 * profile.latency_us,
-        bytes_per_s=_bytes_per_s(profile.gbps, medium),
+        bytes_per_s=payload_rate(profile.gbps, medium),
         overhead_s=1e-6 * profile.overhead_us,
         medium=medium,
     )
 
 
-def _bytes_per_s(gbps: float, medium: Medium) -> float:
+def payload_rate(gbps: float, medium: Medium) -> float:
     """Returns the payload's rate; files of links inside a host give it without headers."""
     if medium == "tcp":
         return payload_bytes_per_s(gbps)

@@ -81,7 +81,7 @@ class Platform:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of one collective by what they are spent on; the parts follow each other."""
+    """Seconds of one collective, by cause; the parts come one after another."""
 
     latency_s: float = 0.0
     """Wires are idle, the data is on its way."""

@@ -93,7 +93,7 @@ class Row:
 
 @functools.cache
 def declared() -> Study:
-    """Returns the declaration beside `TABLE`."""
+    """Returns the declaration of `TABLE`, a YAML file next to it."""
     values = yaml.safe_load(TABLE.with_suffix(".yaml").read_text(encoding="utf-8"))
     methods = values.pop("methods")
     study = build_options(Study, {**values, "methods": {}}, "key")

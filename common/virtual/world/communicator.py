@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from common.virtual.trace import Node
 from common.virtual.world import core
-from common.virtual.world.group import NAME, VirtualGroup, gathered, reduced
+from common.virtual.world.group import NAME, VirtualGroup, group_of
+from common.virtual.world.marks import carried, large
 from common.virtual.world.network import Network
-from common.virtual.world.trace import Node
 from dear.comm.communicator import Communicator, Op
 from dear.comm.work import Work
 
@@ -33,7 +34,7 @@ OPERATIONS = {
 
 
 class VirtualCommunicator(Communicator):
-    """Communicator of rank 0 of a world whose other ranks do the same at the same time.
+    """Communicator of a rank of a virtual cluster.
 
     Objects that ranks agree on cost nothing: this happens only before the measured steps.
     """
@@ -56,7 +57,7 @@ class VirtualCommunicator(Communicator):
     def core(self) -> Any:
         """Returns what stands for the comm core: neighbour collectives and windows."""
         return SimpleNamespace(
-            Communicator=lambda *_: core.Neighbors(self.network),
+            Communicator=lambda streams, group, _: core.Neighbors(self.network, group),
             Window=lambda *args: core.Window(self.network, *args),
         )
 
@@ -74,31 +75,41 @@ class VirtualCommunicator(Communicator):
         """Does nothing: the network sees every wait."""
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
-        return value
+        values: list[T] = self._agree(value)
+        return values[root]
 
     def gather_objects(self, value: T) -> list[T]:
-        return [value] * self.size
+        return self._agree(value)
+
+    def _agree(self, value: T) -> list[T]:
+        return self.network.agree(group_of(self.groups[0]), value)
 
     def worker(self, name: str) -> Any:
         return _Worker(self.network)
 
     def barrier(self) -> None:
-        """Does nothing: the ranks are always at the same place."""
+        """Waits until all ranks have come; the messages cost nothing."""
+        self._agree(None)
 
     def exchange(
         self, recv: torch.Tensor, send: torch.Tensor, *, peer: int, channel: int = 0
     ) -> Work:
         self._queue(channel, 0, send)
         group = self.groups[channel]
-        legs = (self.network.pair(peer),)
-        handle = self.network.start(
-            "exchange", send.nbytes, lambda: recv.copy_(send), legs=legs, channel=id(group)
+        members = group_of(group)
+        other, target = members.ranks[peer], carried(recv, send)
+        handle = self.network.swap(
+            members,
+            send.nbytes,
+            {other: carried(send, send)},
+            [other],
+            lambda parts: target.copy_(parts[other]),
         )
         return self._work("exchange", handle, channel, group, recv, send)
 
     def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        # The comm core divides on the CPU, not on the device. The values mean nothing.
-        return tensor if self.native else super()._summand(tensor, op)
+        # The comm core divides on the CPU, which takes no time of the device.
+        return tensor if self.native and large(tensor) else super()._summand(tensor, op)
 
     def _start(
         self, queue: tuple[int, int], call: Callable[..., Any], *tensors: torch.Tensor, **extra: Any
@@ -109,21 +120,12 @@ class VirtualCommunicator(Communicator):
         operation, options = OPERATIONS[call.__name__], extra.get("options")
         op = extra.get("op") if options is None else options.reduceOp
         output, given = tensors[0], tensors[-1]
-        effect: Callable[[], Any] = lambda: None  # noqa: E731
         if operation == "all_gather":
-            effect = gathered(output, given)
-        elif operation != "broadcast":
-            effect = reduced(output, given, op, self.size)
-        handle = self.network.start(
-            operation,
-            max(tensor.nbytes for tensor in tensors),
-            effect,
-            None if operation == "broadcast" else output,
-            legs=(group.shape,),
-            ranks=group.ranks,
-            channel=id(group),
-            priority=priority,
-        )
+            handle = group.gathered(output, given, priority)
+        elif operation == "broadcast":
+            handle = group.sent(output, group.members.ranks.index(extra["src"]), priority)
+        else:
+            handle = group.reduced(output, given, operation, op, priority)
         return self._work(operation, handle, channel, group, *tensors)
 
 
@@ -150,8 +152,9 @@ class _Later:
     def result(self) -> Any:
         began_s = self._network.clock()
         self._network.events.run_until(self.done, "a call of another thread")
+        self._network.waited(began_s)
         if self._network.recorder is not None:
-            self._network.recorder.awaited(self.after, began_s, self._network.clock())
+            self._network.recorder.learn(self.after)
         return self.values[0]
 
 

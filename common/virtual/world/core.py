@@ -1,24 +1,28 @@
-"""Neighbour collectives and windows of the comm core, on a virtual network.
-
-All ranks do the same. So what this rank sends to a neighbour, a neighbour sends to this rank.
-"""
+"""Neighbour collectives and windows of the comm core, on a virtual network."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common.virtual.world.network import Network, Transfer
+from common.virtual.world.group import group_of
+from common.virtual.world.marks import carried, zeros
+from common.virtual.world.network import Network, Transfer, apply
+
+Received = Mapping[int, torch.Tensor]
+"""Carried values by the rank that sent them."""
 
 
 class Neighbors:
     """Stands for `comm_core.Communicator`: collectives along the edges of a graph of ranks."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, group: dist.ProcessGroup) -> None:
         self._network = network
+        self._queue = "neighbors", group_of(group)
 
     def neighbor_all_gather(
         self,
@@ -29,12 +33,14 @@ class Neighbors:
         check: bool,
     ) -> Transfer:
         """Sends `values` to each target; rows of `received` become what the sources send."""
+        rows = {source: carried(row, values) for source, row in zip(sources, received, strict=True)}
 
-        def effect() -> None:
-            for row in received:
-                row.copy_(values)
+        def effect(parts: Received) -> None:
+            for source, part in parts.items():
+                rows[source].copy_(part)
 
-        return self._start(values, targets, effect)
+        given = dict.fromkeys(targets, carried(values, values))
+        return self._network.swap(self._queue, values.nbytes, given, sources, effect)
 
     def neighbor_all_reduce(
         self,
@@ -47,17 +53,15 @@ class Neighbors:
         check: bool,
     ) -> Transfer:
         """Sends `values` times a weight to each target; adds up what the sources send."""
-        weight = self_weight + sum(sources.values()) * next(iter(targets.values()), 0.0)
-        target = values if out is None else out
-        return self._start(values, targets, lambda: torch.mul(values, weight, out=target))
+        given = carried(values, values)
+        target = carried(values if out is None else out, values)
 
-    def _start(
-        self, values: torch.Tensor, targets: Iterable[int], effect: Callable[[], Any]
-    ) -> Transfer:
-        legs = [self._network.pair(target) for target in targets]
-        return self._network.start(
-            "exchange", values.nbytes, effect, legs=legs, channel="neighbors"
-        )
+        def effect(parts: Received) -> None:
+            terms = [part * sources[source] for source, part in parts.items()]
+            torch.sum(torch.stack([given * self_weight, *terms]), 0, out=target)
+
+        weighted = {rank: given * weight for rank, weight in targets.items()}
+        return self._network.swap(self._queue, values.nbytes, weighted, sources, effect)
 
     def sync_stream(self, transfer: Transfer) -> None:
         """Waits for a transfer."""
@@ -77,14 +81,15 @@ class Window:
     def __init__(
         self, network: Network, slots: int, room: int, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> None:
-        self._network = network
-        self._ranks = dist.get_process_group_ranks(group)
-        self._rows = torch.zeros(slots, room, dtype=dtype)
+        self.slots, self.room = slots, room
+        self._network, self._group = network, group_of(group)
+        self._rows = [zeros([room], dtype) for _ in range(slots)]
+        self._ends = [carried(row, row) for row in self._rows]
         self._versions = [0] * slots
-        network.windows.append(self)
+        self._there = network.windows(self._group, self)
 
     def put(self, memory: torch.Tensor, place: int, slot: int, offset: int = 0) -> Transfer:
-        """Writes to a slot at rank `place`; what a neighbour writes here arrives with it."""
+        """Writes to a slot at rank `place`."""
         return self._write(memory, place, slot, offset, torch.Tensor.copy_)
 
     def accumulate(self, memory: torch.Tensor, place: int, slot: int, offset: int = 0) -> Transfer:
@@ -93,46 +98,57 @@ class Window:
 
     def get(self, row: torch.Tensor, place: int, slot: int, offset: int = 0) -> Transfer:
         """Reads a slot of rank `place` into `row`."""
-        shown = self._rows[slot][offset : offset + row.numel()]
-        return self._start(row.nbytes, place, lambda: row.copy_(shown))
-
-    def _write(
-        self, memory: torch.Tensor, place: int, slot: int, offset: int, how: Any
-    ) -> Transfer:
-        # A window of two ranks has no slot here if this rank only sends. Then the windows of the
-        # ranks that send to this one get what they would send.
-        alike = [self] if len(self._rows) else self._siblings()
 
         def effect() -> None:
-            for window in alike:
-                at = min(slot, len(window._rows) - 1)
-                how(window._rows[at][offset : offset + memory.numel()], memory)
-                window._versions[at] += 1
+            window = self._there[place][0]
+            carried(row, row).copy_(window._part(slot, offset, row))
 
-        return self._start(memory.nbytes, place, effect)
+        peer, here = self._group.ranks[place], self._network.rank
+        return self._network.reach(peer, here, row.nbytes, effect)
 
-    def _siblings(self) -> list[Window]:
-        room = self._rows.shape[1:]
-        windows = self._network.windows
-        return [w for w in windows if len(w._rows) and w._rows.shape[1:] == room]
+    def _write(
+        self,
+        memory: torch.Tensor,
+        place: int,
+        slot: int,
+        offset: int,
+        how: Callable[[torch.Tensor, torch.Tensor], Any],
+    ) -> Transfer:
+        def effect() -> None:
+            for window in self._there[place]:
+                if window.slots and window.room == self.room:
+                    at = min(slot, window.slots - 1)
+                    how(window._part(at, offset, memory), carried(memory, memory))
+                    window._versions[at] += 1
 
-    def _start(self, nbytes: int, place: int, effect: Callable[[], Any]) -> Transfer:
-        legs = (self._network.pair(self._ranks[place]),)
-        return self._network.start("exchange", nbytes, effect, legs=legs, channel="windows")
+        here, peer = self._network.rank, self._group.ranks[place]
+        return self._network.reach(here, peer, memory.nbytes, effect)
+
+    def _part(self, slot: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns the carried values of a part of a slot, as long as `like`."""
+        if like.numel() == self.room:
+            return self._ends[slot]
+        return carried(self._rows[slot].narrow(0, offset, like.numel()), like)
 
     def read(
         self, first: int, count: int, reset_versions: bool = False, clear: bool = False
     ) -> list[torch.Tensor]:
         """Returns copies of slots of this rank."""
-        rows = [row.clone() for row in self._rows[first : first + count]]
-        if clear:
-            self._rows[first : first + count].zero_()
+        self._network.catch_up()
+        copies = []
+        for end in self._ends[first : first + count]:
+            row = zeros([self.room], end.dtype)
+            apply(partial(carried(row, row).copy_, end))
+            copies.append(row)
+            if clear:
+                end.zero_()
         if reset_versions:
             self._versions[first : first + count] = [0] * count
-        return rows
+        return copies
 
     def versions(self) -> list[int]:
         """Returns the writes to each slot since its versions were reset."""
+        self._network.catch_up()
         return list(self._versions)
 
     def free(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -12,11 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.models.replay.pace import Pace
+from common.virtual.world.marks import SMALL, large, zeros
 from common.virtual.world.network import Network
 
 T = TypeVar("T")
-SMALL = 4096
-"""Largest number of elements of tensors whose values are computed."""
 _FRESH = ("clone", "_to_copy", "zeros_like")
 _BINARY = ("add", "sub", "mul", "div", "sqrt", "neg", "rsub", "pow")
 _WRITES = (
@@ -47,7 +45,7 @@ class VirtualPace(Pace):
             self._apart = before
 
     def take(self, seconds: float, name: str) -> None:
-        """Lets an operator take its time, unless its time is known otherwise."""
+        """Advances the clock for an operation, unless another place accounts for its time."""
         if not self._apart and not self.computing:
             self._compute(seconds, name)
 
@@ -71,7 +69,7 @@ class VirtualPace(Pace):
     def _compute(self, seconds: float, name: str) -> None:
         self.queued_s += seconds
         start_s = self.clock()
-        self._network.events.run_for(seconds)
+        self._network.compute(seconds)
         if seconds and self._network.recorder is not None:
             self._network.recorder.computed(name, start_s, self.clock())
 
@@ -184,19 +182,6 @@ def _tensors(args: Any) -> list[torch.Tensor]:
 
 def _picker(index: int, name: str) -> Callable[[Any, Any], Any]:
     return lambda args, kwargs: kwargs[name] if name in kwargs else args[index]
-
-
-def large(tensor: torch.Tensor) -> bool:
-    """Returns True for a tensor whose values are not computed."""
-    # Integers are indices or counts, whose values decide what a program does.
-    return tensor.numel() > SMALL and tensor.is_floating_point()
-
-
-def zeros(size: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of zeros. No memory is used until a program writes to the tensor."""
-    nbytes = math.prod(size) * dtype.itemsize
-    # Pages straight from the kernel are zero; the C library would clear memory that it kept.
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=dtype).view(*size)
 
 
 def _like(first: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common.virtual.costs.parts import Shape
-from common.virtual.world.network import Network, Transfer
+from common.virtual.world.marks import Parts, carried
+from common.virtual.world.network import Group, Network, Transfer
 from dear.training.hooks import at_end_of_backward
 
 NAME = "virtual"
 """Backend of torch.distributed."""
 _networks: list[Network] = []
-"""The network of the job that runs; the last one counts."""
+"""Network of the rank whose code runs, to which new groups belong."""
 
 
 class _Work(dist.Work):
@@ -41,33 +38,25 @@ class _Work(dist.Work):
 
 
 class VirtualGroup(dist.ProcessGroup):
-    """Group of `ranks` of a virtual cluster, whose other ranks do the same as this one."""
+    """Group of ranks of a virtual cluster, as one of them sees it."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._network = _networks[-1]
+        self.network = _networks[-1]
         self._awaited: list[Transfer] = []
         """Transfers that torch's C++ waits for at the end of the current backward pass."""
-        self._shape: Shape | None = None
-        self._ranks: list[int] = []
+        self._members: Group | None = None
 
     @property
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
     @property
-    def ranks(self) -> list[int]:
-        """Ranks of the group, in order."""
-        if not self._ranks:
-            self._ranks = sorted(dist.get_process_group_ranks(self))
-        return self._ranks
-
-    @property
-    def shape(self) -> Shape:
-        """Hosts and ranks of the group."""
-        if self._shape is None:
-            self._shape = self._network.group(self.ranks)
-        return self._shape
+    def members(self) -> Group:
+        if self._members is None:
+            ranks = dist.get_process_group_ranks(self)
+            self._members = Group(self.group_name, tuple(ranks))
+        return self._members
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return NAME
@@ -87,105 +76,97 @@ class VirtualGroup(dist.ProcessGroup):
 
     def _await_all(self) -> None:
         transfers, self._awaited = self._awaited, []
-        self._network.wait(transfers)
+        self.network.wait(transfers)
 
-    def start(
-        self,
-        operation: str,
-        nbytes: int,
-        effect: Any,
-        result: Any,
-        output: torch.Tensor | None = None,
-        **queue: Any,
-    ) -> _Work:
-        """Starts a transfer; returns the handle that torch expects."""
-        transfer = self._network.start(
+    def reduced(
+        self, output: torch.Tensor, whole: torch.Tensor, operation: str, op: Any, priority: int = 0
+    ) -> Transfer:
+        """Starts a reduction of `whole`, which becomes `output`: all of it, or this rank's part."""
+        rows = self.size() if operation == "reduce_scatter" else 1
+        place, target = self.rank() if rows > 1 else 0, carried(output, whole)
+        return self._meet(
             operation,
-            nbytes,
-            effect,
-            output,
-            legs=(self.shape,),
-            ranks=self.ranks,
-            channel=id(self),
-            **queue,
+            whole,
+            carried(whole, whole, rows),
+            lambda parts: target.copy_(parts.reduced(op)[place]),
+            priority,
         )
-        return _Work(self, transfer, result)
+
+    def gathered(self, output: torch.Tensor, part: torch.Tensor, priority: int = 0) -> Transfer:
+        """Starts an all-gather of every rank's `part` into `output`."""
+        rows = carried(output, output, self.size())
+        return self._meet(
+            "all_gather",
+            output,
+            carried(part, output),
+            lambda parts: rows.copy_(parts.joined),
+            priority,
+        )
+
+    def sent(self, tensor: torch.Tensor, root: int, priority: int = 0) -> Transfer:
+        """Starts a broadcast of the tensor of the rank at place `root`."""
+        target = carried(tensor, tensor)
+        return self._meet(
+            "broadcast", tensor, target, lambda parts: target.copy_(parts.of(root)), priority
+        )
+
+    def _meet(
+        self, operation: str, full: torch.Tensor, given: torch.Tensor, effect: Any, priority: int
+    ) -> Transfer:
+        return self.network.meet(
+            operation, self.members, full.nbytes, given, effect, priority=priority
+        )
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        op = dist.ReduceOp.SUM if options is None else options.reduceOp
         (tensor,) = tensors
-        effect = reduced(tensor, tensor, op, self.size())
-        return self.start("all_reduce", tensor.nbytes, effect, tensors, output=tensor)
+        return _Work(self, self.reduced(tensor, tensor, "all_reduce", _op(options)), tensors)
 
     def reduce(self, tensors: Any, options: Any) -> Any:
         (tensor,) = tensors
-        effect = reduced(tensor, tensor, options.reduceOp, self.size())
-        return self.start("reduce", tensor.nbytes, effect, tensors, output=tensor)
+        return _Work(self, self.reduced(tensor, tensor, "reduce", _op(options)), tensors)
 
     def broadcast(self, tensors: Any, options: Any = None) -> Any:
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return self.start("broadcast", nbytes, lambda: None, tensors)
+        (tensor,) = tensors
+        root = 0 if options is None else options.rootRank
+        return _Work(self, self.sent(tensor, root), tensors)
 
     def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
-        def effect() -> None:
-            for output in outputs[0]:
-                output.copy_(inputs[0])
+        given, rows = inputs[0], [carried(output, inputs[0]) for output in outputs[0]]
 
-        return self.start("all_gather", inputs[0].nbytes * self.size(), effect, outputs)
+        def effect(parts: Parts) -> None:
+            for place, row in enumerate(rows):
+                row.copy_(parts.of(place))
+
+        transfer = self.network.meet(
+            "all_gather", self.members, given.nbytes * self.size(), carried(given, given), effect
+        )
+        return _Work(self, transfer, outputs)
 
     def _allgather_base(self, output: Any, part: Any, options: Any = None) -> Any:
-        effect = gathered(output, part)
-        return self.start("all_gather", output.nbytes, effect, output, output=output)
+        return _Work(self, self.gathered(output, part), output)
 
     def _reduce_scatter_base(self, output: Any, whole: Any, options: Any = None) -> Any:
-        op = dist.ReduceOp.SUM if options is None else options.reduceOp
-        effect = reduced(output, whole, op, self.size())
-        return self.start("reduce_scatter", whole.nbytes, effect, output, output=output)
+        return _Work(self, self.reduced(output, whole, "reduce_scatter", _op(options)), output)
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     """Names since torch 2.13."""
 
     def barrier(self, opts: Any = None) -> Any:
-        return self.start("all_reduce", 4, lambda: None, [])
+        nothing = torch.zeros(1)
+        return _Work(self, self.reduced(nothing, nothing, "all_reduce", dist.ReduceOp.SUM), [])
 
 
-def reduced(output: torch.Tensor, whole: torch.Tensor, op: Any, size: int) -> Any:
-    """Returns the effect of a reduction over `size` ranks that all have the same `whole`."""
-
-    def effect() -> None:
-        if output is not whole:
-            output.copy_(whole.view(-1)[: output.numel()].view(output.shape))
-        if op == dist.ReduceOp.SUM:
-            output.mul_(size)
-
-    return effect
+def use(network: Network) -> None:
+    """Lets new groups belong to `network`."""
+    _networks[:] = [network]
 
 
-def gathered(output: torch.Tensor, part: torch.Tensor) -> Any:
-    """Returns the effect of an all-gather of the same `part` from all ranks."""
-    rows = output.view(-1, part.numel()) if part.numel() else output
-    return lambda: rows.copy_(part.view(1, -1).expand_as(rows)) if part.numel() else None
+def _op(options: Any) -> Any:
+    return dist.ReduceOp.SUM if options is None else options.reduceOp
 
 
-@contextlib.contextmanager
-def job(network: Network) -> Iterator[dist.ProcessGroup]:
-    """Makes this process rank 0 of a torch.distributed job on `network`; yields its group."""
-    if NAME.upper() not in dir(dist.Backend):
-        dist.Backend.register_backend(
-            NAME, lambda store, rank, size, timeout: VirtualGroup(rank, size), devices=["cpu"]
-        )
-    _networks.append(network)
-    hook = sys.excepthook  # torch puts the rank before every line of later errors
-    try:
-        dist.init_process_group(
-            NAME, rank=0, world_size=network.shape.ranks, store=dist.HashStore()
-        )
-        world = dist.group.WORLD
-        assert world is not None
-        yield world
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _networks.pop()
-        sys.excepthook = hook
+def group_of(group: dist.ProcessGroup) -> Group:
+    """Returns the ranks of a virtual group."""
+    assert isinstance(group, VirtualGroup)
+    return group.members

@@ -1,19 +1,23 @@
-"""Network of one rank among many equal ranks, on a virtual clock; and its transfers."""
+"""Network as a virtual rank sees it, its transfers, and their costs."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from common.virtual.costs.parts import Shape
-from common.virtual.world.trace import Recorder
+from common.virtual.trace import Recorder
+from common.virtual.world.marks import Parts
 from dear.comm.handles import WorkTimes
 from dear.cost.event_model.events import Events
-from dear.cost.event_model.link import CHUNK_BYTES, Cost, Crowded, Link, Sending
+from dear.cost.event_model.link import Cost, Sending, occupancy_s
 from dear.errors import UserError
 
 Place = Literal["inside", "between"]
@@ -22,24 +26,40 @@ CostsOf = Callable[[int, int], Mapping[str, Cost]]
 """Function from the hosts of a group, and its ranks per host, to the cost of each operation."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """Ranks that make the same calls in the same order."""
+
+    name: str
+    """Name that no other group of the job has; the same on all its ranks."""
+    ranks: tuple[int, ...] = field(compare=False)
+
+
 class Transfer:
     """Transfer that has started; has what `dear.comm.work.Work` and torch need of a handle."""
 
-    def __init__(self, network: Network, name: str, nbytes: int, effect: Callable[[], Any]) -> None:
+    def __init__(self, network: Network, name: str, nbytes: int) -> None:
         self.name, self.nbytes = name, nbytes
         self.enqueued_s = network.events.now_s
         self.finished_s: float | None = None
-        self._network, self._effect = network, effect
+        self._network = network
         self._callbacks: list[Callable[[], object]] = []
         self.sending: Sending | None = None
+        """First message of the transfer on a link."""
 
-    def end(self) -> None:
-        """Ends the transfer now, and calls what waits for it."""
+    def end(self, effect: Callable[[], Any] | None = None) -> None:
+        """Ends the transfer now, and calls what waits for it.
+
+        Args:
+            effect: writes the values that have arrived.
+        """
         self.finished_s = self._network.events.now_s
-        if self._effect is not _nothing:
-            with torch.no_grad(), self._network.apart():
-                self._effect()
-            self._effect = _nothing
+        if effect is not None:
+            apply(effect)
+        if not self._callbacks:
+            return
+        self._network.watched -= len(self._callbacks)
+        self._network.take_turn()
         recorder = self._network.recorder
         with contextlib.nullcontext() if recorder is None else recorder.because_of(self):
             for callback in self._callbacks:
@@ -47,9 +67,10 @@ class Transfer:
 
     def on_end(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the transfer ends; at once if it has ended."""
-        if self.finished_s is not None:
+        if self.is_completed():
             callback()
         else:
+            self._network.watched += 1
             self._callbacks.append(callback)
 
     def wait(self, timeout: object = None) -> bool:
@@ -59,6 +80,10 @@ class Transfer:
 
     def is_completed(self) -> bool:
         """Returns True once the transfer has ended."""
+        self._network.catch_up()
+        return self.ended()
+
+    def ended(self) -> bool:
         return self.finished_s is not None
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -77,168 +102,221 @@ class Transfer:
         )
 
 
-class Network:
-    """Links of rank 0 of a cluster whose ranks all do the same at the same time.
+def apply(effect: Callable[[], Any]) -> None:
+    """Writes values that have arrived; takes no time, in whatever context the thread is."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        effect()
 
-    A link carries one message at a time, the most urgent first (`dear.cost.event_model.link`).
+
+class Network(ABC):
+    """Network as a virtual rank sees it.
+
+    While nothing else can see what the rank does, its own clock runs ahead of the common clock. It
+    waits for the common clock before it starts or looks at a transfer (`catch_up`).
 
     Args:
-        costs: cost of each operation in a group of some hosts and ranks per host.
         priorities: the engine lets urgent messages overtake others.
         engine: name of what sends (`comm_core`, `nccl`, ...), for algorithms that ask.
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        costs: CostsOf,
-        *,
-        engine: str,
-        priorities: bool,
-        chunk_bytes: float = CHUNK_BYTES,
+        self, rank: int, shape: Shape, events: Events, *, engine: str, priorities: bool
     ) -> None:
-        self.shape, self.engine, self.priorities = shape, engine, priorities
-        self.events = Events()
-        self.links: dict[Place, Link] = {
-            "inside": Link(self.events, chunk_bytes),
-            "between": Link(self.events, chunk_bytes),
-        }
-        self._costs = costs
-        self._known: dict[tuple[int, int], Mapping[str, Cost]] = {}
+        self.rank, self.shape, self.events = rank, shape, events
+        self.engine, self.priorities = engine, priorities
         self.transfers: list[Transfer] = []
         """Transfers that have started since the list was emptied."""
         self.waits: list[tuple[float, float]] = []
         """Start and end of each wait of the device for transfers, since the list was emptied."""
         self.recorder: Recorder | None = None
         """Recorder of what this rank does; None: nothing is recorded."""
-        self.windows: list[Any] = []
-        """Windows of this rank (`common.virtual.world.core.Window`)."""
-        self.apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        """Context of work that takes no time of the device; set by the device."""
+        self._thread = threading.local()
         self.inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Context of every thread; set by the device."""
-        self.unread: Callable[[torch.Tensor], bool] = lambda _: False
-        """Function that returns True for tensors without values; set by the device."""
+        self.take_turn: Callable[[], None] = lambda: None
+        """Makes this rank the one whose code runs; set by who runs several ranks."""
+        self.watched = 0
+        """Number of what may look at the rank at any time: callbacks, and other threads."""
+        self._ahead_s = 0.0
+        self._under_way: list[Transfer] = []
 
     def clock(self) -> float:
         """Returns the virtual time in seconds."""
-        return self.events.now_s
+        return max(self._ahead_s, self.events.now_s)
+
+    def slowdown(self, now_s: float) -> float:
+        """Returns the factor by which compute of this rank takes longer at a time."""
+        return 1.0
+
+    def compute(self, seconds: float) -> None:
+        """Lets the rank compute for `seconds`."""
+        now_s = max(self._ahead_s, self.events.now_s)
+        end_s = now_s + seconds * self.slowdown(now_s)
+        if self.watched:
+            self.events.run_to(end_s)
+        else:
+            self._ahead_s = end_s
+
+    def catch_up(self) -> None:
+        """Lets the common clock run until the time of this rank."""
+        if self._ahead_s > self.events.now_s:
+            end_s, self._ahead_s = self._ahead_s, 0.0
+            self.events.run_to(end_s)
 
     def pause(self, seconds: float) -> None:
         """Lets the clock run for `seconds`."""
-        self.events.run_for(seconds)
+        self.catch_up()
+        self.events.run_to(self.events.now_s + seconds)
 
-    def cost(self, operation: str, shape: Shape) -> Cost:
-        """Returns the cost of an operation in a group of this shape.
+    def wait(self, transfers: Sequence[Transfer]) -> None:
+        """Lets the clock run until all `transfers` have ended."""
+        self.catch_up()
+        began_s = self.events.now_s
+        for transfer in transfers:
+            self.events.run_until(transfer.ended, transfer.name)
+        self.waited(began_s)
+        if self.recorder is not None:
+            self.recorder.learn(self.recorder.of(transfers))
 
-        If the group has only some ranks of its hosts, the others do the same over the same link.
-
-        Raises:
-            UserError: the engine's costs lack the operation.
-        """
-        key = (shape.hosts, shape.ranks_per_host)
-        if key not in self._known:
-            self._known[key] = self._costs(*key)
-        if operation not in self._known[key]:
-            known = ", ".join(sorted(self._known[key]))
-            raise UserError(
-                f"engine {self.engine} has no cost of {operation}; its costs are of {known}"
-            )
-        cost = self._known[key][operation]
-        groups = self.shape.ranks_per_host // shape.ranks_per_host if shape.hosts > 1 else 1
-        return Crowded(cost=cost, groups=groups) if groups > 1 else cost
-
-    def start(
-        self,
-        operation: str,
-        nbytes: int,
-        effect: Callable[[], Any] = lambda: None,
-        output: torch.Tensor | None = None,
-        *,
-        legs: Sequence[Shape] | None = None,
-        ranks: Sequence[int] | None = None,
-        channel: object = 0,
-        priority: int = 0,
-    ) -> Transfer:
-        """Starts a transfer.
-
-        Args:
-            nbytes: bytes of the full buffer of each message.
-            effect: called when the transfer ends.
-            output: tensor that `effect` writes; if nobody reads its values, nothing is written.
-            legs: hosts and ranks that take part in each of its messages; None: one message of all
-                ranks. The transfer ends when all messages have ended.
-            ranks: group of a collective; None: messages between single ranks.
-            channel: queue, in which messages run one after another.
-        """
-        if output is not None and self.unread(output):
-            effect = _nothing
-        shapes = [leg for leg in legs or (self.shape,) if leg.ranks > 1]
-        transfer = Transfer(self, operation, nbytes * len(shapes), effect)
-        self.transfers.append(transfer)
-        if self.recorder is not None and shapes:
-            self.recorder.sent(transfer, ranks, channel, priority)
-        left = len(shapes)
-
-        def ended() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                transfer.end()
-
-        for shape in shapes:
-            link = self.links["between" if shape.hosts > 1 else "inside"]
-            cost = self.cost(operation, shape)
-            sending = link.send(cost, nbytes, channel=channel, priority=priority, then=ended)
-            transfer.sending = transfer.sending or sending
-        if not shapes:
-            transfer.end()
-        return transfer
+    def waited(self, since_s: float) -> None:
+        """Counts a wait of this thread that ends now, unless the training goes on beside it."""
+        if self.events.now_s > since_s and not getattr(self._thread, "aside", False):
+            self.waits.append((since_s, self.events.now_s))
 
     def thread(self, call: Callable[[], None]) -> None:
         """Runs `call` in another thread of this rank, which shares the clock."""
 
         def run() -> None:
+            self._thread.aside = True
             with self.inside():
                 call()
+            self.watched -= 1
 
+        self.catch_up()
+        self.watched += 1
         self.events.start(run)
 
-    def pair(self, peer: int) -> Shape:
-        """Returns the hosts and ranks that exchange with a peer like this rank with rank `peer`.
+    def transfer(self, name: str, nbytes: int) -> Transfer:
+        """Returns a transfer that starts now."""
+        self.catch_up()
+        transfer = Transfer(self, name, nbytes)
+        self.transfers.append(transfer)
+        self._under_way.append(transfer)
+        return transfer
 
-        All ranks exchange at the same time, so those of a host share its link.
+    def ages_s(self) -> tuple[float, ...]:
+        """Returns for how many seconds each transfer that has not ended is under way."""
+        self.catch_up()
+        self._under_way = [each for each in self._under_way if not each.ended()]
+        return tuple(self.events.now_s - each.enqueued_s for each in self._under_way)
+
+    @abstractmethod
+    def meet(
+        self,
+        operation: str,
+        group: Group,
+        nbytes: int,
+        given: torch.Tensor,
+        effect: Callable[[Parts], Any],
+        *,
+        priority: int = 0,
+    ) -> Transfer:
+        """Starts a collective of `nbytes`; the operations of a group run one after another.
+
+        Args:
+            given: carried values of this rank (`marks.carried`).
+            effect: takes the values of all ranks when the collective ends.
         """
-        if peer == 0:
-            return Shape(hosts=1)
-        if peer < self.shape.ranks_per_host:
-            return Shape(hosts=1, ranks_per_host=self.shape.ranks_per_host)
-        return self.shape
 
-    def group(self, ranks: Sequence[int]) -> Shape:
-        """Returns the hosts and ranks of a group.
+    @abstractmethod
+    def swap(
+        self,
+        queue: Hashable,
+        nbytes: int,
+        given: Mapping[int, torch.Tensor],
+        sources: Iterable[int],
+        effect: Callable[[Mapping[int, torch.Tensor]], Any],
+    ) -> Transfer:
+        """Starts to exchange messages of `nbytes` each with a few ranks.
 
-        Raises:
-            UserError: the group has different numbers of ranks on its hosts.
+        Messages of two ranks in a queue run in the order of the calls.
+
+        Args:
+            given: carried values for each target.
+            sources: ranks that send to this one.
+            effect: takes the carried values of each source when all messages have ended.
         """
-        count = Counter(rank // self.shape.ranks_per_host for rank in ranks)
-        if len(set(count.values())) > 1:
+
+    @abstractmethod
+    def reach(self, source: int, target: int, nbytes: int, effect: Callable[[], Any]) -> Transfer:
+        """Starts a one-sided message; one of the two is this rank, the other does nothing."""
+
+    @abstractmethod
+    def agree(self, group: Group, value: Any) -> list[Any]:
+        """Returns the values of all ranks of the group; takes no time but for the last rank."""
+
+    @abstractmethod
+    def windows(self, group: Group, window: Any) -> Mapping[int, Sequence[Any]]:
+        """Adds a window of this rank; returns, by rank, the windows to write to in its place.
+
+        All ranks of the group add their windows in the same order. The result is complete when all
+        of them have.
+        """
+
+
+class _Known:
+    """Cost that remembers its results."""
+
+    def __init__(self, cost: Cost) -> None:
+        self._cost = cost
+        self._seconds: dict[float, tuple[float, float]] = {}
+
+    def __call__(self, nbytes: float) -> float:
+        return self._of(nbytes)[0]
+
+    def occupancy_s(self, nbytes: float) -> float:
+        return self._of(nbytes)[1]
+
+    def _of(self, nbytes: float) -> tuple[float, float]:
+        if nbytes not in self._seconds:
+            self._seconds[nbytes] = self._cost(nbytes), occupancy_s(self._cost, nbytes)
+        return self._seconds[nbytes]
+
+
+class Costs:
+    """Costs of an engine by operation, and shape of the group.
+
+    Args:
+        costs: cost of each operation in a group of some hosts and ranks per host.
+    """
+
+    def __init__(self, costs: CostsOf, engine: str) -> None:
+        self._costs, self._engine = costs, engine
+        self._known: dict[Shape, dict[str, _Known]] = {}
+
+    def of(self, operation: str, shape: Shape) -> Cost:
+        """Returns a cost; raises `UserError` if the engine has none of the operation."""
+        if shape not in self._known:
+            costs = self._costs(shape.hosts, shape.ranks_per_host)
+            self._known[shape] = {name: _Known(cost) for name, cost in costs.items()}
+        if operation not in self._known[shape]:
+            names = ", ".join(sorted(self._known[shape]))
             raise UserError(
-                f"a group of ranks {list(ranks)} has {sorted(set(count.values()))} ranks per host; "
-                "predictions need groups with equally many ranks on each of their hosts"
+                f"engine {self._engine} has no cost of {operation}; its costs are of {names}"
             )
-        return Shape(hosts=len(count), ranks_per_host=next(iter(count.values())))
-
-    def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Lets the clock run until all `transfers` have ended."""
-        began_s = self.events.now_s
-        for transfer in transfers:
-            self.events.run_until(transfer.is_completed, transfer.name)
-        if self.events.now_s > began_s:
-            self.waits.append((began_s, self.events.now_s))
-        if self.recorder is not None:
-            self.recorder.awaited(self.recorder.of(transfers), began_s, self.events.now_s)
+        return self._known[shape][operation]
 
 
-def _nothing() -> None:
-    return
+def shape_of(ranks: Sequence[int], ranks_per_host: int) -> Shape:
+    """Returns the hosts and ranks of a group.
+
+    Raises:
+        UserError: the group has different numbers of ranks on its hosts.
+    """
+    count = Counter(rank // ranks_per_host for rank in ranks)
+    if len(set(count.values())) > 1:
+        raise UserError(
+            f"a group of ranks {list(ranks)} has {sorted(set(count.values()))} ranks per host; "
+            "predictions need groups with equally many ranks on each of their hosts"
+        )
+    return Shape(hosts=len(count), ranks_per_host=next(iter(count.values())))

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from common.models.profile import Profile
-from common.models.replay import pace
 from common.models.replay.model import workload
 from common.models.replay.pace import paced
 from common.models.workload import Workload
+from common.virtual.costs.faults import Disturbance
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
 from common.virtual.passes import update_s_of
+from common.virtual.trace import STEPS, Gradient, Recorder, Trace
+from common.virtual.world.alike import Alike
 from common.virtual.world.communicator import VirtualCommunicator
-from common.virtual.world.device import Arithmetic, VirtualPace, large
-from common.virtual.world.group import job
-from common.virtual.world.network import CostsOf, Network, Transfer
-from common.virtual.world.trace import STEPS, Gradient, Recorder, Trace
-from dear.comm import runtime
-from dear.comm.environment import RankFacts
+from common.virtual.world.network import CostsOf, Transfer
+from common.virtual.world.seat import Seat, kept
+from common.virtual.world.several import Several, train
 from dear.cost.event_model.link import Cost, Scaled
-from dear.cost.event_model.step import Prediction, steady
+from dear.cost.event_model.step import Prediction, State, steady
 from dear.errors import UserError
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
 
 COSTS, COMPUTE = 0.1, 0.02
 """Assumed relative errors of composed costs and of compute, for the range of a prediction."""
+MOST = 64
+"""Largest number of ranks that run one by one only because their neighbours differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,12 @@ class Setting:
     """Library whose collectives `costs` are of."""
     optimizer: str = "sgd"
     momentum: float = 0.9
+    disturbances: tuple[Disturbance, ...] = ()
+    """Changes of hosts."""
+    budget_s: float | None = None
+    """Seconds of training; None: until the steps repeat."""
+    together: bool = True
+    """True lets one rank stand for all if they do the same."""
 
     @property
     def update_s(self) -> float:
@@ -69,7 +77,7 @@ def shifted(setting: Setting, costs: float, compute: float) -> Setting:
         return {name: Scaled(cost=cost, factor=1 + costs) for name, cost in middle.items()}
 
     profile = setting.profile.slowed(1 + compute)
-    return replace(setting, profile=profile, costs=scaled if costs else setting.costs)
+    return dataclasses.replace(setting, profile=profile, costs=scaled if costs else setting.costs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,8 @@ class Step:
     """Transfers per step; None: not counted."""
     note: str | None = None
     """Method, if the algorithm's file did not run."""
+    several: Several | None = None
+    """Training of each rank; None: one rank stands for all."""
 
 
 def predicted(setting: Setting) -> Step:
@@ -98,9 +108,23 @@ def predicted(setting: Setting) -> Step:
         UserError: the algorithm refuses the setting, or needs what the virtual cluster lacks.
         UnmodelledError: part of a step takes time that is not modelled, such as a compression.
     """
-    period, sender = _way(setting)
-    if sender is not None:
-        return _modelled(setting, sender)
+    share_on_wire(setting.options)  # refuses compressions
+    period, shape = 1, setting.shape
+    if setting.algorithm is not None:
+        kind = algorithm_class(setting.algorithm)
+        period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
+        unlike = _unlike(setting)
+        sender = kind.sends_by(setting.options)
+        if sender is not None and unlike:
+            raise UserError(
+                f"{setting.algorithm}: {sender} cannot run on ranks that differ; leave the fault "
+                "out, or use `run`"
+            )
+        if sender is not None:
+            return _modelled(setting, sender)
+        if unlike and shape.ranks > 1:
+            alone = at_own_pace(setting.algorithm, setting.options)
+            return _of_several(train(setting, period, alone, partial(_Training, setting)))
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
@@ -111,26 +135,26 @@ def traced(setting: Setting) -> Trace:
     """Runs the algorithm until its step times repeat, and traces the steps after that.
 
     Raises:
-        UserError, UnmodelledError: as for `predicted`; or another library starts the transfers.
+        UserError, UnmodelledError: as for `predicted`; or another library starts the transfers, or
+            the ranks differ.
     """
-    period, sender = _way(setting)
-    if sender is not None:
-        raise UserError(f"no trace of {sender}: its library does not run on the virtual cluster")
+    share_on_wire(setting.options)  # refuses compressions
+    period, shape = 1, setting.shape
+    if setting.algorithm is not None:
+        kind = algorithm_class(setting.algorithm)
+        period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
+        sender = kind.sends_by(setting.options)
+        if sender is not None:
+            raise UserError(
+                f"no trace of {sender}: its library does not run on the virtual cluster"
+            )
+    if setting.disturbances or setting.budget_s is not None:
+        raise UserError("no trace of ranks that differ; leave the fault or the budget out")
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
         steady(training.step, period)
-        return training.trace(max(STEPS, period))
-
-
-def _way(setting: Setting) -> tuple[int, str | None]:
-    """Returns after how many steps a rank does the same, and the library that starts transfers."""
-    share_on_wire(setting.options)  # refuses compressions
-    if setting.algorithm is None:
-        return 1, None
-    kind, shape = algorithm_class(setting.algorithm), setting.shape
-    period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
-    return period, kind.sends_by(setting.options)
+        return training.trace(period * math.ceil(STEPS / period))
 
 
 def alone_s(setting: Setting) -> float:
@@ -150,6 +174,36 @@ def _alone_s(profile: Profile, optimizer: str, momentum: float) -> float:
         momentum=momentum,
     )
     return predicted(plain).step_s
+
+
+def _unlike(setting: Setting) -> bool:
+    """Returns True if the ranks differ, so that one cannot stand for all.
+
+    Ranks that only have other neighbours count as alike in a world of more than `MOST`.
+    """
+    assert setting.algorithm is not None, "a single rank has no others"
+    if setting.disturbances or not setting.together:
+        return True
+    if setting.budget_s is not None and at_own_pace(setting.algorithm, setting.options):
+        return True
+    shape = setting.shape
+    if shape.ranks > MOST:
+        return False
+    kind = algorithm_class(setting.algorithm)
+    traffic = kind.traffic(setting.options, shape.ranks, shape.ranks_per_host)
+    return traffic is not None and not traffic.alike(shape.ranks_per_host)
+
+
+def _of_several(several: Several) -> Step:
+    """Returns the mean of the steps of all ranks; the rest is rank 0's."""
+    steps = several.steps
+    return dataclasses.replace(
+        steps[0],
+        step_s=several.step_s,
+        exposed_s=statistics.fmean(step.exposed_s for step in steps),
+        messages=statistics.fmean(step.messages or 0 for step in steps),
+        several=several,
+    )
 
 
 def stated(setting: Setting) -> Prediction:
@@ -180,6 +234,12 @@ def _modelled(setting: Setting, sender: str) -> Step:
     )
 
 
+def at_own_pace(algorithm: str, options: Options) -> bool:
+    """Returns True if no rank waits for another."""
+    consistency = algorithm_class(algorithm).capabilities.consistency
+    return consistency == "asynchronous" and not options.in_step()
+
+
 def slowest(ranks: int, relative_std: float) -> float:
     """Returns the expected compute of the slowest of `ranks` / that of a single rank.
 
@@ -194,10 +254,15 @@ def slowest(ranks: int, relative_std: float) -> float:
 
 class _Training:
     def __init__(
-        self, setting: Setting, load: Workload, network: Network, communicator: Any
+        self,
+        setting: Setting,
+        seat: Seat,
+        communicator: VirtualCommunicator,
+        load: Workload | None = None,
     ) -> None:
-        self.network, self._load = network, load
-        self._plain = load.model
+        self.network = seat.network
+        self._load = workload(setting.profile, None) if load is None else load
+        self._plain = self._load.model
         kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
         kind = paced(kind, setting.profile.memory_bytes_per_s)
         momentum = {"momentum": setting.momentum} if setting.optimizer == "sgd" else {}
@@ -212,8 +277,8 @@ class _Training:
         self._waits: list[float] = []
         self._messages: list[int] = []
 
-    def step(self) -> float:
-        """Trains a step; returns its seconds."""
+    def step(self) -> State:
+        """Trains a step; returns its state."""
         network = self.network
         network.transfers, network.waits = [], []
         began = network.clock()
@@ -226,7 +291,12 @@ class _Training:
         self.marks.append((began, forward, backward, network.clock()))
         self._waits.append(math.fsum(end - start for start, end in network.waits))
         self._messages.append(len(network.transfers))
-        return network.clock() - began
+        return network.clock() - began, *network.ages_s()
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Returns the algorithm's counters."""
+        counters: Mapping[str, Any] = self._optimizer.statistics()
+        return counters
 
     def mean(self, steps: int) -> Step:
         """Returns the mean of the last steps."""
@@ -245,6 +315,7 @@ class _Training:
         """Trains further steps; returns their trace."""
         recorder = self.network.recorder = Recorder()
         sent: list[Transfer] = []
+        waits_s: list[tuple[float, float]] = []
 
         def watch(name: str) -> Callable[[torch.Tensor], None]:
             def ready(gradient: torch.Tensor) -> None:
@@ -260,37 +331,23 @@ class _Training:
         for _ in range(steps):
             self.step()
             sent += self.network.transfers
+            waits_s += self.network.waits
         self.network.recorder = None
         for hook in hooks:
             hook.remove()
         self.network.wait(sent)
-        return recorder.trace(self.marks[-steps:])
+        return recorder.trace(self.marks[-steps:], waits_s)
 
 
 @contextlib.contextmanager
 def _training(setting: Setting) -> Iterator[_Training]:
-    shape = setting.shape
     load = workload(setting.profile, None)  # here, because arithmetic is slow in the mode below
-    network = Network(
-        shape, setting.costs, engine=setting.engine, priorities=setting.engine == "comm_core"
+    network = Alike(
+        setting.shape,
+        setting.costs,
+        engine=setting.engine,
+        priorities=setting.engine == "comm_core",
     )
-    device = VirtualPace(network)
-    network.apart, network.unread = device.apart, large
-    # Each thread has a mode of its own.
-    network.inside = partial(Arithmetic, device, setting.profile.memory_bytes_per_s)
-    facts = RankFacts(
-        launcher="virtual",
-        rank=0,
-        world_size=shape.ranks,
-        local_rank=0,
-        local_world_size=shape.ranks_per_host,
-    )
-    before = pace.current()
-    pace.set_pace(device)
-    try:
-        with job(network) as world, network.inside():
-            communicator = VirtualCommunicator(network, world)
-            with runtime.joined(facts, communicator):
-                yield _Training(setting, load, network, communicator)
-    finally:
-        pace.set_pace(before)
+    seat = Seat(network, setting.profile.memory_bytes_per_s)
+    with kept(), seat.joined() as communicator:
+        yield _Training(setting, seat, communicator, load)

@@ -106,14 +106,14 @@ class AsyncDdp(GraphAlgorithm["AsyncDdp.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """Topology, time of the update, and how far apart ranks may drift."""
+        """Topology, time of the update, and limits of staleness and of waiting."""
 
         update: UpdateIn = "backward"
         """`backward`: updates each bucket as soon as its last gradient arrives. `step`: updates in
         `step()`, so that gradients can be clipped or unscaled before."""
         max_staleness: int | None = None
-        """Steps that a neighbour's values may be behind before a step waits for newer values. A put
-        then also waits for the previous put. None: no limit, and no waiting."""
+        """Largest number of steps by which a neighbour's values may be behind: a step waits for
+        newer values, and a put for the previous put. None: no limit, and nothing waits."""
         finish_timeout_s: float = 3600.0
         """Longest time that `close()` waits for ranks that still train, in seconds."""
 

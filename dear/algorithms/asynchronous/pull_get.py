@@ -81,7 +81,7 @@ class PullGet(WindowAlgorithm["PullGet.Options"]):
 
     Invariant: if parameters are equal on all ranks and updates are zero, nothing changes. With
     `barrier` it is decentralized SGD (`neighbor`, combine=awc).
-    Bytes move: beside both passes; the step waits for the reads, not for the neighbours' steps.
+    Bytes move: during both passes; the step waits for the reads, not for the neighbours' steps.
     Cost per step and rank: the parameters once from each neighbour; memory for the published copy
     and for the parameters being read.
     """

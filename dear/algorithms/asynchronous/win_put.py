@@ -22,7 +22,7 @@ class WinPut(WindowAlgorithm["WinPut.Options"]):
     Invariant: if parameters are equal on all ranks and updates are zero, nothing changes. Until a
     neighbour has put values, its slot holds this rank's own start values. With `barrier` it is
     decentralized SGD (`neighbor`, combine=awc).
-    Bytes move: beside both passes and, if these are too short, beside later steps. A neighbour gets
+    Bytes move: during both passes and, if these are too short, during later steps. A neighbour gets
     no new message until it has collected the last one.
     Cost per step and rank: the parameters at most once to each neighbour; memory for one copy of
     the parameters on their way, and for one slot per neighbour.

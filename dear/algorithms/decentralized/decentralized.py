@@ -37,9 +37,9 @@ class Decentralized(Algorithm["Decentralized.Options"]):
     gradients and W weights. Each rank computes its gradient at its own parameters and applies it to
     the average over its group. Models of different ranks differ; `dear.consensus` averages them.
     `p.grad` is always the rank's own gradient.
-    Bytes move: each bucket of parameters travels from its update to its update in the next step.
+    Bytes move: each bucket of parameters from its update until its update in the next step.
     Cost per step and rank: one exchange of the model with one peer (`ring`, `one-peer-exp`), or an
-    all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: 1 or 2 nodes).
+    all-reduce of it in a group of ranks (`complete`: all; `alternating-exp-ring`: 1 or 2 nodes).
     Overridden methods of the exchange: `share` sends to the group of this step, and `mix` averages
     in the next step.
     """

@@ -32,7 +32,7 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
     Invariant: with a constant step size, ranks reach the exact minimum of the sum of their losses.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour; one more copy in memory.
-    Overridden method: `ExactDiffusionExchange.adapt` corrects the updated parameters.
+    Overridden method of the exchange: `adapt` corrects the updated parameters.
     """
 
     @dataclass(frozen=True, kw_only=True)

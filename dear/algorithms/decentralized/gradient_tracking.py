@@ -28,10 +28,10 @@ class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
     gradient pulls it away from the mean. Here each rank keeps an estimate y of the mean gradient.
     It averages y like its parameters, adds the change of its own gradient, and steps with y.
     Invariant: the mean of the estimates is the mean of the gradients. With a constant step size,
-    ranks reach the exact minimum of the sum of their losses (linearly, if strongly convex).
-    Bytes move: beside both passes.
+    ranks reach the exact minimum of the sum of their losses (linearly, if it is strongly convex).
+    Bytes move: during both passes.
     Cost per step and rank: twice the parameters to each neighbour; two more copies in memory.
-    Overridden methods: `carried` of the exchange adds the estimates; `adapt` updates with them.
+    Overridden methods of the exchange: `carried` adds the estimates, `adapt` updates with them.
     """
 
     @dataclass(frozen=True, kw_only=True)

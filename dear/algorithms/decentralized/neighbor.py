@@ -37,7 +37,7 @@ class Neighbor(GraphAlgorithm["Neighbor.Options"]):
     awc: `x <- W x - update(g(x))`; atc: `x <- W (x - update(g(x)))`.
     Invariant: replicas differ. Their mean moves by the mean gradient. Each round multiplies their
     distances by at most the topology's mixing rate.
-    Bytes move: awc, beside both passes; atc, from the update until a layer is needed again.
+    Bytes move: awc, during both passes; atc, from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour (exp2: log2 P, one-peer: 1).
     Overridden methods: none; the options choose the order and the peers of each round.
     """

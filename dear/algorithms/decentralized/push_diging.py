@@ -32,8 +32,8 @@ class PushDiging(GraphAlgorithm["PushDiging.Options"]):
     minimum of the sum of their losses, over any strongly connected directed graph.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: twice the parameters to each neighbour; three more copies in memory.
-    Overridden methods: `carried` of the exchange returns a bucket's u, y and v in one message;
-    `adapt` computes u; `mix` divides by v.
+    Overridden methods of the exchange: `carried` returns a bucket's u, y and v in one message,
+    `adapt` computes u, and `mix` divides by v.
     """
 
     @dataclass(frozen=True, kw_only=True)

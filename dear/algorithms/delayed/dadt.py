@@ -57,14 +57,14 @@ class Dadt(Algorithm["Dadt.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(AlgorithmOptions):
-        """Age of the gradients, and which of them travel together."""
+        """Age of the gradients, and rules by which gradients share a message."""
 
         delay: int = 1
-        """Steps between gradients and the update that applies them, at least 1 (Pipe-SGD's width
-        minus one)."""
+        """Number of steps from the pass that computes gradients to the update that applies them, at
+        least 1 (Pipe-SGD's width minus one)."""
         buffer_mb: float = 64.0
         """Largest buffer, in MB of 2^20 bytes, of gradients that are ready one after another and
-        travel together; 0: every gradient travels alone."""
+        share a message; 0: every gradient has its own message."""
         cycle_time_ms: float | None = None
         """Length of a cycle in milliseconds: gradients share a buffer only if they were ready in
         the same cycle of the first pass. null: no such condition."""

@@ -12,6 +12,7 @@ from dear.algorithms.planning import foreseen, measured_pass, passes_of
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import Bucket
+from dear.cost.bounds import Bound
 from dear.cost.event_model.passes import UnmodelledError
 from dear.cost.fit import OnWire
 from dear.cost.measurement import Operation
@@ -27,10 +28,10 @@ from dear.training.tuning import LayerTimes, cost_of_gradients
 log = logging.getLogger("dear")
 
 Candidate: TypeAlias = Literal["wfbp", "mgwfbp", "bytescheduler", "dear"]
-CHOSEN: Mapping[str, Mapping[str, object]] = {"dear": {"fusion": "planned"}}
-"""Options of a candidate that differ from its defaults."""
 LATER = ("bytescheduler", "dear")
 """Candidates whose gradients are averages only after `synchronize()`."""
+SHOWN = 6
+"""Number of expected steps in the log."""
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -40,8 +41,9 @@ class Auto(Algorithm["Auto.Options"]):
     The first steps send one all-reduce per tensor after the backward pass, and measure the passes.
     Then the costs of collectives are measured, and `dear.cost.event_model` predicts a step of each
     candidate from the order of transfers that it declares. All ranks go on with rank 0's choice.
-    Invariant: those of the candidates: after each step, all replicas equal serial training.
-    Bytes move, and cost per step and rank: those of `allreduce` at first, then those of the choice.
+    Invariant: after each step, all replicas equal serial training.
+    Bytes move: as with `allreduce` at first, then as with the chosen algorithm.
+    Cost per step and rank: that of `allreduce` at first, then that of the chosen algorithm.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,8 @@ class Auto(Algorithm["Auto.Options"]):
         """Candidates, their compression, and the length of the measurement."""
 
         candidates: tuple[Candidate, ...] = get_args(Candidate)
-        """Algorithms to choose from, with their own defaults; `dear` with fusion=planned."""
+        """Algorithms to choose from, with their defaults and with the options that each of them
+        names as worth a try (`Algorithm.candidates`)."""
         profile_steps: int = 5
         """Number of steps whose passes are measured before the choice."""
 
@@ -59,17 +62,29 @@ class Auto(Algorithm["Auto.Options"]):
                 raise UserError("option of auto 'candidates' must name an algorithm, got none")
 
         def settling_steps(self) -> int:
-            later = (self.of(name).settling_steps() for name in self.candidates)
-            return self.profile_steps + max(later)
+            variants = self.variants().values()
+            return self.profile_steps + max(options.settling_steps() for _, options in variants)
 
-        def of(self, name: str) -> Options:
-            """Returns the options of a candidate."""
-            given = {**CHOSEN.get(name, {}), "compression": self.compression}
-            return algorithm_options(name, given)
+        def variants(self) -> dict[str, tuple[str, Options]]:
+            """Returns the algorithm and its options of each variant, by a label for messages."""
+            variants: dict[str, tuple[str, Options]] = {}
+            for name in self.candidates:
+                for given in ({}, *(algorithm_class(name).candidates or ())):
+                    words = [name, *(f"{key}={value}" for key, value in given.items())]
+                    options = algorithm_options(name, {**given, "compression": self.compression})
+                    variants[" ".join(words)] = name, options
+            return variants
 
     capabilities = Capabilities(consistency="synchronous")
     candidates = None
     overlap = Unstated("it is the order of the chosen algorithm")
+
+    @classmethod
+    def bound_of(cls, options: Options) -> Bound:
+        """Returns the bound of `dear`, usually the lowest, or else of the other candidates."""
+        candidates = options.candidates
+        others: Bound = "cross_iteration" if "bytescheduler" in candidates else "wfbp"
+        return "dear" if "dear" in candidates else others
 
     def refuse(self, replica: Replica[Options]) -> None:
         if not _accepted(replica):
@@ -83,18 +98,17 @@ class Auto(Algorithm["Auto.Options"]):
         return AutoEngine(replica)
 
 
-def _accepted(replica: Replica[Auto.Options]) -> dict[str, Options]:
-    """Returns the candidates that can train this rank's replica, with their options."""
-    accepted: dict[str, Options] = {}
-    for name in dict.fromkeys(replica.options.candidates):
-        options = replica.options.of(name)
+def _accepted(replica: Replica[Auto.Options]) -> dict[str, tuple[str, Options]]:
+    """Returns the variants that can train this rank's replica."""
+    accepted: dict[str, tuple[str, Options]] = {}
+    for label, (name, options) in replica.options.variants().items():
         try:
             algorithm_class(name)()._refuse(replica.with_options(options))
         except UserError:
             continue
         # Without priorities, its messages cannot overtake each other, as the model assumes.
         if name != "bytescheduler" or replica.params[0].device.type in replica.communicator.native:
-            accepted[name] = options
+            accepted[label] = name, options
     return accepted
 
 
@@ -102,9 +116,10 @@ def _accepted(replica: Replica[Auto.Options]) -> dict[str, Options]:
 class Choice:
     """Chosen algorithm, and the steps that were expected."""
 
-    algorithm: str
+    label: str
+    """Label of the variant."""
     steps_s: Mapping[str, float]
-    """Seconds of a step with each candidate, by the model; shortest first."""
+    """Seconds of a step with each variant, by the model; shortest first."""
     compute_s: float
     """Seconds of a step without communication."""
 
@@ -126,26 +141,28 @@ class Choice:
                 "algorithm='auto': no candidate can train the model on every rank; use "
                 "algorithm='allreduce'"
             )
-        left = [name for name in names if name not in LATER or not any(at for _, at in ranks)]
+        touched = any(at for _, at in ranks)
+        left = [name for name in names if not (touched and name.startswith(LATER))]
         if not left:
             raise UserError(
                 "algorithm='auto': the script changes gradients between backward() and step(), but "
-                f"the gradients of {', '.join(names)} are averages only after "
+                f"the gradients of {' and '.join(LATER)} are averages only after "
                 "optimizer.synchronize(); call it before, or add wfbp or mgwfbp to 'candidates'"
             )
-        left.sort(key=expected.__getitem__)
+        left.sort(key=lambda name: float(f"{expected[name]:.3g}"))  # equals: the first one
         steps_s = {name: expected[name] for name in left}
-        return cls(algorithm=left[0], steps_s=steps_s, compute_s=compute_s)
+        return cls(label=left[0], steps_s=steps_s, compute_s=compute_s)
 
     def findings(self) -> dict[str, object]:
         """Returns the choice as JSON."""
         steps = {name: {"step_s": step_s} for name, step_s in self.steps_s.items()}
-        return {"algorithm": self.algorithm, "expected": steps, "compute_s": self.compute_s}
+        return {"choice": self.label, "expected": steps, "compute_s": self.compute_s}
 
     def __str__(self) -> str:
-        each = ", ".join(f"{name} {1e3 * step_s:.3g} ms" for name, step_s in self.steps_s.items())
+        each = [f"{1e3 * step_s:.3g} ms {name}" for name, step_s in self.steps_s.items()]
+        shown = ", ".join(each[:SHOWN]) + (", ..." if len(each) > SHOWN else "")
         return (
-            f"auto: continues with {self.algorithm}, whose step should be the shortest: {each}; "
+            f"auto: continues with {self.label}, whose step should be the shortest: {shown}; "
             f"without communication {1e3 * self.compute_s:.3g} ms"
         )
 
@@ -219,25 +236,24 @@ class AutoEngine(AveragingEngine):
         update_s = statistics.median_low(self._updates_s or [0.0])
         passes = passes_of(arrived, profile.forward_s, update_s)
         steps_s: dict[str, float] = {}
-        for name, options in self._accepted.items():
+        for label, (name, options) in self._accepted.items():
             kind = algorithm_class(name)
             try:
                 prediction = foreseen(kind, options, arrived, passes, costs, communicator.size)
             except UnmodelledError:
                 continue
-            steps_s[name] = prediction.step_s
+            steps_s[label] = prediction.step_s
         compute_s = profile.forward_s + passes.backward_s + update_s
         return Choice.of(communicator.gather_objects((steps_s, self._touches)), compute_s)
 
     def _replace(self, choice: Choice) -> None:
         if self.communicator.rank == 0:
             log.info("%s", choice)
-        optimizer, options = self.optimizer, self._accepted[choice.algorithm]
+        optimizer, (name, options) = self.optimizer, self._accepted[choice.label]
         assert isinstance(optimizer, Distributed), "a step runs"
         before = vars(optimizer).pop("before_engine", None)
         optimizer.close()
-        algorithm = algorithm_class(choice.algorithm)()
-        algorithm.wrap(self.model, optimizer, self.communicator, options)
+        algorithm_class(name)().wrap(self.model, optimizer, self.communicator, options)
         optimizer.before_engine, optimizer.former_findings = before, {"auto": choice.findings()}
 
     def close(self) -> None:

@@ -61,23 +61,23 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HalfOptions):
-        """Partition size, type in which gradients travel, and limit of the bytes under way."""
+        """Partition size, dtype in which gradients are sent, and limit of the bytes in flight."""
 
         partition_mb: float = 4.0
         """Largest partition, in MB of 2^20 bytes on the wire."""
         credit_mb: float | None = None
-        """Bytes under way at which no further partition starts, in MB of 2^20 bytes. None: 16; no
-        limit if the backend has priorities or is NCCL. NCCL refuses a limit, because it does not
-        report when a collective ends."""
+        """Limit of the bytes in flight, above which no partition starts, in MB of 2^20 bytes. None:
+        no limit with NCCL or if the backend has priorities, otherwise 16. An error with NCCL,
+        which does not report when a collective ends."""
         levels: int | None = None
         """Number of priority levels, each with its own channel, if the backend has priorities and
         `credit_mb` is not given; None: 4."""
         profile_steps: int = 2
-        """Number of steps measured before the order is made; these overlap no communication."""
+        """Number of steps that are measured to plan the order; they overlap no communication."""
         tune: Literal["none", "credit", "partition", "both"] = field(default="none", metadata=LATER)
         """Sizes that rank 0 chooses by its step times in the 52 steps after the profile (Bayesian
         optimisation, 10 trials): the credit (4 to 64 MB; one queue on every backend), the
-        partitions (2 to 32 MB), or both. It starts from `credit_mb` and `partition_mb`."""
+        partitions (2 to 32 MB), or both. The search starts at `credit_mb` and `partition_mb`."""
 
         def __post_init__(self) -> None:
             positive("bytescheduler option 'partition_mb'", self.partition_mb)

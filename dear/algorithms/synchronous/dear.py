@@ -65,8 +65,8 @@ class Dear(Algorithm["Dear.Options"]):
     """DeAR (Zhang et al., ICDCS 2023, arXiv 2302.12445).
 
     An all-reduce is split into a reduce-scatter and an all-gather. For each group of layers, the
-    first half runs in the backward pass, the second in the next forward pass, until needed.
-    Update: `x <- x - lr * mean over ranks(gradient at x)`, element by element by its owner.
+    first half runs in the backward pass, the second in the next forward pass before the layers.
+    Update: `x <- x - lr * mean over ranks(gradient at x)`; each rank updates what it owns.
     Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
     `backward()` and `step()`, `p.grad` is this rank's own gradient.
     Bytes move: reduce-scatter in the backward pass, all-gather from `step()` into the next forward.
@@ -87,9 +87,9 @@ class Dear(Algorithm["Dear.Options"]):
     class Options(FusionOptions):
         """Groups of tensors, compression, and distribution of the updates.
 
-        fp16 and bf16 apply to gradients on their way; parameters always travel in their own dtype.
-        With other compressions, the first half gathers the payloads of all ranks. The second half
-        then moves nothing, and every rank updates everything.
+        fp16 and bf16 apply to gradients in transfer; parameters are always sent in their own dtype.
+        With other compressions, the first half gathers the compressed gradients of all ranks. Then
+        the second half sends nothing, and every rank updates everything.
         """
 
         small_kb: float = 8.0
@@ -106,7 +106,7 @@ class Dear(Algorithm["Dear.Options"]):
         )
         """Collectives of the two halves. With reduce_broadcast, the owners of the groups rotate."""
         exclude_parts: tuple[Literal["reducescatter", "allgather"], ...] = ()
-        """Parts to leave out, to measure their cost; training is then wrong."""
+        """Collectives to leave out, to measure their cost; training is then wrong."""
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -54,15 +54,15 @@ class Fsdp(Algorithm["Fsdp.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HalfOptions):
-        """Stage of ZeRO, type in which gradients travel, and layers that travel alone."""
+        """Stage of ZeRO, dtype in which gradients are sent, and layers that are sharded alone."""
 
         stage: Literal[2, 3] = 3
         """Stage of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): 3 frees whole parameters after
         the forward pass and gathers them again; 2 keeps them until the backward pass has used
         them."""
         min_mb: float = 1.0
-        """Smallest layer of a ModuleList or Sequential that travels alone, in MB of 2^20 bytes; the
-        rest of the model travels together."""
+        """Smallest layer of a ModuleList or Sequential that is sharded and sent alone, in MB of
+        2^20 bytes; the rest of the model is sharded and sent together."""
 
         def __post_init__(self) -> None:
             at_least("fsdp option 'min_mb'", self.min_mb, 0)
@@ -300,7 +300,7 @@ class ShardedModel:
     whole = False
     """True while the model has whole parameters."""
     loaded = False
-    """True if this rank has loaded state, and does not know yet that all others have."""
+    """True if this rank has loaded state, but has not yet seen that all other ranks have, too."""
     _memory: Mapping[Place, torch.Tensor] = {}
     """Memory of the whole parameters."""
     _versions: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""Hierarchical all-reduce of merged gradients, in three legs (collectives one after another)."""
+"""Hierarchical all-reduce of merged gradients, in three phases (one collective each)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Hierarchical(Algorithm["Hierarchical.Options"]):
     reduce-scattered inside each block. The shares are all-reduced between blocks, and all-gathered
     inside each block (`dear.comm.hierarchy`).
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
-    Bytes move: during the backward pass, each group when its last gradient arrives; its three legs
-    overlap those of other groups.
+    Bytes move: during the backward pass, each group when its last gradient is ready; its three
+    phases overlap those of other groups.
     Cost per step and rank: per group of n bytes, in blocks of L ranks, a reduce-scatter and an
     all-gather of n inside the block, and an all-reduce of n / L between the B blocks. A block sends
     and receives 2 (B-1)/B of the model's bytes.
@@ -38,13 +38,13 @@ class Hierarchical(Algorithm["Hierarchical.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HalfOptions):
-        """Ranks of a block, gradients that travel together, and their dtype."""
+        """Ranks of a block, gradients that share a message, and their dtype in the message."""
 
         local_size: int | None = None
         """Number of consecutive ranks in a block; None: the ranks of a machine."""
         threshold_mb: float = 25.0
-        """Largest total size of neighbouring tensors that travel together, in MB of 2^20 bytes; 0:
-        each tensor travels alone."""
+        """Largest total size of neighbouring tensors in one message, in MB of 2^20 bytes; 0: each
+        tensor has its own message."""
 
         def __post_init__(self) -> None:
             at_least("hierarchical option 'local_size'", self.local_size, 1)
@@ -108,7 +108,7 @@ class BlockEngine(GradientEngine[Hierarchical.Options]):
 
 
 class LegsSender:
-    """Measures all-reduces in three legs (a `dear.cost.foreign.Sender`)."""
+    """Measures all-reduces in three phases (a `dear.cost.foreign.Sender`)."""
 
     name, fusion_bytes = "three legs", 0.0
 

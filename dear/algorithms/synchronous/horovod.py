@@ -67,13 +67,13 @@ class Horovod(Algorithm["Horovod.Options"]):
         autotune_log: str | None = field(default=None, metadata=LATER)
         """File to which Horovod writes each setting that it tries, with its score (CSV)."""
         autotune_warmup_samples: int | None = field(default=None, metadata=LATER)
-        """Number of first samples that are ignored; null: Horovod's own, 3."""
+        """Number of first samples that are ignored; null: Horovod's default, 3."""
         autotune_steps_per_sample: int | None = field(default=None, metadata=LATER)
-        """Number of steps of a sample; null: Horovod's own, 10."""
+        """Number of steps of a sample; null: Horovod's default, 10."""
         autotune_samples: int | None = field(default=None, metadata=LATER)
-        """Largest number of samples; null: Horovod's own, 20."""
+        """Largest number of samples; null: Horovod's default, 20."""
         compression: Literal["none", "fp16"] = "none"
-        """`fp16`: gradients travel in half precision, divided by the number of ranks."""
+        """`fp16`: gradients are sent in half precision, divided by the number of ranks."""
         adasum: bool = False
         """True: `p.grad` is the adaptive sum of gradients (Maleki et al. 2020, arXiv 2006.02924),
         not their mean. Needs controller=mpi and a power of 2 as the number of ranks."""
@@ -126,7 +126,7 @@ class Horovod(Algorithm["Horovod.Options"]):
 
         @property
         def wire(self) -> torch.dtype | None:
-            """dtype in which gradients travel; None: their own."""
+            """dtype in which gradients are sent; None: the dtype that they have."""
             return torch.float16 if self.compression == "fp16" else None
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ ProfiledT_co = TypeVar("ProfiledT_co", bound=ProfiledOptions, covariant=True)
 class MgWfbp(Algorithm["MgWfbp.Options"]):
     """MG-WFBP (Shi, Chu and Li, INFOCOM 2019, arXiv 1811.11141): gradients merged by a cost model.
 
-    Neighbouring gradients share an all-reduce if that ends the communication earlier. This depends
+    Neighbouring gradients share an all-reduce if communication then ends earlier. This depends
     on when each gradient arrives, and on the cost of an all-reduce by size. Both are measured: the
     arrivals in the first steps, the cost after them. Rank 0 then decides; the groups stay the same
     from then on.
@@ -61,7 +61,7 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(ProfiledOptions):
-        """Rule that merges, source of arrival times and costs, and compression of the groups."""
+        """Rule of merging, sources of gradient times and costs, and compression of the groups."""
 
         merge: Literal["greedy", "asc", "optimal", "threshold"] = "greedy"
         """`greedy`: the paper's rule. `asc`: merges a gradient only if the message before it could
@@ -74,7 +74,7 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
         """A group with fewer elements always takes the next gradient, too; for merge=greedy or asc
         (DeAR's suite: 8192)."""
         threshold_mb: float | None = None
-        """Size for merge=threshold, in MB of 2^20 bytes; 0: every gradient alone."""
+        """Size of a group for merge=threshold, in MB of 2^20 bytes; 0: one gradient per group."""
         layer_times: dict[str, float] = field(default_factory=dict)
         """Seconds of each parameter in the backward pass, by name, in place of measured times; 0
         for parameters that are not listed."""

@@ -9,17 +9,25 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dear.errors import UserError
 
+Seat = Callable[[], None]
+"""Function that makes the state of the process that of one virtual rank."""
+
 
 @dataclass(eq=False)
 class _Waiter:
-    over: Callable[[], bool]
-    """Returns True once the thread may continue."""
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    over: Callable[[], bool] | None
+    """Returns True once the thread may continue; None: an event says so."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held until it is the thread's turn."""
+
+    def __post_init__(self) -> None:
+        self.turn.acquire()
 
 
 class Events:
@@ -29,11 +37,22 @@ class Events:
         self.now_s = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
-        self._waiters: list[_Waiter] = []
+        self._waiters: dict[_Waiter, None] = {}
         """Threads that wait, in the order in which they began to."""
+        self._asked: dict[_Waiter, None] = {}
+        """Waiting threads that must be asked whether they may continue."""
+        self._ready: deque[_Waiter] = deque()
+        """Waiting threads that may continue."""
         self._error: BaseException | None = None
         self._acting = False
         """True while an event runs, which must not wait itself."""
+        self._seat: Seat | None = None
+
+    def sit(self, seat: Seat | None) -> None:
+        """Makes `seat` the rank whose code runs now."""
+        if seat is not self._seat and seat is not None:
+            seat()
+        self._seat = seat
 
     def at(self, moment_s: float, action: Callable[[], None]) -> None:
         """Schedules `action` for the time `moment_s`, or for now if that time has passed."""
@@ -41,17 +60,22 @@ class Events:
 
     def run_for(self, seconds: float) -> None:
         """Advances the clock by `seconds`, and runs all events and other threads up to then."""
+        self.run_to(self.now_s + seconds)
+
+    def run_to(self, end_s: float) -> None:
+        """Advances the clock to `end_s`, and runs all events and other threads up to then."""
         self._refuse_event()
-        end_s = self.now_s + seconds
         if self._waiters:
             # Events of the same time that were scheduled before still come first.
-            ended: list[bool] = []
-            self.at(end_s, lambda: ended.append(True))
-            self.run_until(lambda: bool(ended))
+            me = _Waiter(None)
+            self.at(end_s, lambda: self._ready.append(me))
+            self._wait(me, "an event")
             return
+        seat = self._seat
         while self._queue and self._queue[0][0] <= end_s:
             self._run_next()
         self.now_s = end_s
+        self.sit(seat)
 
     def run_until(self, over: Callable[[], bool], what: str = "an event") -> None:
         """Blocks the calling thread until `over()`; events and other threads run meanwhile.
@@ -65,54 +89,79 @@ class Events:
         if over():
             return
         self._refuse_event()
-        me = _Waiter(over)
-        self._waiters.append(me)
-        while True:
-            following = next((waiter for waiter in self._waiters if waiter.over()), None)
-            if following is me or self._error is not None:
-                self._waiters.remove(me)
-                break
-            if following is not None:
-                self._waiters.remove(following)
-                following.turn.release()
-                me.turn.acquire()
-                break
-            if not self._queue:
-                self._waiters.remove(me)
-                raise UserError(f"the virtual cluster waits for {what} that never comes")
-            self._run_next()
-        if self._error is not None:
-            raise self._error
+        self._wait(_Waiter(over), what)
 
-    def start(self, call: Callable[[], None]) -> None:
-        """Runs `call` in a thread of its own, which gets its turn when the calling thread waits."""
-        waiter = _Waiter(lambda: True)
-        self._waiters.append(waiter)
+    def start(self, call: Callable[[], None], seat: Seat | None = None) -> None:
+        """Runs `call` in a thread of its own, which gets its turn when the calling thread waits.
+
+        Args:
+            seat: rank whose code the thread runs; None: that of the calling thread.
+        """
+        waiter, seat = _Waiter(None), seat or self._seat
+        self._waiters[waiter] = None
+        self._ready.append(waiter)
 
         def run() -> None:
             waiter.turn.acquire()
             try:
-                call()
+                if self._error is None:
+                    self.sit(seat)
+                    call()
             except BaseException as error:
                 self._error = self._error or error
             self._leave()
 
         threading.Thread(target=run, daemon=True, name="virtual rank").start()
 
+    def _wait(self, me: _Waiter, what: str) -> None:
+        seat = self._seat
+        self._waiters[me] = None
+        if me.over is not None:
+            self._asked[me] = None
+        following = self._following()
+        if following is None:
+            self._forget(me)
+            raise UserError(f"the virtual cluster waits for {what} that never comes")
+        self._forget(following)
+        if following is not me:
+            following.turn.release()
+            me.turn.acquire()
+        self.sit(seat)
+        if self._error is not None:
+            raise self._error
+
+    def _following(self) -> _Waiter | None:
+        """Returns the next thread to run, after events if necessary; None: all wait in vain.
+
+        After an error, each thread gets it, the last to wait first; who runs the others is last.
+        """
+        while self._error is None:
+            if self._ready:
+                return self._ready.popleft()
+            for waiter in self._asked:
+                if waiter.over is not None and waiter.over():
+                    return waiter
+            if not self._queue:
+                return None
+            try:
+                self._run_next()
+            except BaseException as error:
+                self._error = error
+        return next(reversed(self._waiters), None)
+
+    def _forget(self, waiter: _Waiter) -> None:
+        del self._waiters[waiter]
+        self._asked.pop(waiter, None)
+
     def _leave(self) -> None:
-        """Gives the turn of a thread that ends to the next one, after events if necessary."""
-        while self._waiters:
-            waiters = self._waiters
-            following = next((waiter for waiter in waiters if waiter.over()), None)
-            if self._error is not None or not (following or self._queue):
-                following = waiters[0]  # it raises the error
-            if following is not None:
-                waiters.remove(following)
-                if not following.over() and self._error is None:
-                    self._error = UserError("the virtual cluster waits for ranks that have ended")
-                following.turn.release()
-                return
-            self._run_next()
+        """Gives the turn of a thread that ends to the next one."""
+        following = self._following()
+        if following is None and self._waiters:
+            self._error = UserError("the virtual cluster waits for ranks that have ended")
+            following = self._following()
+        if following is not None:
+            self._forget(following)
+            following.turn.release()
 
     def _run_next(self) -> None:
         self.now_s, _, action = heapq.heappop(self._queue)

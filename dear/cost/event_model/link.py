@@ -6,11 +6,11 @@ overlap the start-up; no message overlaps the occupancy.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from dear.cost.event_model.events import Events
 from dear.cost.fit import Cost, occupancy_s
@@ -19,17 +19,11 @@ CHUNK_BYTES = 128 * 1024
 """Unit of preemption: the comm core sends a buffer in pieces of this size."""
 
 
-@runtime_checkable
-class OnLink(Protocol):
-    """Cost whose `link_s` is known, the part in which the link carries bytes or headers."""
-
-    def link_s(self, nbytes: float) -> float: ...
-
-
 def link_s(cost: Cost, nbytes: float) -> float:
     """Returns the seconds that messages of other channels cannot overlap; if not known, those for
     which the message occupies the link."""
-    return cost.link_s(nbytes) if isinstance(cost, OnLink) else occupancy_s(cost, nbytes)
+    known = getattr(cost, "link_s", None)  # `isinstance` of a protocol is slow
+    return occupancy_s(cost, nbytes) if known is None else float(known(nbytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +92,8 @@ class Sending:
     order: int
     """Index among all messages of the link."""
     then: Callable[[], None] | None = None
+    served: bool = False
+    """True if its occupancy is over."""
     ended: bool = False
     chunk_s: float = 0.0
     began_s: float | None = None
@@ -116,7 +112,8 @@ class Link:
         self._events = events
         self._chunk_bytes = chunk_bytes
         self._channels: dict[object, deque[Sending]] = {}
-        """Queues that are not empty."""
+        self._heads: list[tuple[float, int, Sending]] = []
+        """Heap of the first message of each channel, with some that have been served."""
         self._count = 0
         self._served: Sending | None = None
         self._since_s = 0.0
@@ -150,20 +147,23 @@ class Link:
             chunk_s=occupied_s * min(1.0, self._chunk_bytes / nbytes) if nbytes else 0.0,
         )
         self._count += 1
-        self._channels.setdefault(channel, deque()).append(sending)
+        queue = self._channels.setdefault(channel, deque())
+        queue.append(sending)
+        if len(queue) == 1:
+            self._lead(sending)
         if self._served is None:
             self._serve()
         elif self._head() is not self._served:
             self._yield()
         return sending
 
+    def _lead(self, sending: Sending) -> None:
+        heapq.heappush(self._heads, (-sending.priority, sending.order, sending))
+
     def _head(self) -> Sending | None:
-        first = None
-        for queue in self._channels.values():
-            head = queue[0]
-            if first is None or (head.priority, -head.order) > (first.priority, -first.order):
-                first = head
-        return first
+        while self._heads and self._heads[0][2].served:
+            heapq.heappop(self._heads)
+        return self._heads[0][2] if self._heads else None
 
     def _serve(self) -> None:
         self._served = self._head()
@@ -201,10 +201,11 @@ class Link:
         self.busy_s += gone_s
         served.left_s -= gone_s
         if served.left_s <= 1e-12:
+            served.served = True
             queue = self._channels[served.channel]
             queue.popleft()
-            if not queue:
-                del self._channels[served.channel]
+            if queue:
+                self._lead(queue[0])
             self._events.at(self._events.now_s + served.start_up_s, lambda: self._end(served))
         self._serve()
 

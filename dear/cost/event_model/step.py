@@ -93,47 +93,75 @@ def _check_costs(kinds: Sequence[Kind], costs: Mapping[str, Cost]) -> None:
             raise UnmodelledError(f"no cost of {operation} is known")
 
 
-def steady(step: Callable[[], float], period: int = 1) -> int:
-    """Runs steps until their times repeat; returns how many of the last steps have the mean time.
+State = tuple[float, ...]
+"""Seconds of a step, and the age in seconds of each transfer that is under way at its end."""
+
+
+def steady(step: Callable[[], State], period: int = 1) -> int:
+    """Runs steps until they repeat; returns how many of the last steps have the mean time.
+
+    Equal step times are not enough: while a queue fills, steps that wait for nothing are equal.
 
     Args:
-        step: runs a step and returns its seconds.
+        step: runs a step and returns its state.
         period: number of steps after which what a rank does repeats.
     """
-    lengths: list[float] = []
-    while len(lengths) < max(LONGEST, 3 * period):
-        lengths.append(step())
-        for count in range(period, PERIODS * period + 1, period):
-            if _repeats(lengths, count):
-                return count
-    return max(1, len(lengths) // 2 // period) * period
+    steps: list[State] = []
+    while len(steps) < longest(period):
+        steps.append(step())
+        count = settled(steps, period)
+        if count is not None:
+            return count
+    return second_half(len(steps), period)
+
+
+def longest(period: int) -> int:
+    """Returns the number of steps to run if they do not repeat."""
+    return max(LONGEST, 3 * period)
+
+
+def second_half(steps: int, period: int) -> int:
+    """Returns the number of steps in whole periods of the second half."""
+    return max(1, steps // 2 // period) * period
+
+
+def settled(steps: Sequence[State], period: int) -> int | None:
+    """Returns the number of last steps that repeat those before; None: not yet."""
+    counts = range(period, PERIODS * period + 1, period)
+    return next((count for count in counts if _repeats(steps, count)), None)
 
 
 def _steady(rank: _Rank) -> Prediction:
     lengths: list[float] = []
     exposed: list[float] = []
 
-    def step() -> float:
+    def step() -> State:
         began_s = rank.events.now_s
         rank.waits = []
         rank.step()
         lengths.append(rank.events.now_s - began_s)
         exposed.append(sum(wait.seconds for wait in rank.waits))
-        return lengths[-1]
+        return (lengths[-1],)
 
     count = steady(step)
     return _mean(lengths[-count:], exposed[-count:], rank)
 
 
-def _repeats(lengths: Sequence[float], period: int) -> bool:
-    """Returns True if the last `period` step times equal the `period` before them.
+def _repeats(steps: Sequence[State], period: int) -> bool:
+    """Returns True if the last `period` steps equal the `period` before them.
 
     The very first step awaits nothing, so it does not count.
     """
-    if len(lengths) < 2 * period + 1:
+    if len(steps) < 2 * period + 1:
         return False
-    pairs = zip(lengths[-2 * period : -period], lengths[-period:], strict=True)
-    return all(math.isclose(*pair, rel_tol=SAME) for pair in pairs)
+    pairs = zip(steps[-2 * period : -period], steps[-period:], strict=True)
+    return all(
+        len(before) == len(after) and all(map(_close, before, after)) for before, after in pairs
+    )
+
+
+def _close(before: float, after: float) -> bool:
+    return math.isclose(before, after, rel_tol=SAME, abs_tol=1e-12)
 
 
 def _mean(lengths: Sequence[float], exposed: Sequence[float], rank: _Rank) -> Prediction:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
 STREAMS = 2
-"""Number of exchanges at the same time: the CPU adds up one while the wire carries another."""
+"""Number of exchanges in flight: the CPU sums one while the network sends another."""
 
 Rounds = Callable[[int], Round]
 """Function from the number of steps to this rank's part in the next round."""

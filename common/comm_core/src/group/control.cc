@@ -107,7 +107,10 @@ class Control::Line : public Watcher {
 };
 
 Control::Control(Group& group)
-    : group_(group), lines_(size_t(group.size())), left_(size_t(group.size())) {
+    : group_(group),
+      lines_(size_t(group.size())),
+      left_(size_t(group.size())),
+      lost_(size_t(group.size())) {
   for (int hub = 0; hub < std::min(kHubs, group.rank()); ++hub) {
     lines_[size_t(hub)] = std::make_unique<Line>(*this, hub);
   }
@@ -171,7 +174,9 @@ void Control::heard(int line, Kind kind, int from, const std::string& text) {
   }
   // A report arrives from both hubs. Only the first is handled and forwarded.
   if (kind == Kind::goodbye ? left_[size_t(from)] : failed_) return;
+  if (kind == Kind::lost && lost_[size_t(from)]) return;
   if (passes_on()) send_all(kind, from, text, line);
+  if (kind == Kind::lost) return told_lost(from, text);
   if (kind == Kind::goodbye) {
     left_[size_t(from)] = true;
     group_.peer_left(from, strtoull(text.c_str(), nullptr, 10));
@@ -186,7 +191,13 @@ void Control::heard(int line, Kind kind, int from, const std::string& text) {
 
 void Control::lost(int line, const std::string& reason) {
   if (left_[size_t(line)]) return;  // a rank that said goodbye may close its connection
-  group_.fail(std::make_exception_ptr(PeerLostError(reason)), true);
+  if (passes_on()) send_all(Kind::lost, line, reason, line);
+  told_lost(line, reason);
+}
+
+void Control::told_lost(int peer, const std::string& reason) {
+  lost_[size_t(peer)] = true;
+  group_.peer_lost(std::make_exception_ptr(PeerLostError(reason)));
 }
 
 }  // namespace comm_core

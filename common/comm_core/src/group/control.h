@@ -40,7 +40,7 @@ class Control {
  private:
   class Line;
   friend class Line;
-  enum class Kind : uint8_t { failure, goodbye, waiting, mismatch };
+  enum class Kind : uint8_t { failure, goodbye, waiting, mismatch, lost };
   struct Message {
     uint32_t magic;
     Kind kind;
@@ -52,14 +52,15 @@ class Control {
   static std::string packed(Kind kind, int from, const std::string& text);
   void heard(int line, Kind kind, int from, const std::string& text);
   void lost(int line, const std::string& reason);
+  void told_lost(int peer, const std::string& reason);
   void send_all(Kind kind, int from, const std::string& text, int except);
 
   bool passes_on() const;
 
   Group& group_;
   std::vector<std::unique_ptr<Line>> lines_;  // by rank; only hubs have more than two
-  std::vector<bool> left_;
-  bool failed_ = false;    // the failure has been reported to all
+  std::vector<bool> left_, lost_;             // by rank: with a farewell, or without
+  bool failed_ = false;                       // the failure has been reported to all
   std::string farewells_;  // sent again to ranks that connect after others have left
 };
 

@@ -16,6 +16,10 @@ namespace {
 // once, so its end can be noticed before its report.
 constexpr double kReasonGraceS = 0.25;
 
+// A group whose peer has ended without a farewell fails when no collective has progressed for so
+// many seconds: what the peer sent before its end may still arrive.
+constexpr double kLostGraceS = 0.25;
+
 // A collective that takes longer is reported to rank 0, in case another rank never calls it.
 constexpr double kShowAfterS = 1.0;
 
@@ -89,6 +93,11 @@ void Group::peer_left(int peer, uint64_t finished) {
   } catch (const PeerLostError&) {
     fail(std::current_exception(), true);
   }
+}
+
+void Group::peer_lost(std::exception_ptr error) {
+  if (!lost_) lost_at_s_ = now_s();
+  if (!lost_) lost_ = error;
 }
 
 // Ranks that disagree about sizes may choose different algorithms, one in shared memory and one
@@ -228,6 +237,13 @@ double Group::next_deadline_s(double now) {
     } else {
       next = std::min(next, suspicion_until_s_);
     }
+  }
+  if (lost_) {
+    const double until_s = std::max(lost_at_s_, moved_s_) + kLostGraceS;
+    if (until_s <= now)
+      fail(std::exchange(lost_, nullptr), false);  // all ranks know of the loss
+    else
+      next = std::min(next, until_s);
   }
   if (kept_until_s_ <= now) {
     fail(std::make_exception_ptr(TimeoutError(

@@ -118,6 +118,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Lane> connect(int peer, LaneKind kind, const Watching& watching) const;
   // Handles the departure of `peer`, whose last collective had the number `finished`.
   void peer_left(int peer, uint64_t finished);
+  // Handles the end of a peer without a farewell, of which all ranks hear.
+  void peer_lost(std::exception_ptr error);
   // Compares, on rank 0, the collective in which `peer` waits with the one of the same number here.
   // Fails the group if they differ.
   void compare(int peer, const FrameHeader& theirs);
@@ -179,6 +181,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // reason, which is the better error.
   std::exception_ptr suspicion_;
   double suspicion_until_s_ = 0;
+  std::exception_ptr lost_;  // a peer has ended without a farewell, at lost_at_s_; null: none has
+  double lost_at_s_ = 0;
   std::atomic<bool> closed_{false};
 };
 

@@ -27,6 +27,8 @@ constexpr size_t kSecretBytes = 48;
 
 // Seconds between looks for ranks that decline while the ranks connect.
 constexpr double kLookS = 0.1;
+// Seconds for which a rank may be unable to accept the others' connections.
+constexpr double kExhaustedS = 2.0;
 // Seconds that rank 0 waits for the others to read why they cannot join.
 constexpr double kHearS = 3.0;
 
@@ -246,12 +248,16 @@ void Group::join(Store& store) {
 
 // Waits until the control connections stand.
 void Group::connect_all(Store& store) {
-  const double deadline = now_s() + timeout_s_;
-  double look_s = now_s() + kLookS;
+  const double began_s = now_s(), deadline = began_s + timeout_s_;
+  double look_s = began_s + kLookS;
   for (bool connected = false; !connected;) {
     engine_->call([&] {
       if (error_) std::rethrow_exception(error_);
       connected = control_->connected();
+      const double since_s = engine_->device()->exhausted_since_s();
+      if (!connected && now_s() - std::max(began_s, since_s) > kExhaustedS) {
+        throw SystemError("it has no descriptor for the connection of another rank");
+      }
     });
     if (connected) break;
     if (now_s() > deadline) {

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <map>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -69,6 +70,7 @@ class TcpDevice : public Device, public Watcher {
   }
   double next_deadline_s(double now_s) override;
   uint64_t dropped() const override { return dropped_; }
+  double exhausted_since_s() const override { return exhausted_since_s_; }
   void on_event() override;
 
  private:
@@ -86,6 +88,7 @@ class TcpDevice : public Device, public Watcher {
   uint64_t dropped_ = 0;
   size_t most_guests_;
   double look_again_s_ = kNever;  // time of the next accept after one that failed
+  double exhausted_since_s_ = kNever;
 };
 
 // A connection that has not authenticated yet.
@@ -155,13 +158,16 @@ class TcpDevice::Guest : public Watcher {
 
 void TcpDevice::on_event() {
   look_again_s_ = kNever;
+  const double since_s = std::exchange(exhausted_since_s_, kNever);
   for (;;) {
     const int fd = accept4(fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       // Out of descriptors or memory. The kernel reports a connection only once, so accept is
       // called again later.
-      if (errno != EAGAIN && errno != EWOULDBLOCK) look_again_s_ = now_s() + kLookAgainS;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+      look_again_s_ = now_s() + kLookAgainS;
+      exhausted_since_s_ = std::min(since_s, now_s());
       return;
     }
     if (guests_.size() >= most_guests_) {

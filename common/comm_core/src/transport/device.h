@@ -66,6 +66,9 @@ class Device {
   virtual double next_deadline_s(double now_s) = 0;
   // Returns the number of connections that were dropped before they had authenticated.
   virtual uint64_t dropped() const = 0;
+  // Returns since when, on the clock of now_s(), it can accept nobody, because descriptors or
+  // memory have run out; kNever if it can.
+  virtual double exhausted_since_s() const = 0;
 };
 
 }  // namespace comm_core

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 from dear.comm.handles import WorkTimes
 
 STEPS = 3
-"""Number of traced steps, as in trials that run."""
+"""Smallest number of traced steps: that of trials that run."""
 
 
 class Timed(Protocol):
@@ -111,13 +111,11 @@ def _collective(sent: Sent) -> dict[str, object]:
 
 
 class Recorder:
-    """Records the nodes of this rank, and the waits of the thread that makes it."""
+    """Records the nodes and the gradients of this rank."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.waits: list[tuple[float, float]] = []
         self.gradients: list[Gradient] = []
-        self._training = threading.get_ident()
         self._thread = threading.local()
         self._sent: dict[Timed, Sent] = {}
         self._channels: dict[object, int] = {}
@@ -151,12 +149,6 @@ class Recorder:
         self._sent[transfer] = node
         self.nodes.append(node)
 
-    def awaited(self, nodes: Iterable[Node], start_s: float, end_s: float) -> None:
-        """Records the end of this thread's wait for nodes."""
-        self.learn(nodes)
-        if end_s > start_s and threading.get_ident() == self._training:
-            self.waits.append((start_s, end_s))
-
     def of(self, transfers: Iterable[Timed]) -> list[Node]:
         """Returns the nodes of transfers that started since the recorder was made."""
         return [self._sent[transfer] for transfer in transfers if transfer in self._sent]
@@ -171,13 +163,17 @@ class Recorder:
         finally:
             self._thread.known = before
 
-    def trace(self, phases_s: Sequence[tuple[float, float, float, float]]) -> Trace:
-        """Returns the trace of steps; all transfers must have ended."""
+    def trace(
+        self,
+        phases_s: Sequence[tuple[float, float, float, float]],
+        waits_s: Sequence[tuple[float, float]],
+    ) -> Trace:
+        """Returns the trace of steps with these phases; all transfers must have ended."""
         ends_s = [phases[-1] for phases in phases_s]
         return Trace(
             phases_s=tuple(phases_s),
             nodes=tuple(self.nodes),
-            waits_s=tuple(self.waits),
+            waits_s=tuple(waits_s),
             gradients=tuple(
                 tuple(g for g in self.gradients if start <= g.ready_s < end)
                 for start, end in pairwise([phases_s[0][0], *ends_s])

@@ -1,0 +1,269 @@
+"""Virtual ranks that differ: threads that take turns on one virtual clock."""
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from common.emulation.config import Fault
+from common.harness.cli import main
+from common.virtual.costs.engines import costs_of
+from common.virtual.costs.faults import Disturbance, disturbances
+from common.virtual.costs.networks import platform_of
+from common.virtual.costs.parts import Shape
+from common.virtual.world.cluster import Cluster, Rank
+from common.virtual.world.marks import LAST, carried
+from common.virtual.world.network import Group
+from common.virtual.world.run import predicted
+from dear.cost.event_model.step import settled
+from dear.cost.fit import AlphaBeta
+from dear.errors import UserError
+from tests.unit.test_virtual_world import TINY, one_line, setting
+
+FOUR = Shape(hosts=4)
+ONE_PEER = {"topology": "one-peer-exp"}
+
+
+def of_ranks(name, *disturbed, shape=FOUR, budget_s=None, costs="10gbe", **options):
+    """Returns the prediction of a small model in which each rank runs by itself."""
+    point = setting(*TINY, name, shape, costs, **options)
+    return predicted(
+        dataclasses.replace(point, together=False, disturbances=disturbed, budget_s=budget_s)
+    )
+
+
+SLOW = Disturbance(host=3, compute=5)
+
+
+@pytest.mark.parametrize("shape", [FOUR, Shape(hosts=2, ranks_per_host=2)])
+@pytest.mark.parametrize(
+    ("name", "options"), [("ddp", {}), ("wfbp", {}), ("dear", {}), ("fsdp", {})]
+)
+def test_ranks_that_do_the_same_take_the_step_of_one(name, options, shape):
+    together = predicted(setting(*TINY, name, shape, "10gbe", **options))
+    apart = of_ranks(name, shape=shape, **options)
+    assert together.several is None and len(apart.several.steps) == 4
+    assert apart.step_s == pytest.approx(together.step_s, rel=1e-9)
+    assert apart.messages == together.messages
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("decentralized", ONE_PEER), ("neighbor", {"topology": "ring"}), ("gradient-tracking", {})],
+)
+def test_equal_neighbours_take_the_step_of_one(name, options):
+    together = predicted(setting(*TINY, name, FOUR, "10gbe", **options))
+    apart = of_ranks(name, **options)
+    assert apart.step_s == pytest.approx(together.step_s, rel=1e-9)
+
+
+def test_ranks_wait_for_a_slow_one_only_if_they_exchange_in_step():
+    alone = of_ranks("asyncddp", SLOW)
+    usual = of_ranks("asyncddp")
+    assert alone.several.steps[0].step_s == pytest.approx(usual.step_s, rel=0.02)
+    assert alone.several.slowest_s == pytest.approx(5 * usual.step_s, rel=0.02)
+    for name, options in [("allreduce", {}), ("decentralized", ONE_PEER)]:
+        step = of_ranks(name, SLOW, **options)
+        assert step.several.slowest_s == pytest.approx(step.step_s, rel=1e-6)
+        assert step.step_s > 4.9 * setting(*TINY, name, FOUR, "10gbe").profile.step_s
+
+
+def test_staleness_grows_with_the_steps_that_the_slow_rank_is_behind():
+    several = of_ranks("asyncddp", SLOW).several
+    fast, slow = several.statistics[0]["staleness"], several.statistics[3]["staleness"]
+    # After 100 steps the slow rank has made 20; on average it was half of these 80 steps behind.
+    mean, most = several.staleness
+    assert 0.9 * 40 < mean < 1.1 * 40 and 0.9 * 80 < most < 1.1 * 80
+    assert max(age["mean"] for age in slow.values()) < 0  # its neighbours are ahead of it
+    assert set(fast) == {"2", "3"} and several.statistics[0]["lost"] == []
+
+
+def test_a_bound_on_staleness_holds_the_others_back():
+    several = of_ranks("asyncddp", SLOW, max_staleness=2).several
+    assert several.staleness[1] <= 2 + 1
+    assert several.steps[0].step_s == pytest.approx(several.slowest_s, rel=0.05)
+
+
+def test_messages_carry_the_weights_of_push_sum():
+    several = of_ranks("push-sum", barrier=True, topology="star").several
+    weights = zip(*(counters["p"] for counters in several.statistics), strict=True)
+    for bucket in weights:
+        assert sum(bucket) == pytest.approx(4) and max(bucket) > 1.1
+
+
+def twice():
+    return [
+        of_ranks("asyncddp", SLOW, costs="1gbe", budget_s=0.02),
+        of_ranks("dear", Disturbance(host=1, compute=1.7)),
+    ]
+
+
+def bits(steps):
+    return [(s.step_s, s.exposed_s, s.several.statistics, s.several.slowest_s) for s in steps]
+
+
+def test_the_same_input_gives_the_same_bits_also_on_busy_cores():
+    quiet = bits(twice())
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            spin = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(spin.kill)
+        assert bits(twice()) == quiet
+
+
+def exchange(cluster, *pairs):
+    """Returns when each message of a million bytes between a pair of ranks ends, in seconds."""
+    ranks = [Rank(cluster, rank) for rank in range(cluster.shape.ranks)]
+    sent = [ranks[a].reach(a, b, 10**6, lambda: None) for a, b in pairs]
+    ranks[0].wait(sent)
+    return [transfer.finished_s for transfer in sent]
+
+
+def cluster_of(shape, *disturbed):
+    cost = {"exchange": AlphaBeta(alpha_s=0.0, beta_s_per_byte=1e-9)}
+    return Cluster(shape, lambda *_: cost, disturbed, engine="comm_core", priorities=True)
+
+
+def test_ranks_of_a_host_share_its_link():
+    shape = Shape(hosts=3, ranks_per_host=2)
+    both_ways = exchange(cluster_of(shape), (0, 2), (2, 0), (4, 1))
+    assert both_ways == pytest.approx([1e-3, 1e-3, 2e-3])  # host 0 receives two
+    assert exchange(cluster_of(shape), (0, 2), (1, 4)) == pytest.approx([1e-3, 2e-3])
+    assert exchange(cluster_of(shape), (0, 1), (1, 0)) == pytest.approx([1e-3, 1e-3])
+
+
+def test_a_changed_link_counts_for_messages_that_start_meanwhile():
+    slow = {"exchange": AlphaBeta(alpha_s=0.0, beta_s_per_byte=4e-9)}
+    change = Disturbance(host=1, costs=lambda *_: slow, from_s=0.001, until_s=0.004)
+    cluster = cluster_of(Shape(hosts=3), change)
+    times = []
+    for _ in range(4):
+        before = cluster.events.now_s
+        times += [end - before for end in exchange(cluster, (0, 1))]
+    assert times == pytest.approx([1e-3, 4e-3, 1e-3, 1e-3])
+
+
+def test_faults_become_changes():
+    platform = platform_of("10gbe", None)
+    slow, rate, delay = (
+        disturbances(Fault(host=1, **fault), "comm_core", platform)[0]
+        for fault in (
+            {"kind": "slow_host", "factor": 3.0, "at_s": 1.0, "for_s": 2.0},
+            {"kind": "link_rate", "rate": "1gbe"},
+            {"kind": "link_delay", "delay_us": 5000.0},
+        )
+    )
+    assert (slow.compute, slow.from_s, slow.until_s) == (3.0, 1.0, 3.0)
+    usual = costs_of("comm_core", platform, Shape(hosts=2))["exchange"]
+    wire = platform.wire("between")
+    assert rate.costs(2, 1)["exchange"](1e8) == pytest.approx(10 * usual(1e8), rel=0.01)
+    late_s = delay.costs(2, 1)["exchange"](1e6) - usual(1e6)
+    assert late_s == pytest.approx(5e-3 - wire.latency_s)
+
+
+def test_a_fault_in_time_changes_the_steps_meanwhile():
+    step_s = setting(*TINY, "ddp", FOUR, "10gbe").profile.step_s
+    faults = [(0.0, 0.5), (0.25, 0.5), (0.0, 0.25)]
+    usual, late, early = (
+        of_ranks("wfbp", Disturbance(host=0, compute=f, from_s=a, until_s=b), budget_s=0.5).step_s
+        for f, (a, b) in zip((1.0, 5.0, 5.0), faults, strict=True)
+    )
+    slow = of_ranks("wfbp", Disturbance(host=0, compute=5.0)).step_s
+    both = 2 / (1 / usual + 1 / slow)  # half of the time at each rate
+    assert late == pytest.approx(both, rel=0.03) and early == pytest.approx(both, rel=0.03)
+    assert usual > step_s
+
+
+def test_unlike_neighbours_run_one_by_one():
+    """A rank in the middle of a grid has more neighbours than one in a corner."""
+    grid = setting(*TINY, "neighbor", Shape(hosts=9), "1gbe", topology="mesh")
+    ring = dataclasses.replace(grid, options=dataclasses.replace(grid.options, topology="ring"))
+    step = predicted(grid)
+    assert step.several is not None and predicted(ring).several is None
+    counts = [each.messages for each in step.several.steps]
+    assert len(set(counts)) == 1 and step.step_s > predicted(ring).step_s
+
+
+def test_agreed_objects_are_copies_and_wait_for_the_last():
+    cluster = cluster_of(Shape(hosts=2))
+    ranks, world, results = [Rank(cluster, rank) for rank in (0, 1)], Group("w", (0, 1)), {}
+
+    def run(rank):
+        ranks[rank].pause(float(rank))
+        values = ranks[rank].agree(world, [rank])
+        values[0].append("mine")
+        results[rank] = cluster.events.now_s, values
+
+    for rank in (0, 1):
+        cluster.events.start(lambda rank=rank: run(rank))
+    cluster.events.run_until(lambda: len(results) == 2)
+    expected = (1.0, [[0, "mine"], [1]])
+    assert results == {0: expected, 1: expected}
+
+
+def test_a_rank_that_fails_ends_the_others():
+    cluster = cluster_of(Shape(hosts=2))
+    ranks, world = [Rank(cluster, rank) for rank in (0, 1)], Group("w", (0, 1))
+
+    def fails():
+        raise UserError("no such option")
+
+    cluster.events.start(lambda: ranks[0].agree(world, None))
+    cluster.events.start(fails)
+    with pytest.raises(UserError, match="no such option"):
+        cluster.events.run_until(lambda: False)
+
+
+def test_large_messages_carry_their_last_values():
+    large, small = torch.arange(10_000.0), torch.arange(10.0)
+    assert carried(small, small, 2).tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert carried(large, large).tolist() == [large[-LAST:].tolist()]
+    assert carried(large[:5000], large).numel() == 0 == carried(large, large, 2).numel()
+    assert carried(large.long(), large.long()).numel() == 10_000  # integers decide
+
+
+def test_equal_step_times_are_not_steady_while_a_queue_grows():
+    growing = [(1.0, *(0.5 + age for age in range(step))) for step in range(8)]
+    assert settled(growing, 1) is None
+    assert settled([*growing, growing[-1], growing[-1]], 1) == 1
+
+
+def test_push_sum_is_the_mean_of_its_steps_with_and_without_messages():
+    """Ranks leave messages out while the last one travels: every eighth step or so sends."""
+    point = setting(*TINY, "push-sum", FOUR, "10gbe")
+    long = dataclasses.replace(point, budget_s=400 * point.profile.step_s)
+    assert predicted(point).step_s == pytest.approx(predicted(long).step_s, rel=2e-3)
+
+
+def test_predict_prints_staleness_and_the_slow_host(capsys):
+    models = f"models=[{{name: {TINY[0]}, batch_size: {TINY[1]}}}]"
+    given = ["--set", models, "--set", "learn.budget_s=0.05", "--set", "learn.eval_every_s=0.05"]
+    arguments = ["predict", "slow_host", *given, "--engine", "comm_core", "-k", "asyncddp"]
+    assert main([*arguments, "--json"]) == 0
+    usual, slow = json.loads(capsys.readouterr().out)
+    assert (usual["fault"], slow["fault"]) == (None, "slow_host h3 x5 at 0 s")
+    assert slow["slowest_s"] == pytest.approx(5 * usual["slowest_s"], rel=0.02)
+    assert slow["staleness"][0] > usual["staleness"][0] and slow["staleness"][1] > 50
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ("[{kind: link_down, host: 1}]", "but not link_down"),
+        ("[{kind: kill_rank, rank: 1}]", "but not kill_rank"),
+        ("[{kind: slow_host, host: 1, factor: 2, at_s: 1}]", "needs `learn.budget_s:`"),
+    ],
+)
+def test_faults_that_are_not_modelled_are_one_line(faults, message, capsys):
+    given = ["--set", f"faults={faults}", "--set", "learn=null"]
+    assert main(["predict", "slow_host", "-k", "dear", *given]) == 2
+    assert one_line(capsys.readouterr().err, message)
+
+
+def test_horovods_library_does_not_run_on_ranks_that_differ():
+    with pytest.raises(UserError, match="cannot run on ranks that differ"):
+        of_ranks("horovod", SLOW)

@@ -19,6 +19,7 @@ from common.virtual.world.run import predicted
 from dear.cost.event_model.link import Pairwise
 from dear.cost.fit import AlphaBeta, CollectiveCost, Regime
 from dear.errors import UserError
+from dear.training import algorithm
 from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
 from tests.unit.test_virtual_world import TINY, one_line, setting
 
@@ -226,14 +227,17 @@ def test_advice_of_the_virtual_cluster(capsys, monkeypatch):
     assert advice["base"]["steps_s"][0] == pytest.approx(plain)
 
 
-def test_inexact_algorithms_are_apart(capsys, monkeypatch):
+def test_inexact_algorithms_are_apart_and_plugins_are_compared(capsys, monkeypatch):
     monkeypatch.setattr(verb, "ProcessPoolExecutor", InProcess)
     monkeypatch.setattr(verb, "FACTORS", ())
+    monkeypatch.setattr(algorithm, "_plugins", {})
     cluster = ["--hosts", "2", "--ranks-per-host", "1", "--network", "1gbe"]
-    assert main(["advise", "--inexact", "--model", TINY[0], *cluster]) == 0
+    plugin = ["--plugin", str(ROOT / "examples" / "bring_your_own_algorithm.py")]
+    assert main(["advise", "--inexact", "--model", TINY[0], *cluster, *plugin]) == 0
     text, apart = capsys.readouterr().out.split("These change the result of training:")
-    assert "asyncddp" not in text and "mgs" not in text
+    assert "asyncddp" not in text and "mgs" not in text and "| bring-your-own-algorithm" in text
     assert "| asyncddp" in apart and "| dadt" in apart and "no prediction for mgs: " in apart
+    assert "What would change the answer" not in apart
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,12 @@ from common.models import profile as profiles
 from common.models.registry import FILE
 from common.paths import COMMAND
 from dear.errors import Unavailable, UserError
-from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
+from dear.training.algorithm import (
+    algorithm_class,
+    algorithm_names,
+    algorithm_options,
+    plugin_of,
+)
 
 if TYPE_CHECKING:
     from common.virtual.advice.causes import Part
@@ -143,7 +148,6 @@ class _Asked:
     experiment: Experiment
     overrides: Sequence[str]
     command_line: CommandLine
-    plugins: Sequence[str]
     unfused: Mapping[str, str]
     """Label by algorithm of the variant that sends every gradient alone."""
     _known: dict[int, dict[str, Trial] | str] = dataclasses.field(default_factory=dict)
@@ -186,7 +190,6 @@ class _Asked:
             experiment=experiment,
             overrides=overrides,
             command_line=command_line,
-            plugins=options.plugin,
             unfused={name: labels[variants.index(variant)] for name, variant in alone.items()},
         )
         assumption = command_line.assumption([model.name for model in experiment.models])
@@ -337,8 +340,9 @@ class _Asked:
         is_file = name.startswith(FILE)
         model = ["--model-file", name.removeprefix(FILE)] if is_file else ["--model", name]
         size = ["--batch", str(trial.batch_size)]
-        plugins = [word for path in self.plugins for word in ("--plugin", path)]
-        same = [*plugins, "--set", f"algorithms={json.dumps(compared)}"]
+        plugin = plugin_of(candidate.algorithm)
+        same = ["--plugin", plugin.path] if plugin else []
+        same += ["--set", f"algorithms={json.dumps(compared)}"]
         local = cluster.ranks_per_host
         keys = (
             f"world_sizes=[{trial.world_size}]",

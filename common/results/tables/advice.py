@@ -30,9 +30,10 @@ def text(advice: Advice, title: str, samples: int) -> str:
         parts += [_table(advice.inexact, advice.base, samples)]
     parts += ["Parts of a step in ms; each comes from a change of one thing, so they overlap:\n"]
     parts += [_parts(advice.parts)]
-    parts += ["What would change the answer:\n", *(_turn(turn, advice) for turn in advice.turns)]
-    notes = {c.note: c for c in (*advice.choices, *advice.inexact) if c.note}
-    parts += [f"\n{choice.candidate.label}: {note}" for note, choice in notes.items()]
+    if advice.turns:
+        parts += ["What would change the answer:\n", *(_turn(t, advice) for t in advice.turns)]
+    noted = [choice for choice in (*advice.choices, *advice.inexact) if choice.note]
+    parts += ["", *dict.fromkeys(f"{c.candidate.algorithm}: {c.note}" for c in noted)]
     parts += [f"no prediction for {label}: {why}" for label, why in advice.unknown.items()]
     return "\n".join(parts)
 

@@ -151,7 +151,7 @@ def counted_between(
 
 
 def counter_notes(counted: Mapping[str, Any] | None) -> list[str]:
-    """Returns sentences on what a real network would not have done; they start in lower case."""
+    """Returns sentences on events that a real network would not have; they start in lower case."""
     if counted is None or "frames" not in counted:
         return []
     sentences = []

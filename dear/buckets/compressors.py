@@ -101,7 +101,7 @@ class CompressedOptions(HalfOptions):
     momentum_correction: float = field(default=0.0, metadata=LATER)
     """Momentum, in [0, 1), of `eftopk`, `dgcsampling` and `gtopk`: each rank adds its velocity, not
     its gradient, to what was not sent (Deep Gradient Compression, arXiv 1712.01887). The optimizer
-    must then have no momentum of its own. A single rank compresses, too."""
+    must then have no momentum of its own. Even a single rank compresses then."""
     factor_masking: bool = field(default=True, metadata=LATER)
     """True: with momentum_correction, elements that were sent lose their velocity."""
 

@@ -258,7 +258,7 @@ class Slots:
             self._cores = dict.fromkeys(peers.near, self._whole)
 
     def send(self, message: torch.Tensor, target: int, *, add: bool, start: int = 0) -> Any:
-        """Starts to write to this rank's slot at `target`; returns the operation, None if lost."""
+        """Starts a write to this rank's slot at `target`; returns the operation (None: it died)."""
         peer, core = self._peers.near[target], self._cores[target]
         call = core.accumulate if add else core.put
         return self._peers.attempt(peer, call, message, peer.place, peer.slot_there, start)

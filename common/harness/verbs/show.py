@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     from common.results.report.overview import overview
 
     if options.columns and not options.latex:
-        raise UserError("--columns chooses the columns of --latex; give --latex, too")
+        raise UserError("--columns needs --latex: it chooses the columns of that table")
     folder = output.find_sweep(options.sweep, options.logs)
     comparison = store.Comparison.load(folder)
     with store.no_collector():

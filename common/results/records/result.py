@@ -71,7 +71,7 @@ class DeviceUse:
     flops: int | None = None
     """Multiplications and additions of the forward and backward pass of a rank's batch."""
     peak_flops: float | None = None
-    """Published peak of a rank's device per second, for the trial's type."""
+    """Published peak of a rank's device in operations per second, for the trial's dtype."""
     unknown: str | None = None
 
 
@@ -110,7 +110,7 @@ class Result:
     started_by: str | None = None
     """Launcher by which the ranks were started, as their environment says."""
     compute: StepTimes | None = None
-    """Times of the compute alone. Only the first repeat has this field and the next five."""
+    """Times of the compute alone. Only the first repeat has this field and the five after it."""
     costs: dict[str, CollectiveCost] | None = None
     cost_check: CostCheck | None = None
     """Quality of `costs`. Trials that reuse another trial's costs copy it."""

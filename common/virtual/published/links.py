@@ -68,7 +68,7 @@ def shape_of(row: Row, study: Study) -> Shape:
 
 
 def scaled(row: Row, study: Study) -> Profile:
-    """Returns the profile whose step on one GPU takes the published time, with the update."""
+    """Returns the profile, scaled so that a whole step on one GPU takes the published time."""
     profile = profile_of(f"{one_of('model', row.model, study.models)}@{study.device}", row.batch)
     return profile.slowed((row.single_step_s - update_s_of(profile)) / profile.step_s)
 

@@ -27,6 +27,10 @@ _WRITES = (
 tensor. All other operators run as usual."""
 
 
+_COPIES_OF_FSDP = ("split_with_sizes_copy", "chunk_cat")
+"""Operators of FSDP's own library that return nothing. They do nothing, too, and take no time."""
+
+
 class VirtualPace(Pace):
     """Pace of replayed compute on a virtual clock: compute advances the clock."""
 
@@ -115,8 +119,9 @@ class Arithmetic(TorchDispatchMode):
             tensors = written if isinstance(written, (list, tuple)) else (written,)
             if not any(map(large, tensors)):
                 return func(*args, **kwargs)
-            self._pace.take(rule.traffic(args, tensors) / self._memory_bytes_per_s)
-            return None if isinstance(written, (list, tuple)) else written
+            if rule.takes_time:
+                self._pace.take(rule.traffic(args, tensors) / self._memory_bytes_per_s)
+            return None if rule.returns_nothing else written
         if rule.makes_zeros:
             # The factory would touch its memory.
             size = args[1] if isinstance(args[0], torch.Tensor) else args[0]
@@ -141,7 +146,9 @@ class _Rule:
         schema = func._schema
         short = schema.name.partition("::")[2]
         base = short.removeprefix("_foreach_").rstrip("_")
-        arithmetic = base in _WRITES or short.startswith("_fused_")
+        self.takes_time = base in _WRITES or short.startswith("_fused_")
+        arithmetic = self.takes_time or schema.name in {f"fsdp::{n}" for n in _COPIES_OF_FSDP}
+        self.returns_nothing = not schema.returns
         self.written: Callable[[Any, Any], Any] | None = None
         for index, argument in enumerate(schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write

@@ -58,6 +58,21 @@ class Scaled:
         return self.factor * occupancy_s(self.cost, nbytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Cost of a message on a link that carries several equal ones at the same time."""
+
+    cost: Cost
+    messages: int
+
+    def __call__(self, nbytes: float) -> float:
+        return self.cost(nbytes) + (self.messages - 1) * occupancy_s(self.cost, nbytes)
+
+    def occupancy_s(self, nbytes: float) -> float:
+        """Returns the seconds for which the messages occupy the link."""
+        return self.messages * occupancy_s(self.cost, nbytes)
+
+
 @dataclass(eq=False)
 class Sending:
     """Message in a queue or in flight."""

@@ -9,7 +9,7 @@ import torch
 
 from common.virtual.costs.parts import Shape
 from common.virtual.events import Events
-from common.virtual.link import CHUNK_BYTES, Link
+from common.virtual.link import CHUNK_BYTES, Link, Shared
 from common.virtual.world.marks import Parts
 from common.virtual.world.network import (
     Costs,
@@ -46,7 +46,7 @@ class Alike(Network):
             "between": Link(self.events, chunk_bytes),
         }
         self._costs = Costs(costs, engine)
-        self._shapes: dict[Group, Shape] = {}
+        self._shapes: dict[Group, tuple[Shape, int]] = {}
         self._windows: list[Any] = []
 
     def meet(
@@ -60,11 +60,21 @@ class Alike(Network):
         priority: int = 0,
     ) -> Transfer:
         if group not in self._shapes:
-            self._shapes[group] = shape_of(group.ranks, self.shape.ranks_per_host)
+            local = self.shape.ranks_per_host
+            shape = shape_of(group.ranks, local)
+            # The other ranks of the host are in groups alike, which use its link, too.
+            groups = local // shape.ranks_per_host if shape.hosts > 1 else 1
+            self._shapes[group] = shape, groups
         parts = Parts([given], len(group.ranks))
-        shape = self._shapes[group]
+        shape, groups = self._shapes[group]
         return self._start(
-            operation, nbytes, [shape], lambda: effect(parts), group.name, priority=priority
+            operation,
+            nbytes,
+            [shape],
+            lambda: effect(parts),
+            group.name,
+            priority=priority,
+            groups=groups,
         )
 
     def swap(
@@ -102,8 +112,13 @@ class Alike(Network):
         effect: Callable[[], Any],
         queue: Hashable,
         priority: int = 0,
+        groups: int = 1,
     ) -> Transfer:
-        """Starts a message of `nbytes` for each leg: the hosts and ranks that take part in it."""
+        """Starts a message of `nbytes` for each leg: the hosts and ranks that take part in it.
+
+        Args:
+            groups: groups that send such messages over the same link.
+        """
         legs = [leg for leg in legs if leg.ranks > 1]
         transfer = self.transfer(operation, nbytes * len(legs))
         left = len(legs)
@@ -117,6 +132,8 @@ class Alike(Network):
         for leg in legs:
             link = self.links["between" if leg.hosts > 1 else "inside"]
             cost = self._costs.of(operation, leg)
+            if groups > 1:
+                cost = Shared(cost=cost, messages=groups)
             sending = link.send(cost, nbytes, channel=queue, priority=priority, then=ended)
             transfer.sending = transfer.sending or sending
         if not legs:

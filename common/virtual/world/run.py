@@ -30,7 +30,7 @@ from dear.errors import UserError
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
 
-MOST = 64
+MOST = 16
 """Largest number of ranks that run one by one only because their neighbours differ."""
 
 
@@ -121,8 +121,8 @@ def _unlike(setting: Setting) -> bool:
     assert setting.algorithm is not None, "a single rank has no others"
     if setting.disturbances or not setting.together:
         return True
-    if setting.budget_s is not None and at_own_pace(setting.algorithm, setting.options):
-        return True
+    if at_own_pace(setting.algorithm, setting.options):
+        return setting.budget_s is not None  # no rank waits, so neighbours hardly matter
     shape = setting.shape
     if shape.ranks > MOST:
         return False

@@ -262,7 +262,8 @@ class NeighborWindow:
 
     def tag(self, row: torch.Tensor) -> torch.Tensor:
         """Returns the number of steps in a row from `fetch`: a view of one int64, to be changed."""
-        return row[self._steps_at :].view(torch.int64)[:1]
+        end = self._steps_at + TAG_BYTES // row.element_size()
+        return row[self._steps_at : end].view(torch.int64)
 
     def steps_in(self, source: int) -> int | None:
         """Returns the number of steps in the slot of `source`, or None if `source` is lost."""

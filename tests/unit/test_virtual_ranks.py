@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -41,11 +42,12 @@ SLOW = Disturbance(host=3, compute=5)
 
 @pytest.mark.parametrize("shape", [FOUR, Shape(hosts=2, ranks_per_host=2)])
 @pytest.mark.parametrize(
-    ("name", "options"), [("ddp", {}), ("wfbp", {}), ("dear", {}), ("fsdp", {})]
+    "name", ["ddp", "wfbp", "dear", "bytescheduler", "hierarchical", "fsdp", "dadt"]
 )
-def test_ranks_that_do_the_same_take_the_step_of_one(name, options, shape):
-    together = predicted(setting(*TINY, name, shape, "10gbe", **options))
-    apart = of_ranks(name, shape=shape, **options)
+def test_ranks_that_do_the_same_take_the_step_of_one(name, shape):
+    """Groups of `hierarchical` across hosts share the links of these hosts."""
+    together = predicted(setting(*TINY, name, shape, "10gbe"))
+    apart = of_ranks(name, shape=shape)
     assert together.several is None and len(apart.several.steps) == 4
     assert apart.step_s == pytest.approx(together.step_s, rel=1e-9)
     assert apart.messages == together.messages
@@ -212,10 +214,15 @@ def test_a_rank_that_fails_ends_the_others():
     def fails():
         raise UserError("no such option")
 
+    before = set(threading.enumerate())
     cluster.events.start(lambda: ranks[0].agree(world, None))
     cluster.events.start(fails)
+    cluster.events.start(lambda: ranks[1].agree(world, None))
     with pytest.raises(UserError, match="no such option"):
         cluster.events.run_until(lambda: False)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_large_messages_carry_their_last_values():

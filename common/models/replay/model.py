@@ -26,7 +26,8 @@ from common.models.replay.gradients import (
     fingerprint,
     tile,
 )
-from common.models.replay.lead import Lead, Pass
+from common.models.replay.lead import Lead
+from common.models.replay.pace import BackwardPass
 from common.models.replay.plan import Body, Unit, Work, plan
 from common.models.workload import Workload
 from dear.errors import UserError
@@ -154,7 +155,7 @@ class _Step:
         self.model = model
         self.gradients = gradients
         self.pace = pace.current()
-        self._pass: Pass | None = None
+        self._pass: BackwardPass | None = None
 
     def forward(self, work: Work) -> None:
         """Waits for a layer's time, and makes later gradients meanwhile."""
@@ -166,7 +167,7 @@ class _Step:
     def begin_backward(self, unit: Unit) -> None:
         """Starts a unit of the backward pass."""
         if self._pass is None:
-            self._pass = self.model.lead.begin(self.pace)
+            self._pass = self.pace.backward_pass(self.model.lead)
             at_end_of_backward(self._pass.end)
         self.pace.module = unit.module
         self._pass.next(unit.backward_s)

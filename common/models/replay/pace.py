@@ -15,10 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from common.models.replay.threads import host_s as thread_host_s
 from dear.lazy import torch
+
+if TYPE_CHECKING:
+    from common.models.replay.lead import Lead
 
 # A shorter wait is not worth a system call; it is added to the next wait.
 SHORTEST_SLEEP_S = 40e-6
@@ -30,6 +33,16 @@ BLOCKED_S = 200e-6
 _REMEMBERED = 64
 _PR_SET_TIMERSLACK = 29
 T = TypeVar("T")
+
+
+class BackwardPass(Protocol):
+    """Backward pass of replayed compute; see `common.models.replay.lead.Pass`."""
+
+    def next(self, seconds: float) -> None: ...
+
+    def left(self, nbytes: int) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class Pace:
@@ -175,6 +188,10 @@ class Pace:
         self._deadline += wall_s
         self.queued_s += wall_s
 
+    def backward_pass(self, lead: Lead) -> BackwardPass:
+        """Starts a backward pass, whose stretches end earlier on the host by `lead`."""
+        return lead.begin(self)
+
     def rest(self) -> float:
         """Returns the seconds until `finish` would return."""
         return self._deadline - self._lead - time.perf_counter()
@@ -296,9 +313,10 @@ def touched_bytes(optimizer: torch.optim.Optimizer) -> int:
         for param in group["params"]:
             if param.grad is None:
                 continue
-            state = optimizer.state.get(param, {}).values()
-            kept = sum(_nbytes(value) for value in state if torch.is_tensor(value) and value.dim())
-            total += 2 * _nbytes(param) + _nbytes(param.grad) + 2 * kept
+            total += 2 * _nbytes(param) + _nbytes(param.grad)
+            for value in optimizer.state.get(param, {}).values():
+                if torch.is_tensor(value) and value.dim():
+                    total += 2 * _nbytes(value)
     return total
 
 

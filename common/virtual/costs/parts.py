@@ -124,7 +124,3 @@ class Composed:
             return 0.0
         timing = self.timing(nbytes)
         return max(timing.link_s, (timing.latency_s + timing.link_s) / self.in_flight)
-
-    def link_s(self, nbytes: float) -> float:
-        """Returns the seconds that messages of no channel overlap: those of the link."""
-        return self.timing(nbytes).link_s if nbytes else 0.0

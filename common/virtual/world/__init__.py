@@ -1,4 +1,5 @@
 """Virtual cluster: the algorithms' own code trains replayed models on a virtual clock.
 
-All ranks do the same at the same time, so a world of any size runs as its rank 0 (`Network`).
+Where all ranks do the same at the same time, a world of any size runs as its rank 0 (`Alike`). Else
+each rank is a thread, and one of them runs at a time (`Cluster`).
 """

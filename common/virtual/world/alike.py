@@ -19,7 +19,7 @@ from common.virtual.world.network import (
     shape_of,
 )
 from dear.cost.event_model.events import Events
-from dear.cost.event_model.link import CHUNK_BYTES, Crowded, Link
+from dear.cost.event_model.link import CHUNK_BYTES, Link, Shared
 
 
 class Alike(Network):
@@ -46,7 +46,7 @@ class Alike(Network):
             "between": Link(self.events, chunk_bytes),
         }
         self._costs = Costs(costs, engine)
-        self._shapes: dict[Group, Shape] = {}
+        self._shapes: dict[Group, tuple[Shape, int]] = {}
         self._windows: list[Any] = []
 
     def meet(
@@ -60,9 +60,13 @@ class Alike(Network):
         priority: int = 0,
     ) -> Transfer:
         if group not in self._shapes:
-            self._shapes[group] = shape_of(group.ranks, self.shape.ranks_per_host)
+            local = self.shape.ranks_per_host
+            shape = shape_of(group.ranks, local)
+            # The other ranks of the host are in groups alike, which use its link, too.
+            groups = local // shape.ranks_per_host if shape.hosts > 1 else 1
+            self._shapes[group] = shape, groups
         parts = Parts([given], len(group.ranks))
-        shape = self._shapes[group]
+        shape, groups = self._shapes[group]
         return self._start(
             operation,
             nbytes,
@@ -71,6 +75,7 @@ class Alike(Network):
             group.name,
             priority=priority,
             ranks=group.ranks,
+            groups=groups,
         )
 
     def swap(
@@ -109,11 +114,13 @@ class Alike(Network):
         queue: Hashable,
         priority: int = 0,
         ranks: Sequence[int] | None = None,
+        groups: int = 1,
     ) -> Transfer:
         """Starts a message of `nbytes` for each leg: the hosts and ranks that take part in it.
 
         Args:
             ranks: group of a collective; None: messages between single ranks.
+            groups: groups that send such messages over the same link.
         """
         legs = [leg for leg in legs if leg.ranks > 1]
         transfer = self.transfer(operation, nbytes * len(legs))
@@ -130,9 +137,8 @@ class Alike(Network):
         for leg in legs:
             link = self.links["between" if leg.hosts > 1 else "inside"]
             cost = self._costs.of(operation, leg)
-            groups = self.shape.ranks_per_host // leg.ranks_per_host if leg.hosts > 1 else 1
-            if groups > 1:  # the other ranks of the host do the same over the same link
-                cost = Crowded(cost=cost, groups=groups)
+            if groups > 1:
+                cost = Shared(cost=cost, messages=groups)
             sending = link.send(cost, nbytes, channel=queue, priority=priority, then=ended)
             transfer.sending = transfer.sending or sending
         if not legs:

@@ -36,7 +36,7 @@ from dear.training.algorithm import algorithm_class
 
 COSTS, COMPUTE = 0.1, 0.02
 """Assumed relative errors of composed costs and of compute, for the range of a prediction."""
-MOST = 64
+MOST = 16
 """Largest number of ranks that run one by one only because their neighbours differ."""
 
 
@@ -184,8 +184,8 @@ def _unlike(setting: Setting) -> bool:
     assert setting.algorithm is not None, "a single rank has no others"
     if setting.disturbances or not setting.together:
         return True
-    if setting.budget_s is not None and at_own_pace(setting.algorithm, setting.options):
-        return True
+    if at_own_pace(setting.algorithm, setting.options):
+        return setting.budget_s is not None  # no rank waits, so neighbours hardly matter
     shape = setting.shape
     if shape.ranks > MOST:
         return False

@@ -133,7 +133,7 @@ class Events:
     def _following(self) -> _Waiter | None:
         """Returns the next thread to run, after events if necessary; None: all wait in vain.
 
-        After an error, each thread gets it, the last to wait first; who runs the others is last.
+        After an error, each thread gets it; who runs the others waits for longest, and is last.
         """
         while self._error is None:
             if self._ready:
@@ -147,7 +147,8 @@ class Events:
                 self._run_next()
             except BaseException as error:
                 self._error = error
-        return next(reversed(self._waiters), None)
+        timed = (waiter for waiter in self._waiters if waiter.over is None)
+        return next(timed, next(reversed(self._asked), None))
 
     def _forget(self, waiter: _Waiter) -> None:
         del self._waiters[waiter]

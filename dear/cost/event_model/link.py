@@ -19,13 +19,6 @@ CHUNK_BYTES = 128 * 1024
 """Unit of preemption: the comm core sends a buffer in pieces of this size."""
 
 
-def link_s(cost: Cost, nbytes: float) -> float:
-    """Returns the seconds that messages of other channels cannot overlap; if not known, those for
-    which the message occupies the link."""
-    known = getattr(cost, "link_s", None)  # `isinstance` of a protocol is slow
-    return occupancy_s(cost, nbytes) if known is None else float(known(nbytes))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pairwise:
     """Cost measured for one message, and for two equal messages that start together."""
@@ -56,27 +49,20 @@ class Scaled:
         """Returns the seconds for which a message occupies the link."""
         return self.factor * occupancy_s(self.cost, nbytes)
 
-    def link_s(self, nbytes: float) -> float:
-        """Returns the seconds that messages of other channels cannot overlap."""
-        return self.factor * link_s(self.cost, nbytes)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Crowded:
-    """Cost on a link over which several groups of ranks send a message at the same time."""
+class Shared:
+    """Cost of a message on a link that carries several equal ones at the same time."""
 
     cost: Cost
-    groups: int
+    messages: int
 
     def __call__(self, nbytes: float) -> float:
-        return self.cost(nbytes) + self._others_s(nbytes)
+        return self.cost(nbytes) + (self.messages - 1) * occupancy_s(self.cost, nbytes)
 
     def occupancy_s(self, nbytes: float) -> float:
-        """Returns the seconds for which the messages of all groups occupy the link."""
-        return occupancy_s(self.cost, nbytes) + self._others_s(nbytes)
-
-    def _others_s(self, nbytes: float) -> float:
-        return (self.groups - 1) * link_s(self.cost, nbytes)
+        """Returns the seconds for which the messages occupy the link."""
+        return self.messages * occupancy_s(self.cost, nbytes)
 
 
 @dataclass(eq=False)

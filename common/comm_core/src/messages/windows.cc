@@ -44,7 +44,8 @@ Windows::Window& Windows::at(uint32_t number) {
 
 void Windows::read(uint32_t number, size_t first, size_t count, char* to, bool reset, bool clear) {
   Window& window = at(number);
-  if (first > window.slots || count > window.slots - first) throw InvalidRequestError("the window has no such slot");
+  if (first > window.slots || count > window.slots - first)
+    throw InvalidRequestError("the window has no such slot");
   char* from = window.memory.data + first * window.slot_bytes;
   memcpy(to, from, count * window.slot_bytes);
   if (clear) memset(from, 0, count * window.slot_bytes);

@@ -239,9 +239,10 @@ def test_equal_step_times_are_not_steady_while_a_queue_grows():
     assert settled([*growing, growing[-1], growing[-1]], 1) == 1
 
 
-def test_push_sum_is_the_mean_of_its_steps_with_and_without_messages():
+@pytest.mark.parametrize("every", [1, 2])
+def test_push_sum_is_the_mean_of_its_steps_with_and_without_messages(every):
     """Ranks leave messages out while the last one travels: every eighth step or so sends."""
-    point = setting(*TINY, "push-sum", FOUR, "10gbe")
+    point = setting(*TINY, "push-sum", FOUR, "10gbe", every=every)
     long = dataclasses.replace(point, budget_s=400 * point.profile.step_s)
     assert predicted(point).step_s == pytest.approx(predicted(long).step_s, rel=2e-3)
 

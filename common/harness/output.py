@@ -23,7 +23,7 @@ from common.results.validity import flag_text, incorrect
 from dear.errors import Unavailable, UserError
 
 if TYPE_CHECKING:
-    from common.virtual.world.run import Setting
+    from common.virtual.setting import Setting
 
 
 def find_sweep(name: str | None, logs: Path, *, begun: bool = False) -> Path:

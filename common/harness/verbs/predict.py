@@ -24,6 +24,7 @@ from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cl
 from common.models.profile import Profile
 from common.models.registry import profile_of
 from common.virtual.costs.faults import check, disturbances
+from common.virtual.costs.parts import COMPUTE, COSTS
 from common.virtual.pool import mapped
 from dear.cost.fit import AlphaBeta
 from dear.errors import Unavailable, UserError
@@ -34,14 +35,12 @@ if TYPE_CHECKING:
     from common.results.tables.predicted import PredictedRow, ReachRow
     from common.virtual.costs.parts import Platform, Shape
     from common.virtual.over import Point
-    from common.virtual.world.run import Setting
+    from common.virtual.setting import Setting
     from dear.cost.calibrated import NetworkCosts
     from dear.cost.event_model.link import Cost
 
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
-COSTS, COMPUTE = 0.1, 0.02
-"""Assumed relative errors of composed costs and of compute, for the range of a prediction."""
 NOTHING_RUNS = ("measure={}", "launcher=local", "launcher_options={}", "hostfile=null")
 NOTHING_RUNS += ("backend=null", "device=cpu", "tf32=false", "cudnn_benchmark=false")
 """Overrides of an experiment's keys about how and where its trials run."""
@@ -390,7 +389,8 @@ def _setting(
     point: Point | None = None,
 ) -> Setting:
     """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
-    from common.virtual.world.run import Setting, at_own_pace, slowest
+    from common.virtual.setting import Setting
+    from common.virtual.world.run import at_own_pace, slowest
     from dear.cost.event_model.link import Scaled
 
     shape = _shape(trial, cluster)

@@ -22,7 +22,7 @@ from dear.errors import Unavailable, UserError
 if TYPE_CHECKING:
     from common.results.records import Record
     from common.results.records.trust import Foreseen
-    from common.virtual.world.run import Setting
+    from common.virtual.setting import Setting
     from dear.cost.event_model.link import Cost
 
 HELP = "compare predictions with measured sweeps, or with published throughputs"
@@ -336,7 +336,9 @@ def _foreseen(folder: Path, trial: str) -> Foreseen:
 
 
 def _check(record: Record, double: Record | None, others: Sequence[Record], sweep: str) -> Check:
-    from common.virtual.world.run import COMPUTE, predicted, shifted
+    from common.virtual.costs.parts import COMPUTE
+    from common.virtual.setting import shifted
+    from common.virtual.world.run import predicted
     from dear.training.algorithm import algorithm_class
 
     trial = record.trial
@@ -366,7 +368,7 @@ def _setting(record: Record, others: Sequence[Record]) -> tuple[Setting, Record]
     """Returns the setting of a trial's prediction, and the trial that has measured its costs."""
     from common.models.registry import profile_of
     from common.virtual.costs.parts import Shape
-    from common.virtual.world.run import Setting
+    from common.virtual.setting import Setting
     from dear.training.algorithm import algorithm_options
 
     trial = record.trial
@@ -412,7 +414,7 @@ def _donor(record: Record, others: Sequence[Record], ranks: int | None = None) -
 
 def _cost_error(donor: Record) -> float:
     """Returns the relative error of the fitted costs of a trial."""
-    from common.virtual.world.run import COSTS
+    from common.virtual.costs.parts import COSTS
 
     assert donor.first is not None
     if donor.first.engine_costs is not None:

@@ -15,13 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from common.models.replay.threads import host_s as thread_host_s
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from common.models.replay.lead import Lead
 
 # A shorter wait is not worth a system call; it is added to the next wait.
 SHORTEST_SLEEP_S = 40e-6
@@ -43,6 +40,12 @@ class BackwardPass(Protocol):
     def left(self, nbytes: int) -> None: ...
 
     def end(self) -> None: ...
+
+
+class Leads(Protocol):
+    """Starts of backward passes; see `common.models.replay.lead.Lead`."""
+
+    def begin(self, pace: Pace) -> BackwardPass: ...
 
 
 class Pace:
@@ -188,7 +191,7 @@ class Pace:
         self._deadline += wall_s
         self.queued_s += wall_s
 
-    def backward_pass(self, lead: Lead) -> BackwardPass:
+    def backward_pass(self, lead: Leads) -> BackwardPass:
         """Starts a backward pass, whose stretches end earlier on the host by `lead`."""
         return lead.begin(self)
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from common.virtual.costs.parts import Composed, Timing
 from common.virtual.passes import UnmodelledError
-from common.virtual.world.run import Setting
+from common.virtual.setting import Setting
 from dear.cost.event_model.link import Cost
 from dear.cost.fit import AlphaBeta, CollectiveCost
 

@@ -7,12 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dear.cost.fit import Cost
 from dear.errors import UserError, unknown
 from dear.options import at_least, positive
 
 Kind = Literal["inside", "between", "sites"]
 """Place of a wire: inside a host, from a host to the switch, or between two sites."""
 Medium = Literal["tcp", "rdma", "nvlink", "pcie", "memory"]
+
+COSTS, COMPUTE = 0.1, 0.02
+"""Assumed relative errors of composed costs and of compute, for the range of a prediction."""
+CostsOf = Callable[[int, int], Mapping[str, Cost]]
+"""Function from the hosts of a group, and its ranks per host, to the cost of each operation."""
 
 
 @dataclass(frozen=True, kw_only=True)

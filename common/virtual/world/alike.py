@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from common.virtual.costs.parts import Shape
+from common.virtual.costs.parts import CostsOf, Shape
 from common.virtual.world.marks import Parts
 from common.virtual.world.network import (
     Costs,
-    CostsOf,
     Group,
     Network,
     Place,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from common.virtual.costs.parts import Shape
+from common.virtual.costs.parts import CostsOf, Shape
 from common.virtual.trace import Recorder
 from common.virtual.world.marks import Parts
 from dear.comm.handles import WorkTimes
@@ -22,8 +22,6 @@ from dear.errors import UserError
 
 Place = Literal["inside", "between"]
 """Kind of link: inside a host, or between hosts."""
-CostsOf = Callable[[int, int], Mapping[str, Cost]]
-"""Function from the hosts of a group, and its ranks per host, to the cost of each operation."""
 
 
 @dataclass(frozen=True)

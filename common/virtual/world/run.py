@@ -8,7 +8,6 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,87 +17,22 @@ from common.models.profile import Profile
 from common.models.replay.model import workload
 from common.models.replay.pace import paced
 from common.models.workload import Workload
-from common.virtual.costs.faults import Disturbance
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
-from common.virtual.passes import update_s_of
+from common.virtual.setting import Setting, Several, Step
 from common.virtual.trace import STEPS, Gradient, Recorder, Trace
 from common.virtual.world.alike import Alike
 from common.virtual.world.communicator import VirtualCommunicator
-from common.virtual.world.network import CostsOf, Transfer
+from common.virtual.world.network import Transfer
 from common.virtual.world.seat import Seat, kept
-from common.virtual.world.several import Several, train
-from dear.cost.event_model.link import Cost, Scaled
+from common.virtual.world.several import train
 from dear.cost.event_model.step import Prediction, State, steady
 from dear.errors import UserError
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
 
-COSTS, COMPUTE = 0.1, 0.02
-"""Assumed relative errors of composed costs and of compute, for the range of a prediction."""
 MOST = 16
 """Largest number of ranks that run one by one only because their neighbours differ."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Setting of a prediction."""
-
-    profile: Profile
-    algorithm: str | None
-    """Name of an algorithm; None: the plain optimizer on one rank."""
-    options: Options = field(default_factory=Options)
-    shape: Shape
-    costs: CostsOf
-    engine: str
-    """Library whose collectives `costs` are of."""
-    optimizer: str = "sgd"
-    momentum: float = 0.9
-    disturbances: tuple[Disturbance, ...] = ()
-    """Changes of hosts."""
-    budget_s: float | None = None
-    """Seconds of training; None: until the steps repeat."""
-    together: bool = True
-    """True lets one rank stand for all if they do the same."""
-
-    @property
-    def update_s(self) -> float:
-        """Seconds of an update of all parameters on one rank."""
-        tensors = 7 if self.optimizer == "adamw" else 5 if self.momentum else 3
-        return update_s_of(self.profile, tensors)
-
-
-def shifted(setting: Setting, costs: float, compute: float) -> Setting:
-    """Returns the setting with costs of collectives and times of compute that are larger by these
-    relative errors, such as -0.1."""
-
-    def scaled(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
-        middle = setting.costs(hosts, ranks_per_host)
-        return {name: Scaled(cost=cost, factor=1 + costs) for name, cost in middle.items()}
-
-    profile = setting.profile.slowed(1 + compute)
-    return dataclasses.replace(setting, profile=profile, costs=scaled if costs else setting.costs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Predicted step in the steady state; times in seconds."""
-
-    step_s: float
-    exposed_s: float
-    """Part of `step_s` in which the device waits for transfers."""
-    phases_s: tuple[float, float, float]
-    """Forward pass, backward pass and update, with the waits in them."""
-    transfers: tuple[Transfer, ...]
-    """Transfers of the last step."""
-    began_s: float
-    """Start of the last step on the clock of its transfers."""
-    messages: float | None
-    """Transfers per step; None: not counted."""
-    note: str | None = None
-    """Method, if the algorithm's file did not run."""
-    several: Several | None = None
-    """Training of each rank; None: one rank stands for all."""
 
 
 def predicted(setting: Setting) -> Step:

@@ -6,18 +6,15 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from common.virtual.setting import Setting, Several, Step
 from common.virtual.world.cluster import Cluster, Rank
 from common.virtual.world.communicator import VirtualCommunicator
 from common.virtual.world.seat import Seat, kept
 from dear.cost.event_model.step import State, longest, second_half, settled
 from dear.errors import UserError
-
-if TYPE_CHECKING:
-    from common.virtual.world.run import Setting, Step
 
 STEPS = 100
 """Measured steps of the fastest rank if ranks make steps at their own pace."""
@@ -33,34 +30,6 @@ class Training(Protocol):
     def mean(self, steps: int) -> Step: ...
 
     def statistics(self) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Several:
-    """Training of all ranks of a cluster, in the order of the ranks."""
-
-    steps: tuple[Step, ...]
-    """Mean step of each rank."""
-    statistics: tuple[Mapping[str, Any], ...]
-    """Counters of the algorithm on each rank since its first step."""
-
-    @property
-    def step_s(self) -> float:
-        """Mean time in which all ranks together make as many steps as there are ranks."""
-        return len(self.steps) / math.fsum(1 / step.step_s for step in self.steps)
-
-    @property
-    def slowest_s(self) -> float:
-        """Step of the slowest rank."""
-        return max(step.step_s for step in self.steps)
-
-    @property
-    def staleness(self) -> tuple[float, float] | None:
-        """Mean age of the values of the stalest neighbour, and the largest age, in steps; None:
-        not counted."""
-        ages = [age for rank in self.statistics for age in rank.get("staleness", {}).values()]
-        used = [age for age in ages if age["uses"]]
-        return (max(a["mean"] for a in used), max(a["max"] for a in used)) if used else None
 
 
 class _Rule:

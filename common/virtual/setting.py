@@ -1,0 +1,106 @@
+"""Setting of a prediction, and what is predicted: the steady step, of one rank or of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.models.profile import Profile
+from common.virtual.costs.faults import Disturbance
+from common.virtual.costs.parts import CostsOf, Shape
+from common.virtual.passes import update_s_of
+from common.virtual.trace import Timed
+from dear.cost.event_model.link import Cost, Scaled
+from dear.options import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Setting of a prediction."""
+
+    profile: Profile
+    algorithm: str | None
+    """Name of an algorithm; None: the plain optimizer on one rank."""
+    options: Options = field(default_factory=Options)
+    shape: Shape
+    costs: CostsOf
+    engine: str
+    """Library whose collectives `costs` are of."""
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    disturbances: tuple[Disturbance, ...] = ()
+    """Changes of hosts."""
+    budget_s: float | None = None
+    """Seconds of training; None: until the steps repeat."""
+    together: bool = True
+    """True lets one rank stand for all if they do the same."""
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of an update of all parameters on one rank."""
+        tensors = 7 if self.optimizer == "adamw" else 5 if self.momentum else 3
+        return update_s_of(self.profile, tensors)
+
+
+def shifted(setting: Setting, costs: float, compute: float) -> Setting:
+    """Returns the setting with costs of collectives and times of compute that are larger by these
+    relative errors, such as -0.1."""
+
+    def scaled(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
+        middle = setting.costs(hosts, ranks_per_host)
+        return {name: Scaled(cost=cost, factor=1 + costs) for name, cost in middle.items()}
+
+    profile = setting.profile.slowed(1 + compute)
+    return dataclasses.replace(setting, profile=profile, costs=scaled if costs else setting.costs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Predicted step in the steady state; times in seconds."""
+
+    step_s: float
+    exposed_s: float
+    """Part of `step_s` in which the device waits for transfers."""
+    phases_s: tuple[float, float, float]
+    """Forward pass, backward pass and update, with the waits in them."""
+    transfers: tuple[Timed, ...]
+    """Transfers of the last step."""
+    began_s: float
+    """Start of the last step on the clock of its transfers."""
+    messages: float | None
+    """Transfers per step; None: not counted."""
+    note: str | None = None
+    """Method, if the algorithm's file did not run."""
+    several: Several | None = None
+    """Training of each rank; None: one rank stands for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several:
+    """Training of all ranks of a cluster, in the order of the ranks."""
+
+    steps: tuple[Step, ...]
+    """Mean step of each rank."""
+    statistics: tuple[Mapping[str, Any], ...]
+    """Counters of the algorithm on each rank since its first step."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean time in which all ranks together make as many steps as there are ranks."""
+        return len(self.steps) / math.fsum(1 / step.step_s for step in self.steps)
+
+    @property
+    def slowest_s(self) -> float:
+        """Step of the slowest rank."""
+        return max(step.step_s for step in self.steps)
+
+    @property
+    def staleness(self) -> tuple[float, float] | None:
+        """Mean age of the values of the stalest neighbour, and the largest age, in steps; None:
+        not counted."""
+        ages = [age for rank in self.statistics for age in rank.get("staleness", {}).values()]
+        used = [age for age in ages if age["uses"]]
+        return (max(a["mean"] for a in used), max(a["max"] for a in used)) if used else None

@@ -337,11 +337,8 @@ def _links(
     if measured is None:
         return Links(costs=composed, error=COSTS)
     here = (engine, shape.ranks, shape.ranks_per_host)
-    there = (
-        measured.engine,
-        measured.world_size,
-        measured.ranks_per_host or shape.ranks_per_host,
-    )
+    local = measured.ranks_per_host or shape.ranks_per_host
+    there = (measured.engine, measured.world_size, local)
     if here != there:
         raise UserError(
             f"network {profile.name}: its costs are of {there[0]} with {there[1]} ranks, "

@@ -2,8 +2,7 @@
 # Runs one trial with the variables and defaults of the reference suites, e.g.
 #   cd dear && dnn=resnet50 bs=4 nworkers=2 ./horovod_mpi_cj.sh
 # on the hosts of configs/cluster$nworkers: by mpirun where Open MPI is installed, else by ssh; on
-# this machine alone as local processes. cluster=emulated: on virtual hosts of this machine;
-# cluster=predicted: the steps are computed, and nothing runs.
+# this machine alone as local processes. cluster=emulated: on virtual hosts; =predicted: computed.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 # shellcheck source=scripts/shared.sh

@@ -185,13 +185,10 @@ def main(options: argparse.Namespace) -> int:
         return sandbox.run([*DRIVER, *options.arguments])
 
     from common.harness.running import plan
-    from common.harness.running.fabric import check_fit, launcher_for
+    from common.harness.running.fabric import launcher_for
 
     trials = plan.select(everything, options.filter, options.shard, experiment.name)
-    try:
-        check_fit(trials)
-    except UserError as error:
-        raise UserError(f"{error}; without so much memory: `{_prediction(options)}`") from None
+    _check_fit(trials, options)
     if unnamed:
         print(_axes(experiment, everything), file=sys.stderr)
     folder = options.logs / experiment.name
@@ -203,10 +200,6 @@ def main(options: argparse.Namespace) -> int:
     from common.harness import output  # loads numpy, which a dry run must not pay for
 
     records = _measure(experiment, path, everything, trials, folder, options)
-    if experiment.cluster is not None:
-        from common.harness.verbs.validate import keep_predictions
-
-        records = keep_predictions(folder, records)
     output.write(folder, records, experiment.base)
     _print(folder, records, trials, experiment, options)
     ok = any(record.ok for record in records)
@@ -239,6 +232,16 @@ def _defaults(verb: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     verbs.load(verb).add(parser)
     return vars(parser.parse_args([]))
+
+
+def _check_fit(trials: Sequence[Trial], options: argparse.Namespace) -> None:
+    """Raises `UserError` if none of the trials fits into memory, with the way on."""
+    from common.harness.running.fabric import check_fit
+
+    try:
+        check_fit(trials)
+    except UserError as error:
+        raise UserError(f"{error}; without so much memory: `{_prediction(options)}`") from None
 
 
 def _prediction(options: argparse.Namespace) -> str:
@@ -335,7 +338,12 @@ def _measure(
         raise
     finally:
         progress.clear()
-    return comparison.results(folder)
+    records = comparison.results(folder)
+    if experiment.cluster is None:
+        return records
+    from common.harness.verbs.validate import keep_predictions
+
+    return keep_predictions(folder, records)
 
 
 def _print(

@@ -73,7 +73,7 @@ class Step:
     messages: float | None
     """Transfers per step; None: not counted."""
     note: str | None = None
-    """Method, if the algorithm's file did not run."""
+    """Method, if not every rank runs the algorithm's file, or one of equal ranks."""
     several: Several | None = None
     """Training of each rank; None: one rank stands for all."""
 

@@ -19,7 +19,7 @@ from common.virtual.costs.parts import Shape
 from common.virtual.world.cluster import Cluster, Rank
 from common.virtual.world.marks import LAST, carried
 from common.virtual.world.network import Group
-from common.virtual.world.run import predicted
+from common.virtual.world.run import RANK_0, predicted
 from dear.cost.event_model.step import settled
 from dear.cost.fit import AlphaBeta
 from dear.errors import UserError
@@ -186,6 +186,8 @@ def test_unlike_neighbours_run_one_by_one():
     ring = dataclasses.replace(grid, options=dataclasses.replace(grid.options, topology="ring"))
     step = predicted(grid)
     assert step.several is not None and predicted(ring).several is None
+    larger = dataclasses.replace(grid, shape=Shape(hosts=25))
+    assert predicted(larger).note == RANK_0 and step.note is None
     counts = [each.messages for each in step.several.steps]
     assert len(set(counts)) == 1 and step.step_s > predicted(ring).step_s
 

@@ -33,6 +33,8 @@ from dear.training.algorithm import algorithm_class
 
 MOST = 16
 """Largest number of ranks that run one by one only because their neighbours differ."""
+RANK_0 = "rank 0 stands for all, though their neighbours differ"
+"""Note on a step in a larger world."""
 
 
 def predicted(setting: Setting) -> Step:
@@ -43,11 +45,12 @@ def predicted(setting: Setting) -> Step:
         UnmodelledError: part of a step takes time that is not modelled, such as a compression.
     """
     share_on_wire(setting.options)  # refuses compressions
-    period, shape = 1, setting.shape
+    period, shape, differ = 1, setting.shape, False
     if setting.algorithm is not None:
         kind = algorithm_class(setting.algorithm)
         period = kind.period(setting.options, shape.ranks, shape.ranks_per_host)
-        unlike = _unlike(setting)
+        differ = _neighbours_differ(setting)
+        unlike = _unlike(setting) or (differ and shape.ranks <= MOST)
         sender = kind.sends_by(setting.options)
         if sender is not None and unlike:
             raise UserError(
@@ -62,7 +65,8 @@ def predicted(setting: Setting) -> Step:
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
-        return training.mean(steady(training.step, period))
+        step = training.mean(steady(training.step, period))
+    return dataclasses.replace(step, note=RANK_0) if differ else step
 
 
 def traced(setting: Setting) -> Trace:
@@ -111,19 +115,19 @@ def _alone_s(profile: Profile, optimizer: str, momentum: float) -> float:
 
 
 def _unlike(setting: Setting) -> bool:
-    """Returns True if the ranks differ, so that one cannot stand for all.
-
-    Ranks that only have other neighbours count as alike in a world of more than `MOST`.
-    """
+    """Returns True if ranks differ even if their neighbours do not."""
     assert setting.algorithm is not None, "a single rank has no others"
-    if setting.disturbances or not setting.together:
-        return True
+    timed = setting.budget_s is not None
+    alone = at_own_pace(setting.algorithm, setting.options)
+    return bool(setting.disturbances) or not setting.together or (timed and alone)
+
+
+def _neighbours_differ(setting: Setting) -> bool:
+    """Returns True if ranks wait for neighbours, of which some have more, or farther ones."""
+    assert setting.algorithm is not None, "a single rank has no neighbours"
     if at_own_pace(setting.algorithm, setting.options):
-        return setting.budget_s is not None  # no rank waits, so neighbours hardly matter
-    shape = setting.shape
-    if shape.ranks > MOST:
         return False
-    kind = algorithm_class(setting.algorithm)
+    kind, shape = algorithm_class(setting.algorithm), setting.shape
     traffic = kind.traffic(setting.options, shape.ranks, shape.ranks_per_host)
     return traffic is not None and not traffic.alike(shape.ranks_per_host)
 

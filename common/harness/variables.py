@@ -127,7 +127,7 @@ def _emulated(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str
     cluster["network"] = NETWORKS[given["rdma"]]
     if given["cluster"] == PREDICTED:
         words = f"predicted: {cluster['hosts']} hosts on {cluster['network']}"
-        return {"cluster": {"kind": PREDICTED, **cluster}}, words
+        return {"cluster": {"kind": PREDICTED, **cluster}, "measure": {}}, words
     words = f"launcher: {cluster['hosts']} virtual hosts on {cluster['network']}"
     return {"cluster": cluster}, words
 

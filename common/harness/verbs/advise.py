@@ -330,8 +330,11 @@ class _Asked:
         """Returns how to use a candidate, and how to measure it."""
         from common.harness.running.fabric import misfit
 
-        given = "".join(f", {key}={value!r}" for key, value in candidate.options.items())
-        chosen = f'algorithm="{candidate.algorithm}"{given}'
+        words = {"algorithm": candidate.algorithm, **candidate.options}
+        chosen = ", ".join(
+            f"{key}={json.dumps(value) if isinstance(value, str) else value}"
+            for key, value in words.items()
+        )
         trial, cluster, line = self.trial, self.cluster, self.command_line
         compared: list[object] = [self.base]
         if candidate.label != self.base:

@@ -330,15 +330,15 @@ class _Asked:
         """Returns how to use a candidate, and how to measure it."""
         from common.harness.running.fabric import misfit
 
-        given = "".join(f", {key}={value!r}" for key, value in candidate.options.items())
-        chosen = f'algorithm="{candidate.algorithm}"{given}'
+        words = {"algorithm": candidate.algorithm, **candidate.options}
+        quoted = {key: json.dumps(v) if isinstance(v, str) else v for key, v in words.items()}
+        chosen = ", ".join(f"{key}={value}" for key, value in quoted.items())
         trial, cluster, line = self.trial, self.cluster, self.command_line
         compared: list[object] = [self.base]
         if candidate.label != self.base:
             compared.append({"name": candidate.algorithm, "options": dict(candidate.options)})
-        name = line.models[0]
-        is_file = name.startswith(FILE)
-        model = ["--model-file", name.removeprefix(FILE)] if is_file else ["--model", name]
+        name = line.models[0].removeprefix(FILE)
+        model = ["--model" if name == line.models[0] else "--model-file", name]
         size = ["--batch", str(trial.batch_size)]
         plugin = plugin_of(candidate.algorithm)
         same = ["--plugin", plugin.path] if plugin else []
@@ -352,14 +352,14 @@ class _Asked:
         there += [word for key in keys for word in ("--set", key)]
         use = {
             "use": f"optimizer = dear.DistributedOptimizer(optimizer, model, {chosen})",
-            "measure": shlex.join([CLUSTER, *there, *same]),
+            "measure": f"{COMMAND} run {shlex.join([CLUSTER, *there, *same])}",
         }
         if misfit(trial) is None:
             here = [*model, *size, *(["--gpu", line.gpu] if line.gpu else [])]
             here += ["--hosts", str(cluster.hosts), "--ranks-per-host", str(local)]
             here += ["--network", str(trial.network)]
-            use["emulate"] = shlex.join([*here, *same])
-        return {key: text if key == "use" else f"{COMMAND} run {text}" for key, text in use.items()}
+            use["emulate"] = f"{COMMAND} run {shlex.join([*here, *same])}"
+        return use
 
 
 def _is_exact(name: str, options: Mapping[str, object]) -> bool:

@@ -345,7 +345,9 @@ def _links(
 
     @functools.cache
     def composed(hosts: int, local: int) -> Mapping[str, Cost]:
-        return costs_of(engine, platform, Shape(hosts=hosts, ranks_per_host=local))
+        # The other ranks of a host do the same in their own groups.
+        wires = platform.shared(shape.ranks_per_host // local if hosts > 1 else 1)
+        return costs_of(engine, wires, Shape(hosts=hosts, ranks_per_host=local))
 
     composed(shape.hosts, shape.ranks_per_host)  # refuses links that the engine cannot use
     if measured is None:

@@ -67,6 +67,7 @@ _TABLE: tuple[tuple[str, str, Any, str, Any], ...] = (
     ("fsdp", "#003F66", "h", "++", _dashes(10, 2)),
     ("hierarchical", "#6B8E23", (5, 1, 0), "++..", _dashes(7, 1, 3, 1)),
     ("dear", "#D55E00", "D", "//", "--"),
+    ("auto", "#7A4B2A", (5, 1, 180), "+O", _dashes(3, 1, 6, 1)),
     ("dadt", "#B8A800", "*", "oo", _dashes(5, 2, 1, 2)),
     ("decentralized", "#000000", "d", "//..", _dashes(8, 1, 1, 1)),
     ("neighbor", "#17A2B8", ">", "OO", _dashes(3, 3)),

@@ -201,6 +201,7 @@ class Record:
     def to_json(self) -> JsonObject:
         """Returns the record as a JSON object."""
         values = dataclasses.asdict(dataclasses.replace(self, results=[]))
+        del values["foreseen"]  # is in a file of its own
         return values | {"results": [settings(result) for result in self.results]}
 
     @classmethod

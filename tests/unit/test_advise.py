@@ -6,9 +6,9 @@ import pytest
 
 from common.harness.cli import main
 from common.harness.verbs import advise as verb
-from common.harness.verbs.validate import Advised, Check
 from common.paths import ROOT
 from common.results.tables.advice import text
+from common.results.tables.validated import Advised, Check
 from common.virtual.advice.causes import LEFT, cost_without, without
 from common.virtual.advice.search import LEAST, Answer, Axis, Candidate, advise
 from common.virtual.costs.engines import costs_of

@@ -15,7 +15,6 @@ from common.harness.experiment_file import load
 from common.harness.running import fabric
 from common.harness.verbs import predict
 from common.paths import COMMAND, EXPERIMENTS, ROOT
-from common.virtual.costs.parts import Shape
 from dear.errors import UserError
 
 
@@ -115,15 +114,3 @@ def test_a_launcher_script_predicts():
 def test_a_launcher_script_refuses_what_a_prediction_ignores(given, message):
     done = script(**given)
     assert done.returncode == 2 and one_line(done.stderr, message)
-
-
-def test_groups_of_the_ranks_of_a_host_share_its_link():
-    cluster = ClusterConfig(kind="predicted", hosts=16, ranks_per_host=4)
-    links = predict._links("10gbe", Shape(hosts=16, ranks_per_host=4), cluster, None)
-    alone = predict._links("10gbe", Shape(hosts=16), cluster, None)
-    nbytes = 100e6
-    # Four groups of 16 ranks send a quarter each: as long as one group that sends everything.
-    quarter = links.costs(16, 1)["all_reduce"](nbytes / 4)
-    assert quarter == pytest.approx(alone.costs(16, 1)["all_reduce"](nbytes), rel=0.1)
-    inside = [each.costs(1, 4)["all_reduce"](nbytes) for each in (links, alone)]
-    assert inside[0] == inside[1]

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cl
 from common.models.profile import Profile
 from common.models.registry import profile_of
 from common.virtual.costs.faults import check, disturbances
+from common.virtual.costs.known import Links, given_links, links_of
 from common.virtual.costs.parts import COMPUTE, COSTS
 from common.virtual.pool import mapped
 from dear.cost.fit import AlphaBeta
@@ -31,12 +32,10 @@ from dear.errors import Unavailable, UserError
 from dear.options import positive
 
 if TYPE_CHECKING:
-    from common.emulation.links.profile import NetworkProfile
     from common.results.tables.predicted import PredictedRow, ReachRow
-    from common.virtual.costs.parts import Platform, Shape
+    from common.virtual.costs.parts import Shape
     from common.virtual.over import Point
     from common.virtual.setting import Setting
-    from dear.cost.calibrated import NetworkCosts
     from dear.cost.event_model.link import Cost
 
 HELP = "predict an experiment on a cluster that you do not have"
@@ -44,19 +43,6 @@ EXPERIMENT = "predicted-64"
 NOTHING_RUNS = ("measure={}", "launcher=local", "launcher_options={}", "hostfile=null")
 NOTHING_RUNS += ("backend=null", "device=cpu", "tf32=false", "cudnn_benchmark=false")
 """Overrides of an experiment's keys about how and where its trials run."""
-PLAIN_LINKS = ("sites", "trace", "jitter_us", "loss_percent")
-"""Keys of a network file that predictions do not model."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Links:
-    """Costs of collectives on a network, and their relative error."""
-
-    costs: Callable[[int, int], Mapping[str, Cost]]
-    """Function that returns a group's cost of each operation, from its hosts and ranks per host."""
-    error: float
-    platform: Platform | None = None
-    """Wires that the costs are composed of; None: they are measured or given."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -316,66 +302,13 @@ def _links(
     fixed: AlphaBeta | None,
     point: Point | None = None,
 ) -> Links:
-    """Returns the costs of the collectives of a trial: given, measured or composed.
-
-    Raises:
-        UserError: predictions do not model the network, or the engine cannot use its links.
-    """
-    from common.emulation.links.profile import network_profile
-    from common.virtual.costs.engines import costs_of, ring_of
-    from common.virtual.costs.networks import platform_of
-    from common.virtual.costs.parts import Shape
-
-    engine = _engine(cluster)
+    """Returns the costs of the collectives of a trial; raises `UserError` as `links_of`."""
     if fixed is not None:
-        platform = ring_of(fixed, shape.ranks)
-        return Links(
-            costs=lambda hosts, local: costs_of("ring", platform, Shape(hosts=hosts * local)),
-            error=COSTS,
-        )
+        return given_links(fixed, shape.ranks)
     assert network is not None, "a cluster has a network"
-    profile = network_profile(network)
-    for key in PLAIN_LINKS:
-        if getattr(profile, key):
-            raise UserError(f"network {profile.name}: predictions do not model `{key}:`")
-    inside = cluster.inside or ("pcie4" if engine == "nccl" else None)
-    platform, measured = platform_of(network, inside), profile.costs
-    if point is not None and point.axis in ("workers", "bandwidth", "latency"):
-        platform, measured = point.platform(platform), None
-
-    @functools.cache
-    def composed(hosts: int, local: int) -> Mapping[str, Cost]:
-        # The other ranks of a host do the same in their own groups.
-        wires = platform.shared(shape.ranks_per_host // local if hosts > 1 else 1)
-        return costs_of(engine, wires, Shape(hosts=hosts, ranks_per_host=local))
-
-    composed(shape.hosts, shape.ranks_per_host)  # refuses links that the engine cannot use
-    if measured is None:
-        return Links(costs=composed, error=COSTS, platform=platform)
-    _check_measured(profile, measured, engine, shape)
-
-    def known(hosts: int, local: int) -> Mapping[str, Cost]:
-        if (hosts, local) != (shape.hosts, shape.ranks_per_host):
-            return composed(hosts, local)
-        return {**composed(hosts, local), **measured.collective_costs()}
-
-    residuals = [cost.residual_rms for cost in measured.by_operation().values()]
-    return Links(costs=known, error=max(residuals))
-
-
-def _check_measured(
-    profile: NetworkProfile, measured: NetworkCosts, engine: str, shape: Shape
-) -> None:
-    """Raises `UserError` if a network's measured costs are of other ranks or another engine."""
-    here = (engine, shape.ranks, shape.ranks_per_host)
-    local = measured.ranks_per_host or shape.ranks_per_host
-    there = (measured.engine, measured.world_size, local)
-    if here != there:
-        raise UserError(
-            f"network {profile.name}: its costs are of {there[0]} with {there[1]} ranks, "
-            f"{there[2]} per host, but this is {here[0]} with {here[1]} ranks, {here[2]} per host; "
-            "calibrate there, or use a network without measured costs"
-        )
+    changes = point is not None and point.axis in ("workers", "bandwidth", "latency")
+    changed = point.platform if point is not None and changes else None
+    return links_of(network, shape, _engine(cluster), cluster.inside, changed)
 
 
 _slowed = functools.lru_cache(maxsize=32)(Profile.slowed)

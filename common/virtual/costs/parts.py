@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from dear.cost.fit import Cost
@@ -83,14 +83,6 @@ class Platform:
         if kind not in self.wires:
             raise unknown("kind of wire", kind, self.wires)
         return self.wires[kind]
-
-    def shared(self, by: int) -> Platform:
-        """Returns the platform for one of `by` equal groups that share each host's link."""
-        if by == 1:
-            return self
-        wire = self.wire("between")
-        slower = replace(wire, bytes_per_s=wire.bytes_per_s / by)
-        return replace(self, wires={**self.wires, "between": slower})
 
 
 @dataclass(frozen=True, kw_only=True)

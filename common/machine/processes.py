@@ -19,9 +19,13 @@ def spread(
 ) -> list[T]:
     """Returns the results of `call` in order, as `map` does; all of it must be picklable.
 
+    A single call runs here, because a process needs seconds to import torch.
+
     Args:
         begin: called first in each process.
     """
+    if len(arguments[0]) == 1:
+        return [call(*(values[0] for values in arguments))]
     # A forked process cannot use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("spawn")
     count = max(1, min(usable_cores(), len(arguments[0])))

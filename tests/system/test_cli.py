@@ -46,7 +46,7 @@ def refused(capsys, *arguments: str) -> str:
         (["run", QUICK, "--no-such-flag"], "--no-such-flag"),
         ([*EMULATED, "--hosts", "0"], "cluster.hosts must be at least 1, got 0"),
         ([*EMULATED, "--network", "10gb"], "did you mean '10gbe'?"),
-        ([*EMULATED, "--time-scale", "2", "--set", "models=[mnist_cnn]"], "2 would slow"),
+        ([*EMULATED, "--time-scale", "2", "--set", "models=[mnist_cnn]"], "2 slows the links"),
         ([*EMULATED, "--hosts", "2", "--set", "world_sizes=[3]"], "3 workers do not fit on 2"),
         ([*EMULATED, "--hosts", "4000", "--dry-run"], "GiB are available"),
         ([*EMULATED, "--set", "faults=[{kind: link_up, host: 1}]"], "did you mean 'link_"),

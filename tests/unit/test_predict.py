@@ -39,7 +39,7 @@ def test_run_predicts_what_predict_does(capsys):
         (["--dry-run"], "--dry-run: has no meaning on a predicted cluster"),
         (["--set", "measure.repeats=7"], "a predicted cluster has nothing to measure"),
         (["--set", "launcher=slurm"], "launcher: slurm does not run"),
-        (["--set", "faults=[{kind: slow_host, host: 0, factor: 2}]"], "faults: predictions do not"),
+        (["--set", "faults=[{kind: link_down, host: 0}]"], "but not link_down"),
     ],
 )
 def test_what_only_a_run_has_is_refused_by_a_prediction(arguments, message, capsys):

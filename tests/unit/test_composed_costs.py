@@ -121,8 +121,8 @@ def test_a_doubled_message_costs_more_within_an_algorithm(engine, hosts, local, 
 
 def counted(engine: str, operation: str, nbytes: float, shape: Shape) -> tuple[float, float]:
     """Returns the messages per rank, and the bytes on the busiest wire per byte of the buffer."""
-    messages = costs_of(engine, wires(engine, overhead_s=1.0), shape)[operation].link_s(nbytes)
-    carried = costs_of(engine, wires(engine, bytes_per_s=1.0), shape)[operation].link_s(nbytes)
+    messages = costs_of(engine, wires(engine, overhead_s=1.0), shape)[operation].timing(nbytes).link_s
+    carried = costs_of(engine, wires(engine, bytes_per_s=1.0), shape)[operation].timing(nbytes).link_s
     return round(messages, 6), round(carried / nbytes, 6)
 
 
@@ -150,7 +150,7 @@ def test_the_comm_core_uses_its_own_regimes(operation, nbytes, hosts, messages, 
 def test_ranks_of_a_host_share_its_wire():
     shape = Shape(hosts=4, ranks_per_host=4)
     ring = costs_of("ring", wires("ring", bytes_per_s=1.0), shape)["all_reduce"]
-    assert ring.link_s(16.0) == pytest.approx(2 * 15)  # a ring passes each wire once
+    assert ring.timing(16.0).link_s == pytest.approx(2 * 15)  # a ring passes each wire once
     # The comm core's four rings of four hosts carry only what a rank per host would.
     assert counted("comm_core", "all_reduce", 8 << 20, shape)[1] == 1.5
     # Direct messages: 12 of each of the 4 ranks.

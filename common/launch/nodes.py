@@ -192,7 +192,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _relay(link: socket.socket) -> int:
-    """Passes standard input on to the command and its output on; returns its exit status."""
+    """Forwards standard input to the command and its output to standard output; returns its exit
+    status."""
     sources: list[socket.socket | int] = [link, 0]
     held = b""  # the end of the output, which may be the status
     while True:

@@ -44,13 +44,14 @@ def links_of(
     inside: str | None,
     changed: Callable[[Platform], Platform] | None = None,
 ) -> Links:
-    """Returns the costs of an engine on a network of configs/networks, or a user's file of one.
+    """Returns what collectives of an engine cost on a network.
 
     Args:
+        network: a file of configs/networks, or a path to a user's file.
         shape: all hosts and ranks.
         inside: links between the GPUs of a host; None: PCIe 4 for NCCL, else shared memory.
-        changed: returns other wires than those of the network, whose measured costs are then not
-            used.
+        changed: function that replaces the network's wires. With it, the measured costs of the
+            network are not used.
 
     Raises:
         UserError: predictions do not model the network, the engine cannot use its links, or its

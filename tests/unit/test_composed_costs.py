@@ -121,8 +121,14 @@ def test_a_doubled_message_costs_more_within_an_algorithm(engine, hosts, local, 
 
 def counted(engine: str, operation: str, nbytes: float, shape: Shape) -> tuple[float, float]:
     """Returns the messages per rank, and the bytes on the busiest wire per byte of the buffer."""
-    messages = costs_of(engine, wires(engine, overhead_s=1.0), shape)[operation].timing(nbytes).link_s
-    carried = costs_of(engine, wires(engine, bytes_per_s=1.0), shape)[operation].timing(nbytes).link_s
+
+    def link_s(platform: Platform) -> float:
+        return costs_of(engine, platform, shape)[operation].timing(nbytes).link_s
+
+    messages, carried = (
+        link_s(wires(engine, overhead_s=1.0)),
+        link_s(wires(engine, bytes_per_s=1.0)),
+    )
     return round(messages, 6), round(carried / nbytes, 6)
 
 

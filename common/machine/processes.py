@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
@@ -26,8 +27,17 @@ def spread(
     """
     if len(arguments[0]) == 1:
         return [call(*(values[0] for values in arguments))]
+    with started(len(arguments[0]), begin) as pool:
+        return list(pool.map(call, *arguments))
+
+
+@contextlib.contextmanager
+def started(
+    most: int | None = None, begin: Callable[[], object] | None = None
+) -> Iterator[ProcessPoolExecutor]:
+    """Starts a process for each core, at most `most`; each calls `begin` first."""
     # A forked process cannot use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("spawn")
-    count = max(1, min(usable_cores(), len(arguments[0])))
+    count = usable_cores() if most is None else max(1, min(usable_cores(), most))
     with ProcessPoolExecutor(count, context, initializer=begin) as pool:
-        return list(pool.map(call, *arguments))
+        yield pool

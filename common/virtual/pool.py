@@ -16,7 +16,9 @@ def mapped(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> li
 
 
 def begin() -> None:
-    """Makes garbage collections of this process rare, and keeps them off the modules of torch."""
+    """Prepares a process: a single thread, and garbage collections that are rare and skip torch."""
+    torch: Any = importlib.import_module("torch")
+    torch.set_num_threads(1)  # there is a process for each core
     importlib.import_module("common.virtual.world.run")
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -6,6 +6,7 @@ import pytest
 
 from common.harness.cli import main
 from common.harness.verbs import advise as verb
+from common.machine import processes
 from common.paths import ROOT
 from common.results.tables.advice import text
 from common.results.tables.validated import Advised, Check
@@ -208,7 +209,7 @@ class InProcess:
 
 
 def test_advice_of_the_virtual_cluster(capsys, monkeypatch):
-    monkeypatch.setattr(verb, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", InProcess)
     monkeypatch.setattr(verb, "FACTORS", (4.0,))
     cluster = ["--hosts", "4", "--ranks-per-host", "2", "--network", "1gbe"]
     assert main(["advise", "--json", "--model", TINY[0], *cluster]) == 0
@@ -228,7 +229,7 @@ def test_advice_of_the_virtual_cluster(capsys, monkeypatch):
 
 
 def test_inexact_algorithms_are_apart_and_plugins_are_compared(capsys, monkeypatch):
-    monkeypatch.setattr(verb, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", InProcess)
     monkeypatch.setattr(verb, "FACTORS", ())
     monkeypatch.setattr(algorithm, "_plugins", {})
     cluster = ["--hosts", "2", "--ranks-per-host", "1", "--network", "1gbe"]

@@ -10,11 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import json
-import multiprocessing
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +24,11 @@ from common.harness.trial import Trial
 from common.harness.verbs import Status
 from common.harness.verbs.predict import EXPERIMENT, setting_of
 from common.harness.verbs.run import add_cluster, add_custom, cluster_overrides
-from common.machine.cgroups import usable_cores
+from common.machine.processes import started
 from common.models import profile as profiles
 from common.models.registry import FILE
 from common.paths import COMMAND
+from common.virtual.pool import begin
 from dear.errors import Unavailable, UserError
 from dear.training.algorithm import (
     algorithm_class,
@@ -86,9 +85,7 @@ def main(options: argparse.Namespace) -> int:
     from common.results.tables import advice as table
     from common.virtual.advice.search import advise
 
-    # A forked process cannot use torch if this process has done so, as in a test.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(usable_cores(), context, initializer=_alone_on_core) as pool:
+    with started(begin=begin) as pool:
 
         def answers(questions: Sequence[Question]) -> list[Answer]:
             with contextlib.redirect_stdout(sys.stderr):
@@ -103,13 +100,6 @@ def main(options: argparse.Namespace) -> int:
         print(table.text(advice, asked.title, asked.samples))
         print("\n".join(f"{key}:\n  {text}" for key, text in use.items()))
     return Status.OK
-
-
-def _alone_on_core() -> None:
-    """Keeps torch from more threads than the process has cores."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

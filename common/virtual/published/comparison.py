@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from common.machine.cgroups import usable_cores
+from common.machine.processes import started
+from common.virtual.pool import begin
 from common.virtual.published.links import Lines, check, fitted, step_s
 from common.virtual.published.study import TABLE, Row, Study, declared, read
 from dear.errors import UserError
@@ -105,9 +104,7 @@ def compare(rows: Sequence[Row]) -> Comparison:
             skipped.append(f"{_name(row)}: {error}")
     foreign: list[str] = []
     by_network: dict[str, Lines] = {}
-    # A forked process cannot use torch if this process has done so.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(usable_cores(), context) as pool:
+    with started(begin=begin) as pool:
 
         def steps(pairs: Sequence[tuple[Row, Lines]]) -> list[float]:
             places, lines = [row for row, _ in pairs], [line for _, line in pairs]

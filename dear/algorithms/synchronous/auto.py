@@ -57,9 +57,9 @@ class Auto(Algorithm["Auto.Options"]):
         """Number of steps whose passes are measured before the choice."""
 
         def __post_init__(self) -> None:
-            at_least("option of auto 'profile_steps'", self.profile_steps, 1)
+            at_least("auto option 'profile_steps'", self.profile_steps, 1)
             if not self.candidates:
-                raise UserError("option of auto 'candidates' must name an algorithm, got none")
+                raise UserError("auto option 'candidates' must name an algorithm, got none")
 
         def settling_steps(self) -> int:
             variants = self.variants().values()
@@ -89,7 +89,7 @@ class Auto(Algorithm["Auto.Options"]):
     def refuse(self, replica: Replica[Options]) -> None:
         if not _accepted(replica):
             raise UserError(
-                f"option of auto 'candidates': none of {', '.join(replica.options.candidates)} can "
+                f"auto option 'candidates': none of {', '.join(replica.options.candidates)} can "
                 "train this model with this optimizer; name other candidates, or use "
                 "algorithm='allreduce'"
             )

@@ -116,7 +116,7 @@ class Dear(Algorithm["Dear.Options"]):
                 only_with(self, "small_kb", "exclude_parts", [()])
             if self.fusion == "planned" and self.decouple == "reduce_broadcast":
                 raise UserError(
-                    "option of dear 'fusion'=planned needs decouple=reduce_scatter_all_gather, got "
+                    "dear option fusion=planned needs decouple=reduce_scatter_all_gather, got "
                     "decouple=reduce_broadcast, whose reductions to one rank are not measured"
                 )
             if self.gathers:

@@ -11,11 +11,12 @@ import torch
 
 from common.harness.cli import main
 from common.harness.experiment_file import find_experiment, load
-from common.harness.verbs import predict
+from common.harness.verbs import predict, validate
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.registry import profile_of
 from common.models.replay.plan import plan
 from common.paths import ROOT
+from common.results.store import Comparison
 from common.results.tables.predicted import PredictedRow, overview
 from common.virtual.costs.engines import costs_of
 from common.virtual.costs.networks import platform_of
@@ -340,3 +341,13 @@ def test_the_copies_of_fsdp_take_time():
         for rate in (1e18, 1e9)
     )
     assert slow - fast > 4 * point.profile.parameter_bytes / 1e9
+
+
+def test_costs_are_those_of_as_many_ranks_per_host():
+    folder = ROOT / "docs" / "records" / "fidelity"
+    record, *_ = records = Comparison.load(folder).results(folder)
+    elsewhere = [dataclasses.replace(r, trial=r.trial | {"ranks_per_host": 2}) for r in records]
+    setting, donor = validate._setting(record, [*elsewhere, *records])
+    assert donor in records and setting.shape == Shape(hosts=4)
+    with pytest.raises(UserError, match="4 ranks, 1 per host"):
+        validate._setting(record, elsewhere)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from common.results.records import Record
     from common.results.records.trust import Foreseen
     from common.results.tables.validated import Check
+    from common.virtual.costs.parts import Shape
     from common.virtual.setting import Setting
     from dear.cost.event_model.link import Cost
 
@@ -191,19 +192,18 @@ def _setting(record: Record, others: Sequence[Record]) -> tuple[Setting, Record]
     from common.virtual.setting import Setting
     from dear.training.algorithm import algorithm_options
 
-    trial = record.trial
-    local = trial.get("ranks_per_host") or 1
-    donor = _donor(record, others)
+    trial, shape = record.trial, _shape(record)
+    donor = _donor(record, others, shape)
 
     def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
-        source = _donor(record, others, hosts * ranks_per_host)
-        return _costs(source)
+        group = Shape(hosts=hosts, ranks_per_host=ranks_per_host)
+        return _costs(_donor(record, others, group))
 
     setting = Setting(
         profile=profile_of(trial["model"], trial["batch_size"], trial["sentence_len"]),
         algorithm=trial["algorithm"],
         options=algorithm_options(trial["algorithm"], trial["options"]),
-        shape=Shape(hosts=trial["world_size"] // local, ranks_per_host=local),
+        shape=shape,
         costs=costs,
         engine=trial["backend"],
         optimizer=trial["optimizer"]["name"],
@@ -212,19 +212,33 @@ def _setting(record: Record, others: Sequence[Record]) -> tuple[Setting, Record]
     return setting, donor
 
 
-def _donor(record: Record, others: Sequence[Record], ranks: int | None = None) -> Record:
-    """Returns a trial on the same links with measured costs, if possible of another model."""
-    wanted = ranks or record.trial["world_size"]
+def _shape(record: Record) -> Shape:
+    from common.virtual.costs.parts import Shape
+
+    ranks = record.trial["world_size"]
+    local = min(record.trial.get("ranks_per_host") or 1, ranks)
+    return Shape(hosts=ranks // local, ranks_per_host=local)
+
+
+def _donor(record: Record, others: Sequence[Record], shape: Shape) -> Record:
+    """Returns a trial with the costs of a group on the same links, if possible of another model.
+
+    Raises:
+        UserError: no trial of so many hosts and ranks has measured costs.
+    """
     fitting = [
         other
         for other in others
         if other.first is not None
         and other.first.costs
-        and other.trial["world_size"] == wanted
+        and _shape(other) == shape
         and _links(other) == _links(record)
     ]
     if not fitting:
-        raise UserError(f"no record has the costs of collectives of {wanted} ranks")
+        raise UserError(
+            f"no record has the costs of collectives of {shape.ranks} ranks, "
+            f"{shape.ranks_per_host} per host"
+        )
     foreign = [other for other in fitting if other.trial["model"] != record.trial["model"]]
     if foreign or record not in fitting:
         # The machine's own delays count less at a larger time scale.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -124,12 +124,18 @@ class Choice:
     """Seconds of a step without communication."""
 
     @classmethod
-    def of(cls, ranks: Sequence[tuple[Mapping[str, float], bool]], compute_s: float) -> Choice:
+    def of(
+        cls,
+        ranks: Sequence[tuple[Mapping[str, float], bool]],
+        later: Collection[str],
+        compute_s: float,
+    ) -> Choice:
         """Returns the candidate with rank 0's shortest step, of those that every rank can use.
 
         Args:
             ranks: for each rank, the steps of its candidates, and whether its script changes
                 gradients before `step()` without `synchronize()`.
+            later: candidates whose gradients are averages only after `synchronize()`.
 
         Raises:
             UserError: no candidate is left.
@@ -142,7 +148,7 @@ class Choice:
                 "algorithm='allreduce'"
             )
         touched = any(at for _, at in ranks)
-        left = [name for name in names if not (touched and name.startswith(LATER))]
+        left = [name for name in names if not (touched and name in later)]
         if not left:
             raise UserError(
                 "algorithm='auto': the script changes gradients between backward() and step(), but "
@@ -244,7 +250,9 @@ class AutoEngine(AveragingEngine):
                 continue
             steps_s[label] = prediction.step_s
         compute_s = profile.forward_s + passes.backward_s + update_s
-        return Choice.of(communicator.gather_objects((steps_s, self._touches)), compute_s)
+        later = {label for label, (name, _) in self._accepted.items() if name in LATER}
+        ranks = communicator.gather_objects((steps_s, self._touches))
+        return Choice.of(ranks, later, compute_s)
 
     def _replace(self, choice: Choice) -> None:
         if self.communicator.rank == 0:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dear.algorithms.synchronous._horovod_sender import HorovodSender
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_count
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts
 from dear.comm.runtime import address_of
+from dear.cost.horovod_sender import HorovodSender
 from dear.cost.overlap import Cycles, Unstated
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch

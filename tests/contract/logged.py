@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from dear.comm import runtime
 from dear.training.hooks import at_end_of_backward
-from tests.contract.by_hand import ByHand
 from tests.contract.network import GRADIENT, PARAMETER, SIZES, Network
+
+LAYER_S = 1e-3
+"""Seconds of a layer's pass."""
 
 
 class Layer(nn.Module):
@@ -23,7 +26,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         network, number = self._network, self._number
-        network.now_s += network.layer_s
+        network.compute(LAYER_S)
         scaled = self.weight * GRADIENT[number]
         if scaled.requires_grad:
             scaled.register_hook(self._gradient)
@@ -36,25 +39,21 @@ class Layer(nn.Module):
         network = self._network
         if network.place[0] != "gradient":
             at_end_of_backward(self._passed)
-        network.now_s += network.layer_s
+        network.compute(LAYER_S)
         network.place = ("gradient", self._number)
 
     def _passed(self) -> None:
         self._network.place = ("pass", None)
-        # DDP waits next, where it cannot be seen.
-        for work in [work for work in self._network.under_way if work.awaited_by_torch]:
-            work.wait()
 
 
 class Program:
-    """A training script whose steps are logged in `network.events`, with their numbers."""
+    """A training script whose steps are logged in `network.log`, with their numbers."""
 
     def __init__(self, algorithm: Any, options: Any, network: Network) -> None:
         self.network = network
         self.model = nn.Sequential(*(Layer(network, i) for i in range(len(SIZES))))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.communicator = ByHand(network)
-        algorithm.wrap(self.model, self.optimizer, self.communicator, options)
+        algorithm.wrap(self.model, self.optimizer, runtime.communicator(), options)
 
     def backward(self) -> None:
         network = self.network

@@ -120,7 +120,7 @@ def test_the_same_input_gives_the_same_bits_also_on_busy_cores():
 def exchange(cluster, *pairs):
     """Returns when each message of a million bytes between a pair of ranks ends, in seconds."""
     ranks = [Rank(cluster, rank) for rank in range(cluster.shape.ranks)]
-    sent = [ranks[a].reach(a, b, 10**6, lambda: None) for a, b in pairs]
+    sent = [ranks[a].reach(a, b, 10**6, lambda: torch.zeros(0), id) for a, b in pairs]
     ranks[0].wait(sent)
     return [transfer.finished_s for transfer in sent]
 
@@ -198,7 +198,7 @@ def test_agreed_objects_are_copies_and_wait_for_the_last():
 
     def run(rank):
         ranks[rank].pause(float(rank))
-        values = ranks[rank].agree(world, [rank])
+        values = ranks[rank].agree(world, [rank], "gather_objects")
         values[0].append("mine")
         results[rank] = cluster.events.now_s, values
 
@@ -217,9 +217,9 @@ def test_a_rank_that_fails_ends_the_others():
         raise UserError("no such option")
 
     before = set(threading.enumerate())
-    cluster.events.start(lambda: ranks[0].agree(world, None))
+    cluster.events.start(lambda: ranks[0].agree(world, None, "barrier"))
     cluster.events.start(fails)
-    cluster.events.start(lambda: ranks[1].agree(world, None))
+    cluster.events.start(lambda: ranks[1].agree(world, None, "barrier"))
     with pytest.raises(UserError, match="no such option"):
         cluster.events.run_until(lambda: False)
     for thread in set(threading.enumerate()) - before:

@@ -11,10 +11,12 @@ from common.virtual.costs.parts import CostsOf, Shape
 from common.virtual.world.marks import Parts
 from common.virtual.world.network import (
     Costs,
+    Effect,
     Group,
     Network,
     Place,
     Transfer,
+    Values,
     shape_of,
 )
 from dear.cost.event_model.events import Events
@@ -90,11 +92,13 @@ class Alike(Network):
         received = dict.fromkeys(sources, values)
         return self._start("exchange", nbytes, legs, lambda: effect(received), queue)
 
-    def reach(self, source: int, target: int, nbytes: int, effect: Callable[[], Any]) -> Transfer:
-        peer = target if source == self.rank else source
-        return self._start("exchange", nbytes, [self._pair(peer)], effect, "windows")
+    def reach(
+        self, source: int, target: int, nbytes: int, values: Values, effect: Effect
+    ) -> Transfer:
+        legs = [self._pair(target if source == self.rank else source)]
+        return self._start("exchange", nbytes, legs, lambda: effect(values()), "windows")
 
-    def agree(self, group: Group, value: Any) -> list[Any]:
+    def agree(self, group: Group, value: Any, call: str) -> list[Any]:
         return [value] * len(group.ranks)
 
     def windows(self, group: Group, window: Any) -> Mapping[int, Sequence[Any]]:

@@ -17,10 +17,12 @@ from common.virtual.costs.parts import CostsOf, Shape
 from common.virtual.world.marks import Parts
 from common.virtual.world.network import (
     Costs,
+    Effect,
     Group,
     Network,
     Place,
     Transfer,
+    Values,
     apply,
     shape_of,
 )
@@ -289,26 +291,28 @@ class Rank(Network):
         channel = (queue, source)
         self._cluster.carry("exchange", way, nbytes, [transfer], ended, channel=channel)
 
-    def reach(self, source: int, target: int, nbytes: int, effect: Callable[[], Any]) -> Transfer:
+    def reach(
+        self, source: int, target: int, nbytes: int, values: Values, effect: Effect
+    ) -> Transfer:
         transfer = self.transfer("exchange", nbytes if source != target else 0)
         self._cluster.carry(
             "exchange",
             self._cluster.pair(source, target),
             nbytes,
             [transfer],
-            lambda: transfer.end(effect),
+            lambda: transfer.end(lambda: effect(values())),
             channel=("windows", self.rank),
         )
         return transfer
 
-    def agree(self, group: Group, value: Any) -> list[Any]:
+    def agree(self, group: Group, value: Any, call: str) -> list[Any]:
         self.catch_up()
         number = self._number(group)
         meeting = self._cluster.meet(group, number, self.rank, value)
         result: list[Any] = []
         if meeting is None:
             self._cluster.meeting(group, number).came.append(result.extend)
-            self.events.run_until(lambda: bool(result), "other ranks")
+            self.events.run_until(lambda: bool(result), f"a {call} of other ranks")
             return result
         # Each rank gets its own copy, as if it had come over a wire.
         values = [meeting.given[rank] for rank in group.ranks]

@@ -75,21 +75,20 @@ class VirtualCommunicator(Communicator):
         """Does nothing: the network sees every wait."""
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
-        values: list[T] = self._agree(value)
-        return values[root]
+        return self._agree(value, "broadcast_object")[root]
 
     def gather_objects(self, value: T) -> list[T]:
-        return self._agree(value)
+        return self._agree(value, "gather_objects")
 
-    def _agree(self, value: T) -> list[T]:
-        return self.network.agree(group_of(self.groups[0]), value)
+    def _agree(self, value: T, call: str) -> list[T]:
+        return self.network.agree(group_of(self.groups[0]), value, call)
 
     def worker(self, name: str) -> Any:
         return _Worker(self.network)
 
     def barrier(self) -> None:
         """Waits until all ranks have come; the messages cost nothing."""
-        self._agree(None)
+        self._agree(None, "barrier")
 
     def exchange(
         self, recv: torch.Tensor, send: torch.Tensor, *, peer: int, channel: int = 0

@@ -98,13 +98,10 @@ class Window:
 
     def get(self, row: torch.Tensor, place: int, slot: int, offset: int = 0) -> Transfer:
         """Reads a slot of rank `place` into `row`."""
-
-        def effect() -> None:
-            window = self._there[place][0]
-            carried(row, row).copy_(window._part(slot, offset, row))
-
-        peer, here = self._group.ranks[place], self._network.rank
-        return self._network.reach(peer, here, row.nbytes, effect)
+        peer, here, to = self._group.ranks[place], self._network.rank, carried(row, row)
+        return self._network.reach(
+            peer, here, row.nbytes, lambda: self._there[place][0]._part(slot, offset, row), to.copy_
+        )
 
     def _write(
         self,
@@ -114,15 +111,17 @@ class Window:
         offset: int,
         how: Callable[[torch.Tensor, torch.Tensor], Any],
     ) -> Transfer:
-        def effect() -> None:
+        def effect(values: torch.Tensor) -> None:
             for window in self._there[place]:
                 if window.slots and window.room == self.room:
                     at = min(slot, window.slots - 1)
-                    how(window._part(at, offset, memory), carried(memory, memory))
+                    how(window._part(at, offset, memory), values)
                     window._versions[at] += 1
 
         here, peer = self._network.rank, self._group.ranks[place]
-        return self._network.reach(here, peer, memory.nbytes, effect)
+        return self._network.reach(
+            here, peer, memory.nbytes, lambda: carried(memory, memory), effect
+        )
 
     def _part(self, slot: int, offset: int, like: torch.Tensor) -> torch.Tensor:
         """Returns the carried values of a part of a slot, as long as `like`."""

@@ -22,6 +22,10 @@ from dear.errors import UserError
 
 Place = Literal["inside", "between"]
 """Kind of link: inside a host, or between hosts."""
+Values = Callable[[], torch.Tensor]
+"""Function that returns the carried values (`marks.carried`) of a message that ends now."""
+Effect = Callable[[torch.Tensor], Any]
+"""Function that takes carried values."""
 
 
 @dataclass(frozen=True)
@@ -246,12 +250,14 @@ class Network(ABC):
         """
 
     @abstractmethod
-    def reach(self, source: int, target: int, nbytes: int, effect: Callable[[], Any]) -> Transfer:
+    def reach(
+        self, source: int, target: int, nbytes: int, values: Values, effect: Effect
+    ) -> Transfer:
         """Starts a one-sided message; one of the two is this rank, the other does nothing."""
 
     @abstractmethod
-    def agree(self, group: Group, value: Any) -> list[Any]:
-        """Returns the values of all ranks of the group; takes no time but for the last rank."""
+    def agree(self, group: Group, value: Any, call: str) -> list[Any]:
+        """Returns the values of all ranks in `call`; takes no time but for the last rank."""
 
     @abstractmethod
     def windows(self, group: Group, window: Any) -> Mapping[int, Sequence[Any]]:

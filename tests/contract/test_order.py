@@ -308,7 +308,8 @@ def test_a_free_rank_of_push_sum_keeps_its_last_sixteenth(barrier, sends):
             window.p = LEAST_P / 2
         trained.train(1, after=network.end)
     sent = [e.message.operation for e in network.log if e.what == "start" and e.step == 1]
-    assert ("put" in sent) == sends
+    # A message that is added has its number of steps behind it, which is not added.
+    assert sent.count("put") == 2 * len(SIZES) * sends
 
 
 class ByNorm(torch.optim.SGD):

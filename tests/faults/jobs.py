@@ -28,7 +28,7 @@ from common.launch.local import LocalLauncher
 from common.launch.ranks import Ranks, rank_env
 from tests.faults import rank as ranks_program
 from tests.faults.drawing import COLLECTIVES, Fault
-from tests.faults.rank import AT, OWN_PACE_S
+from tests.faults.rank import AT, DONE, OWN_PACE_S
 from tests.system.made import make_trial
 from tests.system.processes import ROOT
 from tests.system.test_launch_ssh import AGENT
@@ -205,11 +205,14 @@ def _go_on(fault: Fault, folder: Path, _: object, ended: threading.Event) -> Non
         os.kill(int((folder / AT).read_text().split()[1]), signal.SIGCONT)
 
 
-def _cut(fault: Fault, _: Path, cluster: EmulatedCluster, ended: threading.Event) -> None:
+def _cut(fault: Fault, folder: Path, cluster: EmulatedCluster, ended: threading.Event) -> None:
     cluster.set_link(fault.victim, up=False)
+    (folder / DONE).touch()
 
 
-def _cut_one_way(fault: Fault, _: Path, cluster: EmulatedCluster, ended: threading.Event) -> None:
+def _cut_one_way(
+    fault: Fault, folder: Path, cluster: EmulatedCluster, ended: threading.Event
+) -> None:
     """The victim sends to an Ethernet address that nobody has."""
     victim = cluster.hosts[fault.victim]
     for host in cluster.hosts:
@@ -217,6 +220,7 @@ def _cut_one_way(fault: Fault, _: Path, cluster: EmulatedCluster, ended: threadi
             wrong = f"ip neigh replace {host.address} lladdr 02:00:00:00:be:ef nud permanent"
             command = victim.command([*wrong.split(), "dev", victim.ifname])
             subprocess.run(command, check=True, capture_output=True)
+    (folder / DONE).touch()
 
 
 def _knock(fault: Fault, folder: Path, _: object, ended: threading.Event) -> None:
@@ -234,6 +238,7 @@ def _knock(fault: Fault, folder: Path, _: object, ended: threading.Event) -> Non
                             where = ("127.0.0.1", listener.laddr.port)
                             caller = socket.create_connection(where, timeout=5)
                             stack.enter_context(caller).sendall(greeting)
+        (folder / DONE).touch()
         ended.wait()
 
 

@@ -86,14 +86,20 @@ def _of_the_survivors(fault: Fault, seen: Seen) -> Iterator[str]:
         for what, pattern in _named(fault, seen).items():
             if not re.search(pattern, text):
                 yield f"rank {rank} does not name {what}: {text}"
+    if fault.how.fate == "silent":
+        name = f"rank {fault.victim} (host {seen.hosts[fault.victim]}"
+        if not any(name in text for _, text in seen.reports.values()):
+            yield f"no survivor names rank {fault.victim}"
 
 
 def _named(fault: Fault, seen: Seen) -> dict[str, str]:
     """Patterns of what a report must name."""
     if fault.how.fate == "disagrees":
         return {"the disagreement": "disagree", "operations by number": r"\w+ #\d+ \(\w+"}
-    host = re.escape(seen.hosts[fault.victim])
+    who = rf"rank {fault.victim} \(host {re.escape(seen.hosts[fault.victim])}"
+    if fault.how.fate == "silent":  # a rank may wait for another one that waits for the victim
+        who = r"rank \d+ \(host \S+"
     return {
-        f"rank {fault.victim} and its host": rf"rank {fault.victim} \(host {host}",
+        "a rank and its host": who,
         "operation, number and tensor": r"barrier #\d+|\w+ #\d+ \([^)]*\d+ bytes",
     }

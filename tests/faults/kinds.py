@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Fate = Literal["dead", "silent", "disagrees", "unharmed", "endless", "gone"]
+Fate = Literal["dead", "silent", "disagrees", "unharmed", "endless", "gone", "swept"]
 """What the others see of the victim. dead: it has ended. silent: it answers no more, so that they
 hear of it when the time limit of the operation is over. disagrees: it calls another collective.
 unharmed: the job must end well. endless: nobody fails, and the time limit of the job is over.
-gone: nobody is left to report, since what started the ranks has ended."""
+gone: nobody is left to report, since what started the ranks has ended. swept: a whole sweep meets
+the fault, and is run again."""
 
 _STARTED = (("local", "local"), ("torchrun", "local"), ("mpirun", "local"), ("ssh", "local"))
 _EMULATED = (("local", "emulated"), ("ssh", "emulated"), ("mpirun", "emulated"))
 # Ranks that nobody ends early: every survivor must report.
-_BARE = (("bare", "local"),) * 4
-_ANY = (*_BARE, *_STARTED, *_EMULATED)
+_BARE = (("bare", "local"),) * 6
+_ANY = (*_BARE, *(_STARTED[:1] * 2), *_STARTED, *_EMULATED[:1], *_EMULATED)
+_SWEPT = (("local", "local"),) * 4 + (("mpirun", "local"), ("local", "emulated"))
+_PREDICTED = (("local", "predicted"),) * 2
 _WAITING = ("collectives", "synchronous", "delayed", "decentralized")
 _EVERY = (*_WAITING, "asynchronous")
 
@@ -85,5 +88,23 @@ KINDS = {
     ),
     "Ctrl-C twice": Kind(
         what="SIGINT to the caller, twice", fate="gone", share=3, places=(*_STARTED, *_EMULATED)
+    ),
+    "driver killed": Kind(
+        what="kill -9 of benchmarks.py", fate="swept", share=4, places=(*_SWEPT, *_PREDICTED)
+    ),
+    "driver interrupted twice": Kind(
+        what="Ctrl-C of benchmarks.py, twice",
+        fate="swept",
+        share=4,
+        places=(*_SWEPT, *_PREDICTED),
+    ),
+    "rank of a sweep killed": Kind(
+        what="kill -9 of a rank of a sweep", fate="swept", share=3, places=_SWEPT
+    ),
+    "full disk": Kind(
+        what="the disk under logs/ is full", fate="swept", share=3, places=_SWEPT[:2]
+    ),
+    "two sweeps": Kind(
+        what="the same sweep is started again", fate="swept", share=2, places=_SWEPT[:2]
     ),
 }

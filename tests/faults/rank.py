@@ -29,6 +29,10 @@ OWN_PACE_S = 4.0
 AT = "fault-at"
 """File with the time of the fault (time.time_ns) and the victim's PID."""
 
+DONE = "done"
+"""File that says that what comes from outside the ranks has been done."""
+WAITS_S = 20.0
+
 
 class Drawn(Exception):  # noqa: N818  (a fault on purpose)
     """Exception of a rank that raises."""
@@ -164,6 +168,10 @@ class Victim:
         act = _ACTS.get(self.fault.kind)
         if act is not None:
             act()
+        elif self.fault.how.fate != "endless":  # somebody else acts, for which this rank waits
+            until = time.monotonic() + WAITS_S
+            while not (self._folder / DONE).exists() and time.monotonic() < until:
+                time.sleep(0.005)
 
     def _mark(self) -> None:
         partial = self._folder / f"{AT}.partial"

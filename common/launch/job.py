@@ -156,8 +156,11 @@ def outcome_of(
             that the launcher stopped.
         otherwise: description of the failure, used if no rank reports one.
     """
-    # Written by failing ranks before they ended.
-    paths = sorted(job.folder.glob(f"error-{job.repeat}-rank*.json"))
+    # Failing ranks write errors before they end, so the cause is older than what followed from it.
+    paths = sorted(
+        job.folder.glob(f"error-{job.repeat}-rank*.json"),
+        key=lambda path: (path.stat().st_mtime_ns, path.name),
+    )
     errors = [json.loads(path.read_bytes()) for path in paths]
     killed = [rank for rank, code in exit_codes.items() if code is not None and code < 0]
     others = [code for rank, code in exit_codes.items() if rank not in killed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -85,7 +86,11 @@ def test_a_killed_worker_fails_its_trial_alone(driver):
     by_name = {record["trial"]["algorithm"]: record for record in driver.records()}
     assert by_name["wfbp"]["status"] == "failed"
     assert by_name["wfbp"]["error"]["rank"] == 1
-    assert "killed by signal 9" in by_name["wfbp"]["error"]["message"]
+    message = by_name["wfbp"]["error"]["message"]
+    assert re.match("rank 1 was killed by signal 9; ranks? .* #", message), message
+    (hang,) = driver.sweep.glob("*/hang.json")
+    assert json.loads(hang.read_bytes())["divergence"] in message
+    assert not list(driver.sweep.glob("*/flight-*"))
     assert by_name["dear"]["status"] == "ok"
     assert not alive(victim) and not alive(other)
     assert processes_of(driver.logs) == []

@@ -57,6 +57,7 @@ def _warm_up(scratch: Path) -> None:
     """Starts the fork server, which lasts."""
     from tests.faults.drawing import draw
 
+    shutil.rmtree(scratch / "warm", ignore_errors=True)
     fault = dataclasses.replace(draw(0, 0), launcher="bare", fabric="local", kind="killed", world=2)
     jobs.run(dataclasses.replace(fault, victim=0, program="collectives"), scratch / "warm")
     shutil.rmtree(scratch / "warm")

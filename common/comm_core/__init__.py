@@ -108,8 +108,9 @@ def record_flight(path: str, on_group: OnGroup | None) -> None:
     global _on_group
     _core.record_flight(path)
     _on_group = on_group
-    for facts in _groups if on_group is not None else ():
-        on_group(*facts, "comm_core")
+    if on_group is not None:
+        for facts in _groups:
+            on_group(*facts, "comm_core")
 
 
 def register() -> None:

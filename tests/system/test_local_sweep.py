@@ -96,6 +96,20 @@ def test_a_killed_worker_fails_its_trial_alone(driver):
     assert processes_of(driver.logs) == []
 
 
+@pytest.mark.full
+def test_a_trial_that_outlives_its_time_limit_says_which_rank_holds_it_up(driver):
+    flags = ["--set", ENDLESS, "--set", "algorithms=[dear]", "--set", "timeout_s=25"]
+    sweep = driver.start(*ONE, *flags)
+    os.kill(driver.worker("dear", rank=1), signal.SIGSTOP)
+    _, stderr = sweep.communicate(timeout=100)
+    assert sweep.returncode == 1, stderr
+    (record,) = driver.records()
+    message = record["error"]["message"]
+    assert record["status"] == "timeout" and message.startswith("not finished after 25 s")
+    assert re.search("; rank 1 has not come to #.*, rank 0 is at ", message), message
+    assert processes_of(driver.logs) == []
+
+
 @pytest.mark.parametrize(
     "background",
     [False, pytest.param(True, marks=pytest.mark.full)],

@@ -33,6 +33,12 @@ FlightSlot* ring() {
   return slots;
 }
 
+// Writes what another thread may write, too, after 1024 operations.
+template <typename T>
+void put(T& at, T value) {
+  std::atomic_ref<T>(at).store(value, std::memory_order_release);
+}
+
 }  // namespace
 
 void record_flight(const std::string& path) {
@@ -56,7 +62,7 @@ void FlightEntry::note(const Op& op) {
   const OpSpec& spec = op.spec();
   record_ = ++last_record;
   slot_ = ring() + record_ % kSlots;
-  std::atomic_ref<uint64_t>(slot_->record).store(0, std::memory_order_release);
+  put(slot_->record, uint64_t(0));
   slot_->group = op.group().number();
   slot_->sequence = op.sequence();
   slot_->input_bytes = total(spec.inputs);
@@ -64,22 +70,27 @@ void FlightEntry::note(const Op& op) {
   slot_->input_at = spec.inputs.empty() ? 0 : uint64_t(spec.inputs[0].data);
   slot_->output_at = spec.outputs.empty() ? 0 : uint64_t(spec.outputs[0].data);
   slot_->created_s = op.times().enqueued_s;
-  slot_->started_s = slot_->finished_s = 0;
+  put(slot_->started_s, 0.0);
+  put(slot_->finished_s, 0.0);
   slot_->peer = point_to_point(spec.kind) ? spec.peer : spec.root;
-  slot_->failed = 0;
+  put(slot_->failed, 0);
   strncpy(slot_->operation, name(spec.kind), sizeof slot_->operation - 1);
   strncpy(slot_->dtype, name(spec.dtype), sizeof slot_->dtype - 1);
-  std::atomic_ref<uint64_t>(slot_->record).store(record_, std::memory_order_release);
+  put(slot_->record, record_);
+}
+
+bool FlightEntry::kept() const {
+  return slot_ != nullptr && std::atomic_ref<uint64_t>(slot_->record).load() == record_;
 }
 
 void FlightEntry::started(double at_s) {
-  if (kept()) slot_->started_s = at_s;
+  if (kept()) put(slot_->started_s, at_s);
 }
 
 void FlightEntry::finished(double at_s, bool failed) {
   if (!kept()) return;
-  slot_->failed = failed;
-  slot_->finished_s = at_s;
+  put(slot_->failed, int32_t(failed));
+  put(slot_->finished_s, at_s);
 }
 
 }  // namespace comm_core

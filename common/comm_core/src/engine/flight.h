@@ -29,7 +29,7 @@ class FlightEntry {
   void finished(double at_s, bool failed);
 
  private:
-  bool kept() const { return slot_ != nullptr && slot_->record == record_; }
+  bool kept() const;
   FlightSlot* slot_ = nullptr;
   uint64_t record_ = 0;
 };

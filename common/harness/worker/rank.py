@@ -38,7 +38,6 @@ from dear.comm import runtime
 from dear.comm.environment import rank_facts
 from dear.errors import Unavailable, UserError
 
-
 Body = Callable[[Trial, Briefing, int, Phase], Any]
 """Function that runs a repeat on a rank; rank 0 returns the result, a dataclass."""
 

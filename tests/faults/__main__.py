@@ -7,12 +7,13 @@ import dataclasses
 import json
 import os
 import queue
+import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def main() -> int:
     results = run(faults, options.lanes, options.scratch)
     facts = {
         "seed": options.seed,
+        "flags": _flags(options, fixed),
         "seconds": round(time.monotonic() - began, 1),
         "lanes": options.lanes,
         "load": [load[0], os.getloadavg()[0]],
@@ -120,12 +122,23 @@ class Lane:
             return subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, TOKEN: str(self._scratch), "PYTHONPATH": str(ROOT)},
+                env={
+                    **os.environ,
+                    TOKEN: str(self._scratch),
+                    "PYTHONPATH": f"{ROOT}:{ROOT / 'common'}",
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
+
+
+def _flags(options: argparse.Namespace, fixed: Mapping[str, str]) -> str:
+    """Flags that decide, with seed and number, what is drawn."""
+    words = [word for key, value in fixed.items() for word in (f"--{key}", value)]
+    words += ["--kinds", ",".join(options.kinds)] if options.kinds else []
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 _FIXED = ("backend", "program", "launcher", "fabric")

@@ -90,19 +90,19 @@ KINDS = {
         what="SIGINT to the caller, twice", fate="gone", share=3, places=(*_STARTED, *_EMULATED)
     ),
     "driver killed": Kind(
-        what="kill -9 of benchmarks.py", fate="swept", share=4, places=(*_SWEPT, *_PREDICTED)
+        what="kill -9 of benchmarks.py", fate="swept", share=2, places=(*_SWEPT, *_PREDICTED)
     ),
     "driver interrupted twice": Kind(
         what="Ctrl-C of benchmarks.py, twice",
         fate="swept",
-        share=4,
+        share=2,
         places=(*_SWEPT, *_PREDICTED),
     ),
     "rank of a sweep killed": Kind(
-        what="kill -9 of a rank of a sweep", fate="swept", share=3, places=_SWEPT
+        what="kill -9 of a rank of a sweep", fate="swept", share=1, places=_SWEPT
     ),
     "full disk": Kind(
-        what="the disk under logs/ is full", fate="swept", share=3, places=_SWEPT[:2]
+        what="the disk under logs/ is full", fate="swept", share=2, places=_SWEPT[:2]
     ),
     "two sweeps": Kind(
         what="the same sweep is started again", fate="swept", share=2, places=_SWEPT[:2]

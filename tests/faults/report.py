@@ -36,10 +36,8 @@ def text(facts: Mapping[str, Any], results: Sequence[Result]) -> str:
     for result in results:
         if result["missed"]:
             fault = Fault(**result["fault"])
-            lines += [
-                "",
-                f"`python -m tests.faults --only {fault.seed}:{fault.index}` {fault.title}",
-            ]
+            again = f"python -m tests.faults --only {fault.seed}:{fault.index}{facts['flags']}"
+            lines += ["", f"`{again}` {fault.title}"]
             lines += [f"- {miss}" for miss in result["missed"]]
     return "\n".join(lines)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,7 +30,8 @@ models: [{{name: mnist_cnn, batch_size: 2}}]
 {where}
 baseline: false
 collective_timeout_s: 20
-measure: {{repeats: 2, warmup_steps: 1, steps_per_iter: 2, check_steps: 1}}
+learn: {{budget_s: 0.3, eval_every_s: 0.3}}
+measure: {{repeats: 2, warmup_steps: 1}}
 timeout_s: 60
 """
 _PREDICTED = """
@@ -92,7 +92,7 @@ def _swept(fault: Fault, driver: Driver) -> Swept:
         swept.misses.append(f"ended with status {process.returncode}: {_last(output, errors)}")
     if "Traceback" in errors:
         swept.misses.append(f"a traceback: {_last('', errors)}")
-    ends_itself = fault.kind in ("driver killed", "driver interrupted twice", "full disk")
+    ends_itself = fault.kind in ("driver killed", "driver interrupted twice")
     if ends_itself and swept.after_s > LATE_S:
         swept.misses.append(f"the driver ended {swept.after_s:.0f} s after the fault")
     swept.misses += _lost(before, driver)
@@ -222,15 +222,13 @@ def _fill(fault: Fault, driver: Driver, process: subprocess.Popen[str]) -> tuple
 
 
 def _second(fault: Fault, driver: Driver, process: subprocess.Popen[str]) -> tuple[int, ...]:
-    """Another one at once: the one that comes second is refused in a line."""
-    ended = process.poll() is not None
+    """Another one at once: of two that run, the one that comes second is refused in a line."""
     other = _start(driver)
     _, errors = other.communicate(timeout=LIMIT_S)
-    if other.returncode not in (0, 2):
-        return ()
-    if not ended and other.returncode == 2 and not re.search("in use by another run", errors):
-        return ()
-    return (0, 2)
+    refused = other.returncode == 2 and "in use by another run" in errors
+    if refused:
+        return (0,)
+    return (0, 2) if other.returncode == 0 else ()
 
 
 _FAULTS: dict[str, Callable[[Fault, Driver, subprocess.Popen[str]], tuple[int, ...]]] = {
@@ -257,7 +255,7 @@ def _disk(fault: Fault, logs: Path) -> Iterator[None]:
 
 
 def _predicted(fault: Fault, folder: Path) -> Swept:
-    """A prediction that is killed or interrupted; the next one says the same as an undisturbed one."""
+    """A prediction that is killed or interrupted; later ones say the same as each other."""
     program = "dear" if fault.program == COLLECTIVES else fault.program
     path = folder / "predicted.yaml"
     path.write_text(_PREDICTED.format(program=program, world=2**fault.world))

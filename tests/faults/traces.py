@@ -73,4 +73,4 @@ def _temporary() -> Path:
 
 
 def _files(folder: Path) -> set[str]:
-    return {f"file {folder / name}" for name in os.listdir(folder)} if folder.exists() else set()
+    return {f"file {path}" for path in folder.iterdir()} if folder.exists() else set()

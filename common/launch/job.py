@@ -35,8 +35,8 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of every rank, in addition to the launcher's."""
     may_lose_ranks: bool = False
-    """True for a job that may succeed although a rank was killed. Only the launcher `local`
-    supports it; the others end the job as soon as a rank fails."""
+    """True for a job that may succeed although a rank was killed. Most launchers would end the job
+    then, so `common.launch.node --kept` hides from them that a rank was killed, and notes it."""
 
     @property
     def result_path(self) -> Path:
@@ -45,7 +45,7 @@ class Job:
     def clear(self) -> None:
         """Removes the files of an earlier launch of this repeat."""
         self.result_path.unlink(missing_ok=True)
-        for kind in ("error", "exit"):
+        for kind in ("error", "exit", "killed"):
             for path in self.folder.glob(f"{kind}-{self.repeat}-rank*"):
                 path.unlink()
 
@@ -57,10 +57,17 @@ class Job:
         """Returns the path of the exit status of a rank, which `common.launch.node` writes."""
         return self.folder / f"exit-{self.repeat}-rank{rank}"
 
+    def killed_path(self, rank: int) -> Path:
+        """Returns the path of the signal that killed a rank, which `common.launch.node --kept`
+        writes."""
+        return self.folder / f"killed-{self.repeat}-rank{rank}"
+
     @property
     def worker(self) -> list[str]:
         """Arguments of `python` on every rank."""
-        return ["-m", self.worker_module, str(self.folder.resolve()), str(self.repeat)]
+        words = [str(self.folder.resolve()), str(self.repeat)]
+        kept = ["-m", "common.launch.node", "--kept", *words, "--"] if self.may_lose_ranks else []
+        return [*kept, "-m", self.worker_module, *words]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,19 +163,25 @@ def outcome_of(
             that the launcher stopped.
         otherwise: description of the failure, used if no rank reports one.
     """
-    # Written by failing ranks before they ended.
-    paths = sorted(job.folder.glob(f"error-{job.repeat}-rank*.json"))
+    # Failing ranks write errors before they end, so the cause is older than what followed from it.
+    paths = sorted(
+        job.folder.glob(f"error-{job.repeat}-rank*.json"),
+        key=lambda path: (path.stat().st_mtime_ns, path.name),
+    )
     errors = [json.loads(path.read_bytes()) for path in paths]
-    killed = [rank for rank, code in exit_codes.items() if code is not None and code < 0]
+    kept = _kept(job)
+    killed = {rank: -code for rank, code in exit_codes.items() if code is not None and code < 0}
     others = [code for rank, code in exit_codes.items() if rank not in killed]
-    succeeded = others != [] and not any(code != 0 for code in others) and job.result_path.exists()
-    if killed and job.may_lose_ranks and succeeded:
+    lasted = kept != {} or others != []
+    succeeded = lasted and otherwise is None and not any(code != 0 for code in others)
+    killed |= kept
+    if killed and job.may_lose_ranks and succeeded and job.result_path.exists():
         result = json.loads(job.result_path.read_bytes())
-        return Outcome(status="ok", result={**result, "lost_ranks": killed})
+        return Outcome(status="ok", result={**result, "lost_ranks": sorted(killed)})
     if killed:
         # The killed rank is the cause, even if failures of the others were noticed first.
-        rank = killed[0]
-        message = f"rank {rank} was killed by signal {-exit_codes[rank]}"
+        rank = min(killed)
+        message = f"rank {rank} was killed by signal {killed[rank]}"
         return Outcome.of("failed", message, rank, ranks_phase(job, rank))
     for kind in ("unsupported", "oom", "failed"):
         for error in errors:
@@ -183,6 +196,12 @@ def outcome_of(
     if otherwise is not None:
         return Outcome.of("failed", otherwise)
     return Outcome(status="ok", result=json.loads(job.result_path.read_bytes()))
+
+
+def _kept(job: Job) -> dict[int, int]:
+    """Returns the signals that killed ranks without their launcher's knowledge, by rank."""
+    paths = {rank: job.killed_path(rank) for rank in range(job.world_size)}
+    return {rank: int(path.read_bytes()) for rank, path in paths.items() if path.exists()}
 
 
 def timed_out(job: Job) -> Outcome:

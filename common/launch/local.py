@@ -45,6 +45,7 @@ class LocalLauncher(Launcher):
 
     def run(self, job: Job) -> Outcome:
         store = job.folder / f"store-{job.repeat}"
+        store.unlink(missing_ok=True)  # a driver that was killed has left it
         hosts = self._hosts or [Host(name="localhost", slots=job.world_size)]
         try:
             with Ranks() as ranks:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from common.launch.per_host import (
     meeting_point,
 )
 from common.launch.ranks import Ranks
+from common.machine.folders import TemporaryFolder
 from common.paths import ROOT
 from dear.errors import UserError
 
@@ -54,11 +54,12 @@ class MpirunLauncher(RemoteLauncher):
             (job.folder / "hostfile").write_text("".join(lines), encoding="utf-8")
             if self._hosts[0].virtual is not None:  # mpirun itself runs on the first host
                 command = self._hosts[0].virtual.command(command)
-        # A folder for Open MPI's files, which is removed even if mpirun must be killed.
-        with tempfile.TemporaryDirectory(prefix="dear-mpi-") as folder, Ranks() as mpirun:
-            # Other machines do not have the folder.
-            env = {"TMPDIR": folder} if self._hosts is None or are_virtual(self._hosts) else {}
-            mpirun.command(command, cwd=ROOT, env=env, log=job.log_path(0))
+        # A folder for Open MPI's files, which is removed even if mpirun or this process is killed.
+        with TemporaryFolder("dear-mpi-") as folder, Ranks() as mpirun:
+            here = self._hosts is None or are_virtual(self._hosts)  # others do not have the folder
+            env = {"TMPDIR": str(folder.path)} if here else {}
+            log = job.log_path(0)
+            mpirun.command(command, cwd=ROOT, env=env, log=log, pass_fds=(folder.held,))
             try:
                 in_time = mpirun.wait(job.timeout_s)
                 if not in_time:

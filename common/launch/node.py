@@ -2,6 +2,7 @@
 
     python -m common.launch.node --ranks FOLDER REPEAT FIRST COUNT WORLD_SIZE -- COMMAND...
     python -m common.launch.node --tied [--undo JSON] -- COMMAND...
+    python -m common.launch.node --kept FOLDER REPEAT -- ARGUMENTS...
 
 With `--ranks`, COMMAND runs once for every rank of a job on this host; the environment has the
 rank's number. MASTER_ADDR and MASTER_PORT must be set.
@@ -9,6 +10,9 @@ rank's number. MASTER_ADDR and MASTER_PORT must be set.
 With `--tied`, standard input is a pipe from the launcher. When the pipe closes (because the
 launcher closes it or ends, or the network fails), or on SIGTERM, SIGINT or SIGHUP, all descendants
 of this process are killed. The line `stacks` in the pipe makes the workers print their stacks.
+
+With `--kept`, this process stands for a rank of a job that goes on if the rank is killed: it runs
+`python ARGUMENTS`. If a signal kills that, it writes the signal into a file, and ends with 0.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import psutil
 
 from common.launch.job import Job
 from common.launch.ranks import GRACE_S, Ranks, rank_env
+from dear.comm.environment import rank_facts
 
 STOP_S = 5.0
 UNDO_S = 12.0
@@ -42,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status (128 + N after signal N); with `--ranks`, 0 or
     1."""
     options = _parser().parse_args(argv)
+    if options.kept:
+        return _keep(Path(options.kept[0]), int(options.kept[1]), options.command)
     job, first, count = None, 0, 1
     if options.ranks:
         folder = Path(options.ranks[0])
@@ -79,6 +86,30 @@ def main(argv: Sequence[str]) -> int:
     if job is not None:
         return int(status != 0)
     return status if status >= 0 else 128 - status
+
+
+def _keep(folder: Path, repeat: int, arguments: Sequence[str]) -> int:
+    facts = rank_facts()
+    job = Job(
+        folder=folder, repeat=repeat, world_size=facts.world_size, timeout_s=0.0, worker_module=""
+    )
+    woken = _signals()
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # for the worker, which prints its stacks
+    with Ranks() as ranks:
+
+        def must_end() -> bool:
+            numbers = set(os.read(woken, 64))
+            if signal.SIGUSR1 in numbers:
+                ranks.signal(signal.SIGUSR1)
+            return numbers != {signal.SIGUSR1}
+
+        ranks.command([sys.executable, *arguments])
+        ended = ranks.wait(watch={woken: must_end})
+        ranks.stop(STOP_S, ask=signal.SIGTERM)
+    code = ranks.codes[0] if ended else CUT
+    if code < 0:
+        job.killed_path(facts.rank).write_text(str(-code), encoding="utf-8")
+    return max(code, 0)
 
 
 def _signals() -> int:
@@ -143,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--undo", type=json.loads, default=[], help="command to run first if standard input closes")
     names = ("FOLDER", "REPEAT", "FIRST", "COUNT", "WORLD_SIZE")
     add("--ranks", nargs=5, metavar=names, help="run the command for these ranks of a job")
+    add("--kept", nargs=2, metavar=names[:2], help="stand for a rank that may be killed")
     add("command", nargs="+")
     return parser
 

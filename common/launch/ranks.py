@@ -11,8 +11,10 @@ A rank is the process of a command or of a function. Launchers, benchmarks and t
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common.emulation.hosts.namespaces import die_with_parent
+from common.machine.folders import removed_at_last
 
 # Time after the first failure of a rank in which the others may report errors.
 GRACE_S = 2.0
@@ -83,6 +86,7 @@ class Ranks:
         log: Path | None = None,
         tied: bool = False,
         cwd: Path | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Starts a command as the next rank; it gets SIGTERM when the caller dies.
 
@@ -91,10 +95,11 @@ class Ranks:
             log: file for the output; None: the output of the caller.
             tied: True for a pipe as standard input (empty otherwise), which `send` writes to and
                 closes. It also closes when the caller ends.
+            pass_fds: descriptors that the command inherits.
         """
         stdin = subprocess.PIPE if tied else subprocess.DEVNULL
         how = {"cwd": cwd, "env": {**os.environ, **(env or {})}, "stdin": stdin}
-        how |= {"start_new_session": True, "preexec_fn": _prepare_command}
+        how |= {"start_new_session": True, "preexec_fn": _prepare_command, "pass_fds": pass_fds}
         with contextlib.nullcontext() if log is None else log.open("wb") as file:
             process = _Command(argv, stdout=file, stderr=file, **how)
         process.sentinel = os.pidfd_open(process.pid)
@@ -121,6 +126,8 @@ class Ranks:
                 preloaded modules; those of `spawn` import everything again.
         """
         context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            _remove_fork_server_folder()
         with contextlib.ExitStack() as stack:
             if piped:
                 self.pipes[len(self._processes)], theirs = context.Pipe()
@@ -315,6 +322,12 @@ def _die_with_caller() -> None:
     assert caller is not None
     wait([caller.sentinel])
     os.killpg(0, signal.SIGKILL)  # this process and its descendants in the group
+
+
+@functools.cache
+def _remove_fork_server_folder() -> int:
+    """Has the folder with the fork server's socket removed if this process is killed, too."""
+    return removed_at_last(Path(multiprocessing.util.get_temp_dir()))
 
 
 def _kill_group(pid: int) -> None:

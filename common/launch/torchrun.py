@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,13 @@ class TorchrunLauncher(PerHostLauncher):
     A host's torchrun and all its descendants end with the connection to the host.
     """
 
+    def run(self, job: Job) -> Outcome:
+        try:
+            return super().run(job)
+        finally:
+            for folder in job.folder.glob(f"torchrun-{job.repeat}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
+
     def _argv(
         self, job: Job, index: int, used: Sequence[Block], meet: Mapping[str, str], tied: bool
     ) -> list[str]:
@@ -27,6 +35,8 @@ class TorchrunLauncher(PerHostLauncher):
             nodes = ["--nnodes", str(len(used)), "--node-rank", str(index)]
             nodes += ["--master-addr", meet["MASTER_ADDR"], "--master-port", meet["MASTER_PORT"]]
         nodes += ["--nproc-per-node", str(used[index].count)]
+        if tied:  # by default, torchrun leaves a folder with temporary files behind
+            nodes += ["--log-dir", str(job.folder.resolve() / f"torchrun-{job.repeat}-{index}")]
         return [*start, "-m", "torch.distributed.run", *nodes, *job.worker]
 
     def _log(self, job: Job, block: Block) -> Path:

@@ -58,6 +58,7 @@ def main(folder: Path, repeat: str) -> int:
             "host": socket.gethostname(),
             "launcher": facts.launcher,
             "ranks": [facts.rank, facts.world_size, facts.local_rank, facts.local_world_size],
+            "store": Path(os.environ.get("DEAR_STORE", "/nosuch")).exists(),
             "env": {name: os.environ[name] for name in names if name in os.environ},
         },
     )

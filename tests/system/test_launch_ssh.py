@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
@@ -17,9 +18,10 @@ import pytest
 from common.launch import per_host
 from common.launch.hosts import Host
 from common.launch.job import make_launcher
+from common.launch.ranks import rank_env
 from dear.errors import UserError
 from tests.system.launch_stub import StubJob, place, stub_job
-from tests.system.processes import FOREVER, LIMIT_S, ROOT, alive, number_in, wait_for
+from tests.system.processes import FOREVER, LIMIT_S, ROOT, alive, number_in, python, wait_for
 
 AGENT = """
 import os, subprocess, sys, threading, time
@@ -55,10 +57,12 @@ print(json.dumps(dataclasses.asdict((mpirun or ssh(agent, "far0", "far1")).run(j
 
 
 def start_driver(job: StubJob, agent: str) -> subprocess.Popen:
-    """A program that runs the job and prints the outcome."""
+    """A program that runs the job and prints the outcome; its temporary files are in the folder."""
+    (job.folder / "temporary").mkdir()
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(job.folder), agent],
         cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(job.folder / "temporary")},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
@@ -136,6 +140,7 @@ def test_remote_ranks_end_with_the_driver(tmp_path, agent, launcher, number):
     driver.send_signal(number)
     driver.communicate(timeout=LIMIT_S)
     wait_for(lambda: not any(map(alive, ranks)))
+    wait_for(lambda: not list((job.folder / "temporary").iterdir()))
 
 
 def test_a_host_without_the_folder_says_so(tmp_path, agent):
@@ -249,6 +254,46 @@ def test_undo_runs_only_if_the_tether_is_cut(tmp_path):
         process.stdin.close()
         process.wait(LIMIT_S)
     assert undone.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "signal_"),
+    [("kill -9 $$", 0, "9"), ("kill -TERM $PPID; sleep 100", 143, None), ("exit 3", 3, None)],
+)
+def test_only_what_kills_a_kept_rank_is_hidden_from_its_launcher(tmp_path, code, status, signal_):
+    job = stub_job(tmp_path, "ok", world_size=2)
+    words = [
+        "--kept",
+        str(tmp_path),
+        "0",
+        "--",
+        "-c",
+        f"import os; os.execlp('sh', 'sh', '-c', {code!r})",
+    ]
+    done = python("-m", "common.launch.node", *words, env=os.environ | rank_env(1, 2))
+    assert done.returncode == status, done.stderr
+    path = job.killed_path(1)
+    assert (path.read_text() if path.exists() else None) == signal_
+
+
+def test_stacks_of_a_kept_rank_are_printed(tmp_path):
+    ready = tmp_path / "ready"
+    listener = (
+        "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); "
+        f"open({str(ready)!r}, 'w').write('1'); {FOREVER}"
+    )
+    command = [sys.executable, "-m", "common.launch.node", "--kept", str(tmp_path), "0", "--"]
+    with subprocess.Popen(
+        [*command, "-c", listener],
+        cwd=ROOT,
+        env=os.environ | rank_env(0, 2),
+        stderr=subprocess.PIPE,
+    ) as process:
+        wait_for(lambda: number_in(ready))
+        process.send_signal(signal.SIGUSR1)
+        assert b"most recent call first" in process.stderr.readline() + process.stderr.readline()
+        assert process.poll() is None
+        process.terminate()
 
 
 def test_a_killed_tether_takes_its_command_along(tmp_path):

@@ -18,6 +18,7 @@ from common.launch.local import LocalLauncher
 from common.results.records import Record
 from common.results.validity import flag_text
 from dear.training.algorithm import algorithm_class
+from tests.system.launch_stub import place, stub_job
 from tests.system.processes import ROOT, finished, python
 from tests.system.sweeps import Driver, write_trial
 
@@ -143,6 +144,16 @@ def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
     assert python("-m", "common.harness.worker", tmp_path, "0").returncode == 1
     error = json.loads((tmp_path / "error-0-rank0.json").read_text())
     assert "needs 2 workers" in error["message"] and "sees 1" in error["message"]
+
+
+def test_what_ranks_of_a_killed_driver_have_told_each_other_is_forgotten(tmp_path):
+    stub_job(tmp_path, "ok", world_size=2)
+    (tmp_path / "store-0").write_text("of ranks that have gone")
+    stub = "tests.system.launch_stub"
+    job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60, worker_module=stub)
+    outcome = LocalLauncher().run(job)
+    assert outcome.status == "ok", outcome.error
+    assert not any(place(tmp_path, rank)["store"] for rank in range(2))
 
 
 @pytest.mark.full

@@ -104,12 +104,17 @@ def test_answers_come_from_all_or_the_missing_rank_is_named(how):
 def test_ranks_end_with_whoever_started_them(tmp_path, number):
     code = "from pathlib import Path; from tests.system import test_ranks; test_ranks.start_both"
     program = [sys.executable, "-c", f"{code}(Path({str(tmp_path)!r}))"]
-    driver = subprocess.Popen(program, cwd=ROOT, stderr=subprocess.DEVNULL)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = os.environ | {"TMPDIR": str(temporary)}
+    driver = subprocess.Popen(program, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
     paths = [tmp_path / name for name in ("function", "function.child", "command")]
     pids = wait_for(lambda: all(map(number_in, paths)) and list(map(number_in, paths)))
+    assert list(temporary.iterdir()), "the fork server has a folder there"
     driver.send_signal(number)
     driver.wait(LIMIT_S)
     wait_for(lambda: not any(map(alive, pids)))
+    wait_for(lambda: not list(temporary.iterdir()))
 
 
 def test_a_rank_reacts_to_sigint_where_its_starter_does_not(tmp_path):

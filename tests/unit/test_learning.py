@@ -56,7 +56,6 @@ def read(tmp_path, monkeypatch):
         ({"learn": {"data": "digits", "target_accuracy": 97}}, "above 0 and at most 1, got 97"),
         ({"learn": {"target_accuracy": 0.9}}, "learn.target_accuracy: needs learn.data"),
         ({"learn": {"sampler": "own"}}, "learn.sampler: needs learn.data"),
-        ({"learn": {"batch_sizes": [1, 2]}}, "learn.batch_sizes: needs learn.data"),
         ({"learn": {"data": "digits", "batch_sizes": [4, 0]}}, "learn.batch_sizes.1 must be at"),
         (
             {"learn": {"data": "digits", "batch_sizes": [4, 2, 1]}, "world_sizes": [2]},
@@ -309,6 +308,12 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
     job.result_path.write_text("{}")
     outcome = outcome_of(job, codes)
     assert outcome.status == status
+    if codes == {1: -9}:  # noted by what stands for the rank, whose launcher knows of nothing
+        job.killed_path(1).write_text("9")
+        assert outcome_of(job, {}).result == {"lost_ranks": [1]}
+        assert outcome_of(job, {0: 1}).error["message"] == "rank 1 was killed by signal 9"
+        job.clear()
+        assert not job.killed_path(1).exists()
     if status == "ok":
         assert outcome.result == {"lost_ranks": [1]}
     else:

@@ -16,8 +16,9 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +38,16 @@ from dear.comm import runtime
 from dear.comm.environment import rank_facts
 from dear.errors import Unavailable, UserError
 
+Body = Callable[[Trial, Briefing, int, Phase], Any]
+"""Function that runs a repeat on a rank; rank 0 returns the result, a dataclass."""
 
-def main(folder: Path, repeat: int) -> int:
-    """Runs the repeat; returns the exit status of the process."""
+
+def main(folder: Path, repeat: int, body: Body | None = None) -> int:
+    """Runs the repeat; returns the exit status of the process.
+
+    Args:
+        body: None: measures the trial.
+    """
     rank, current = 0, "start"
 
     def phase(name: str) -> None:
@@ -55,7 +63,7 @@ def main(folder: Path, repeat: int) -> int:
         phase("start")
         faulthandler.register(signal.SIGUSR1)  # launchers ask for the stack after a time-out
         trial = Trial.load(folder).of_repeat(repeat)
-        result = _run(trial, Briefing.load(folder), repeat, phase)
+        result = (body or _run)(trial, Briefing.load(folder), repeat, phase)
         if rank == 0:
             _write(folder / f"repeat-{repeat}.json", dataclasses.asdict(result))
     except BaseException as error:
@@ -135,7 +143,9 @@ def make_workload(trial: Trial, device: torch.device, classes: int | None = None
     np.random.seed(trial.seed)
     random.seed(trial.seed)
     batch = torch.Generator().manual_seed(trial.seed * 1000 + dear.rank())
-    workload = build(trial.model, trial.batch_size, trial.sentence_len, batch, classes)
+    workload = build(
+        trial.model, trial.rank_batches[dear.rank()], trial.sentence_len, batch, classes
+    )
     workload = workload.to(device, *precision(trial.dtype))
     dear.broadcast_parameters(workload.model.state_dict(), root_rank=0)
     workload.model.train()
@@ -146,6 +156,9 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, Unavailable):
         return "unsupported"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "oom"
+    # Torch has no class for a lack of the CPU's memory.
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error):
         return "oom"
     return "failed"
 

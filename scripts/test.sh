@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 source scripts/shared.sh
 venv=$(environment "${1:-}")
 pytest=("$venv/bin/python" -m pytest)
+unset PYTHONDONTWRITEBYTECODE  # or each of hundreds of processes compiles the same files
 parts=(unit comm system contract/loops)  # and the others
 
 arguments() {  # of pytest, for a part: one a line

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -199,43 +203,71 @@ ENDINGS = {
 QUICK = ("a callback that waits", "a callback that never returns", "a thread")
 
 
-def _run_all(script: str, folder: Path, limit_s: float = 180) -> list[tuple[int, str]]:
-    """Exit status and output of two ranks that run it."""
-    path = folder / "script.py"
-    path.write_text(script)
-    running = [
-        subprocess.Popen(
-            [sys.executable, path],
-            env={
-                **worlds.environments("shm2")[rank],
-                **rank_env(rank, 2, store=folder / "store"),
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'common'}",
-                "PATH": "/usr/bin:/bin",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        return [
-            (process.returncode, output)
-            for process in running
-            for output, _ in [process.communicate(timeout=limit_s)]
+HOST = """
+import gc, json, os, sys
+import torch._dynamo, torch.distributed.nn, comm_core, dear.optimizer
+
+gc.freeze()
+
+def script_of_rank(line):
+    path, places = json.loads(line)
+    ranks = []
+    for rank, environment in enumerate(places):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.environ.update(environment)
+            output = os.open(f"{path}.{rank}", os.O_CREAT | os.O_WRONLY)
+            os.dup2(output, 1), os.dup2(output, 2)
+            return path
+    print([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks], flush=True)
+
+path = next(filter(None, map(script_of_rank, sys.stdin)))
+exec(compile(open(path).read(), path, "exec"))
+"""
+"""Program that imports what ranks need, once, and forks them. A rank then runs its script as the
+main module of an interpreter, which ends as that of any other program does."""
+
+
+@pytest.fixture(scope="module")
+def run_all() -> Iterator[Callable[[str, Path], list[tuple[int, str]]]]:
+    """Function of a script and a folder; returns exit status and output of two ranks of it."""
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'common'}", "PATH": "/usr/bin:/bin"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+    def run(script: str, folder: Path) -> list[tuple[int, str]]:
+        path = folder / "script.py"
+        path.write_text(script)
+        places = [
+            worlds.environments("shm2")[rank] | rank_env(rank, 2, store=folder / "store")
+            for rank in range(2)
         ]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        print(json.dumps([str(path), places]), file=host.stdin, flush=True)
+        try:
+            statuses = json.loads(host.stdout.readline())
+        except BaseException:  # pytest's time limit
+            os.killpg(host.pid, signal.SIGKILL)
+            raise
+        outputs = [Path(f"{path}.{rank}").read_text() for rank in range(2)]
+        return list(zip(statuses, outputs, strict=True))
+
+    yield run
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(host.pid, signal.SIGKILL)
+    host.communicate()
 
 
 @pytest.mark.parametrize(
     "what",
     [what if what in QUICK else pytest.param(what, marks=pytest.mark.full) for what in ENDINGS],
 )
-def test_a_script_may_end_with_something_under_way(what, tmp_path):
-    ended = _run_all(SCRIPT + textwrap.dedent(ENDINGS[what]), tmp_path)
+def test_a_script_may_end_with_something_under_way(what, run_all, tmp_path):
+    ended = run_all(SCRIPT + textwrap.dedent(ENDINGS[what]), tmp_path)
     wanted = 3 if what == "an exception" else 0
     assert [status for status, _said in ended] == [wanted, 0], ended
     assert "terminate" not in ended[0][1] and "Fatal" not in ended[0][1]
@@ -295,6 +327,6 @@ if dear.rank() == 0:
     ],
     ids=lambda value: value if len(value) < 20 else "",
 )
-def test_a_script_may_end_without_close(script: str, name: str, tmp_path: Path):
-    ended = _run_all(re.sub("BACKEND|ALGORITHM", repr(name), script), tmp_path)
+def test_a_script_may_end_without_close(script: str, name: str, run_all, tmp_path: Path):
+    ended = run_all(re.sub("BACKEND|ALGORITHM", repr(name), script), tmp_path)
     assert [status for status, _said in ended] == [0, 0], ended

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import networkx as nx
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 import dear.bluefog as bf
+from common.launch.ranks import Ranks
 from dear.bluefog import collectives
 from dear.bluefog.job import job
 from dear.comm.neighbors import Round
@@ -22,7 +25,6 @@ from dear.errors import UserError
 from dear.topology import matrix, uniform
 from tests.contract.loops import message
 from tests.ranks import RankPool, on_ranks
-from tests.system.processes import finished
 
 T = bf.topology_util
 
@@ -333,21 +335,29 @@ def test_an_optimizer_turns_the_spans_of_its_parameters_on_and_off(tmp_path, fac
     pool.close()
 
 
-LOGGED = """
-import logging, torch, dear.bluefog as bf
-bf.init()
-model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-bf.DistributedAdaptWithCombineOptimizer(optimizer, model)
-logging.getLogger("dear").debug(len(optimizer._engine.buckets))
-"""
+def _logged() -> int:
+    bf.init()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bf.DistributedAdaptWithCombineOptimizer(optimizer, model)
+    logging.getLogger("dear").debug(len(optimizer._engine.buckets))
+    return 0
+
+
+def _lines_of(path: Path, variables: dict[str, str]) -> list[str]:
+    """Lines that a process of its own prints with these variables of BlueFog."""
+    env = {f"BLUEFOG_{name}": value for name, value in variables.items()}
+    with Ranks() as ranks:
+        ranks.function(_logged, env=env, log=path)
+        assert ranks.wait(60.0)
+    return path.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
     ("hide", "form", "fusion", "buckets"),
     [("0", r"\d{4}-\S+ \S+ ", "8000000", 1), ("1", "", "0", 2)],
 )
-def test_variables_of_bluefog_have_an_effect_or_are_named(hide, form, fusion, buckets):
+def test_variables_of_bluefog_have_an_effect_or_are_named(hide, form, fusion, buckets, tmp_path):
     given = {
         "LOG_LEVEL": "trace",
         "LOG_HIDE_TIME": hide,
@@ -356,15 +366,12 @@ def test_variables_of_bluefog_have_an_effect_or_are_named(hide, form, fusion, bu
         "WIN_TIMEOUT_S": "9",
     }
     given |= {"ALLREDUCE_BY_MPI": "1", "NODES_PER_MACHINE": "1"}
-    env = {**os.environ, **{f"BLUEFOG_{name}": value for name, value in given.items()}}
-    done = finished([sys.executable, "-c", LOGGED], env=env)
-    lines = done.stderr.splitlines()
+    lines = _lines_of(tmp_path / "log", given)
     named = [line.split("=")[0].split("BLUEFOG_")[1] for line in lines if "no effect" in line]
     assert named == ["ALLREDUCE_BY_MPI", "CYCLE_TIME", "WIN_TIMEOUT_S"]
-    assert re.fullmatch(f"{form}DEBUG: {buckets}", lines[-1]), done.stderr
-    env["BLUEFOG_LOG_LEVEL"] = "loud"
-    done = finished([sys.executable, "-c", LOGGED], env=env)
-    assert "unknown BLUEFOG_LOG_LEVEL 'loud'" in done.stderr.splitlines()[-1]
+    assert re.fullmatch(f"{form}DEBUG: {buckets}", lines[-1]), lines
+    lines = _lines_of(tmp_path / "loud", {**given, "LOG_LEVEL": "loud"})
+    assert "unknown BLUEFOG_LOG_LEVEL 'loud'" in lines[-1]
 
 
 @pytest.mark.parametrize("given", [(7, 2, 2, 0), (8, 2, 3, 0), (7, 2, 3, 0)])

@@ -147,7 +147,7 @@ def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
 
 
 def test_a_failed_rank_ends_a_job_whose_mpirun_does_not_end(tmp_path, monkeypatch):
-    """As where the link to a host is cut, on which mpirun has a daemon."""
+    """The link to a host may be cut, on which mpirun has a daemon."""
     mpirun = tmp_path / "mpirun"
     version = 'test "$1" = --version && echo "mpirun (Open MPI) 4.1.4" && exit'
     failed = tmp_path / "error-0-rank0.json"

@@ -15,7 +15,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +36,11 @@ _REBUILD = (
     else "install dear-bench again with pip"
 )
 
+OnGroup = Callable[[int, str, list[int], str], None]
+
 log = logging.getLogger("comm_core")
+_groups: deque[tuple[int, str, list[int]]] = deque(maxlen=256)
+_on_group: OnGroup | None = None
 
 
 def _check_build() -> None:
@@ -80,9 +85,32 @@ def _create(options: _DistributedBackendOptions, _backend_options: object) -> _c
         towards=_rendezvous_host(),
         timeout_s=options.timeout.total_seconds(),
     )
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    _groups.append((backend.number(), options.group_id or "default", ranks))
+    if _on_group is not None:
+        _on_group(*_groups[-1], "comm_core")
     level = logging.INFO if options.group_rank == 0 else logging.DEBUG
     log.log(level, "%s", backend.summary())
     return backend
+
+
+def record_flight(path: str, on_group: OnGroup | None) -> None:
+    """Keeps the last 1024 operations of this process in a new file, which outlives the process.
+
+    Args:
+        path: the file; empty: the operations are kept in memory only.
+        on_group: called for each group, also for those that exist: its number in the file, its
+            name, its global ranks, and `comm_core`.
+
+    Raises:
+        torch.distributed.DistBackendError: the file cannot be written.
+    """
+    global _on_group
+    _core.record_flight(path)
+    _on_group = on_group
+    if on_group is not None:
+        for facts in _groups:
+            on_group(*facts, "comm_core")
 
 
 def register() -> None:

@@ -204,7 +204,9 @@ class Experiment:
                 if self.device != "cpu":
                     raise UserError(f"device: {choice.name} is replayed on CPUs; use device: cpu")
                 batch_size = choice.batch_size or model_entry(choice.name).batch_size
-                profile_of(choice.name, batch_size, choice.sentence_len)
+                others = self.learn.batch_sizes if self.learn is not None else None
+                for size in (batch_size, *(others or ())):
+                    profile_of(choice.name, size, choice.sentence_len)
 
     def _check_launch(self) -> None:
         launcher_options(self.launcher, self.launcher_options)

@@ -184,7 +184,7 @@ class LearnConfig:
     all data in an order of its own (dear.training.pace.LocalStepRandomBatchSampler)."""
     batch_sizes: tuple[int, ...] | None = None
     """Samples per step of each rank, in place of the model's. A slower host may have fewer.
-    Averages weigh all ranks equally. Needs `data`."""
+    Averages weigh all ranks equally."""
     target_accuracy: float | None = None
     """Accuracy, 0 .. 1, as a target; the time to reach it is recorded. null: no target."""
 
@@ -209,9 +209,7 @@ class LearnConfig:
                 f"learn.target_accuracy must be above 0 and at most 1, got {self.target_accuracy:g}"
             )
         if self.data is None:
-            self._needs(
-                "data", "sampler", "batch_sizes", "target_accuracy", "epochs", "loader_workers"
-            )
+            self._needs("data", "sampler", "target_accuracy", "epochs", "loader_workers")
 
     def _check_epochs(self) -> None:
         if self.epochs is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
@@ -113,7 +114,7 @@ class Trial:
     """Number of earlier trials of the experiment that differ only in their label."""
     sources: Sources = field(default_factory=Sources)
 
-    @property
+    @functools.cached_property
     def hash(self) -> str:
         """Identity of the trial: a digest of all fields except the label.
 

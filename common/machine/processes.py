@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
@@ -17,27 +18,44 @@ def spread(
     call: Callable[..., T],
     *arguments: Sequence[object],
     begin: Callable[[], object] | None = None,
+    preload: Sequence[str] = (),
 ) -> list[T]:
     """Returns the results of `call` in order, as `map` does; all of it must be picklable.
 
     A single call runs here, because a process needs seconds to import torch.
 
     Args:
-        begin: called first in each process.
+        begin, preload: as for `started`.
     """
     if len(arguments[0]) == 1:
         return [call(*(values[0] for values in arguments))]
-    with started(len(arguments[0]), begin) as pool:
+    with started(len(arguments[0]), begin, preload) as pool:
         return list(pool.map(call, *arguments))
 
 
 @contextlib.contextmanager
 def started(
-    most: int | None = None, begin: Callable[[], object] | None = None
+    most: int | None = None,
+    begin: Callable[[], object] | None = None,
+    preload: Sequence[str] = (),
 ) -> Iterator[ProcessPoolExecutor]:
-    """Starts a process for each core, at most `most`; each calls `begin` first."""
-    # A forked process cannot use torch if this process has done so, as in a test.
-    context = multiprocessing.get_context("spawn")
+    """Starts a process for each core, at most `most`.
+
+    Args:
+        begin: called first in each process.
+        preload: modules that are imported once for all processes, and for those of later calls.
+    """
+    # A fork of this process could not use torch if this process has done so, as in a test.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
     count = usable_cores() if most is None else max(1, min(usable_cores(), most))
-    with ProcessPoolExecutor(count, context, initializer=begin) as pool:
+    given = (dict(os.environ), begin)  # the fork server has the environment of its start
+    with ProcessPoolExecutor(count, context, initializer=_begin, initargs=given) as pool:
         yield pool
+
+
+def _begin(environment: Mapping[str, str], begin: Callable[[], object] | None) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    if begin is not None:
+        begin()

@@ -30,6 +30,7 @@ FlagKind = Literal[
     "beyond the bound",
     "short of cores",
     "unchecked",
+    "diverged",
 ]
 _NOTES: tuple[FlagKind, ...] = ("unfaithful", "disturbed", "not stationary", "stopped")
 """Kinds of notes that make a result invalid: it is not a result of the trial as requested. Notes of
@@ -59,6 +60,7 @@ def flag(record: Record) -> Flag | None:
         or _beyond_the_bound(record)
         or _short_of_cores(record)
         or _unchecked(record)
+        or _diverged(record)
     )
 
 
@@ -110,6 +112,11 @@ def _unchecked(record: Record) -> Flag | None:
         return None
     reason = record.check and record.check.finding
     return _flag("unchecked", reason or "it was not compared with plain training")
+
+
+def _diverged(record: Record) -> Flag | None:
+    texts = (note.text for note in record.notes if note.kind == "diverged")
+    return next((Flag(kind="diverged", text=text) for text in texts), None)
 
 
 def _flag(kind: FlagKind, text: str) -> Flag:

@@ -9,10 +9,13 @@ from typing import Any
 
 from common.machine.processes import spread
 
+PRELOAD = ("torch._dynamo", "common.virtual.world.run")
+"""Modules that a prediction needs; the first optimizer takes torch._dynamo."""
+
 
 def mapped(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Returns the results of a call with each of these arguments, in their order."""
-    return spread(call, *zip(*arguments, strict=True), begin=begin)
+    return spread(call, *zip(*arguments, strict=True), begin=begin, preload=PRELOAD)
 
 
 def begin() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,19 @@ class Setting:
     """Library whose collectives `costs` are of."""
     optimizer: str = "sgd"
     momentum: float = 0.9
+    rank_profiles: tuple[Profile, ...] = ()
+    """Layer profile of each rank, if not all have the same number of samples per step."""
     disturbances: tuple[Disturbance, ...] = ()
     """Changes of hosts."""
     budget_s: float | None = None
     """Seconds of training; None: until the steps repeat."""
     together: bool = True
     """True lets one rank stand for all if they do the same."""
+
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        """Layer profile of each rank."""
+        return self.rank_profiles or (self.profile,) * self.shape.ranks
 
     @property
     def update_s(self) -> float:
@@ -53,8 +60,12 @@ def shifted(setting: Setting, costs: float, compute: float) -> Setting:
         middle = setting.costs(hosts, ranks_per_host)
         return {name: Scaled(cost=cost, factor=1 + costs) for name, cost in middle.items()}
 
-    profile = setting.profile.slowed(1 + compute)
-    return dataclasses.replace(setting, profile=profile, costs=scaled if costs else setting.costs)
+    return dataclasses.replace(
+        setting,
+        profile=setting.profile.slowed(1 + compute),
+        rank_profiles=tuple(profile.slowed(1 + compute) for profile in setting.rank_profiles),
+        costs=scaled if costs else setting.costs,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +102,11 @@ class Several:
     def step_s(self) -> float:
         """Mean time in which all ranks together make as many steps as there are ranks."""
         return len(self.steps) / math.fsum(1 / step.step_s for step in self.steps)
+
+    def samples(self, batches: Sequence[int]) -> float:
+        """Returns the samples of all ranks in the time `step_s`, from those of each rank's step."""
+        rates = [size / step.step_s for size, step in zip(batches, self.steps, strict=True)]
+        return self.step_s * math.fsum(rates)
 
     @property
     def slowest_s(self) -> float:

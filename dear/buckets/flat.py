@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import TypeAlias, TypeVar
 
 from dear.comm.communicator import Communicator, mark, padded
+from dear.comm.flight.recorder import note_bucket
 from dear.errors import UserError
 from dear.lazy import torch
 
@@ -160,6 +161,7 @@ class Bucket(Watch):
         super().__init__(self.params, None if packed else gradients, adopted)
         self._pointers = _pointers(self.pieces)
         self._gradient_pointers = _pointers(self.gradient_views)
+        note_bucket(params, values, gradients, spare)
         self._viewed = viewed and values is not None
         self._all_present = False
         with torch.no_grad():

@@ -17,6 +17,7 @@ from dear.buckets.carriers import payload_carrier
 from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator, mark
+from dear.comm.flight.recorder import note_bucket
 from dear.comm.work import Work
 from dear.lazy import torch
 
@@ -70,6 +71,7 @@ class Decoupled(ABC):
         narrow = wire or (torch.float16 if whole.dtype == torch.float16 else None)
         if narrow is not None and not whole.is_complex():
             self._staged = communicator.allocate(whole.new_empty(0, dtype=narrow), whole.numel())
+        note_bucket(bucket.params, self._staged)
         self.owned = self.owned_by(communicator.rank)
         """The part of the bucket whose mean this rank receives."""
         self.shard = whole.new_zeros(self.owned.stop - self.owned.start)
@@ -189,6 +191,7 @@ class ScatterGather(Decoupled):
                 self._sum = like.new_empty(count)
             return
         self._message = communicator.allocate(like, numel)
+        note_bucket(bucket.params, self._message)
         rows = self._message.view(size, count + marks)
         self._blocks = rows[:, :count]
         self._sum = like.new_empty(count + marks)
@@ -291,6 +294,7 @@ class AllReduced(_AtOnce):
         like = bucket.gradients if self._staged is None else self._staged
         count = bucket.gradients.numel()
         self._message = communicator.allocate(like, count + marks)
+        note_bucket(bucket.params, self._message)
         self._sum = self._message[:count]
         if self._staged is not None:
             self._staged = self._sum

@@ -15,6 +15,7 @@ from typing import Any
 from dear.buckets.flat import shaped, with_gradients
 from dear.buckets.halves import AllReduced, Decoupled
 from dear.comm.communicator import Communicator
+from dear.comm.flight.recorder import note_bucket
 from dear.lazy import torch
 
 State = dict[str, Any]
@@ -174,6 +175,8 @@ class Replicated(Between):
             self._communicator.allocate(part.bucket.gradients, part.bucket.gradients.numel())
             for part in self.parts
         ]
+        for part, mean in zip(self.parts, self._means, strict=True):
+            note_bucket(part.bucket.params, mean)
         self._views = [
             part.bucket.views(mean) for part, mean in zip(self.parts, self._means, strict=True)
         ]

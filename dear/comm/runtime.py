@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from dear.comm.backends import MPI, default_backend, prepare
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts, launcher_facts, placed, rank_facts
+from dear.comm.flight import reading, recorder
 from dear.comm.rendezvous import master_address, meet
 from dear.errors import UserError
 from dear.lazy import dist, torch
@@ -59,9 +60,12 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     if _communicator is not None:
         return
     if not dist.is_initialized():
-        facts = _join(rank_facts(), None if backend is None else prepare(backend), timeout_s)
+        facts = rank_facts()
+        recorder.start(facts.rank, facts.world_size)
+        facts = _join(facts, None if backend is None else prepare(backend), timeout_s)
     else:
         numbers = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        recorder.start(*numbers.values())
         facts = launcher_facts() or RankFacts(
             launcher="torch.distributed", **numbers, local_rank=-1, local_world_size=0
         )
@@ -85,6 +89,9 @@ def _end_of_script() -> None:
     # After an error, other ranks may never come.
     if getattr(sys, "last_value", None) is None:
         _end()
+        recorder.stop()
+    else:
+        reading.explain()
     # A Gloo thread frees the tensors of its last collective shortly after `wait` has returned, and
     # needs the interpreter's lock (GIL) for that. If the interpreter is already exiting, CPython
     # ends the thread in the middle of a C++ destructor, which aborts the process. Sleeping releases
@@ -248,6 +255,8 @@ def shutdown() -> None:
         _facts = None
         if dist.is_initialized():
             dist.destroy_process_group()
+    if sys.exc_info()[0] is None:  # else the record tells why the job ends
+        recorder.stop()
 
 
 def is_initialized() -> bool:

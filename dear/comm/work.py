@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dear.comm.flight import recorder
 from dear.comm.handles import DeviceClock, Noted, WorkTimes
 from dear.errors import UserError
 from dear.lazy import comm_core, torch
@@ -20,6 +21,8 @@ CALLBACK_S = 5.0
 class Work:
     """Collective that has started; its tensors may be read or written again after `wait`."""
 
+    noted: Callable[[], None] | None = None
+    """Tells the flight recorder that a collective of torch's backends has ended."""
     _times: WorkTimes | None = None
     _recorded: threading.Event | None = None
     _device_times: Callable[[], WorkTimes] | None = None
@@ -38,9 +41,9 @@ class Work:
         if len(tensors) > 1:
             self.nbytes = max(self.nbytes, tensors[1].nbytes)
         device = device_type(tensors[0])
-        self._native = device in communicator.native
+        self.native = device in communicator.native
         self._streamed = device in communicator.streamed
-        if communicator.record_times and not self._native:
+        if communicator.record_times and not self.native:
             self._record(queue, tensors)
 
     def _record(self, queue: object, tensors: Sequence[torch.Tensor]) -> None:
@@ -61,11 +64,13 @@ class Work:
         """
         began_s = self._communicator.clock()
         self.join()
-        self._communicator.held_up(began_s, reported=self._native)
+        self._communicator.held_up(began_s, reported=self.native)
 
     def join(self) -> None:
         """Waits, as `wait` does, but counts no exposed communication; for helper threads."""
         self._handle.wait()
+        if self.noted is not None:
+            self.noted()
 
     def done(self) -> bool:
         """Returns True once the collective has ended; never blocks."""
@@ -92,7 +97,7 @@ class Work:
 
     def times(self) -> WorkTimes:
         """Returns the times of a finished collective; raises `UserError` if there are none."""
-        if self._native and self._handle.is_completed():
+        if self.native and self._handle.is_completed():
             times: WorkTimes = self._handle.times()
             return times
         if self._device_times is not None and self._handle.is_completed():
@@ -228,6 +233,8 @@ class Account:
         with self._counting:
             self.bytes_sent += tensors[-1].nbytes
         work = Work(self, handle, queue, tensors)
+        if not work.native and (flight := recorder.current()) is not None:
+            work.noted = flight.note(name, queue, tensors)
         if self._log is not None:
             self._log.started.append((name, channel, work))
         return work

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAli
 from dear.buckets.agreement import agree, described, tables
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
+from dear.comm.flight import recorder
 from dear.cost.foreign import Sender
 from dear.errors import UserError
 from dear.lazy import torch
@@ -76,6 +77,9 @@ class Replica(Generic[OptionsT_co]):
         except UserError as error:
             tables(str(error), communicator)
             raise
+        flight = recorder.current()
+        if flight is not None:
+            flight.parameters(model.named_parameters())
         chosen = set(self.params)
         named = (pair for pair in model.named_parameters() if pair[1] in chosen)
         agree(described(named), communicator)

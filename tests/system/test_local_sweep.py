@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -85,9 +86,27 @@ def test_a_killed_worker_fails_its_trial_alone(driver):
     by_name = {record["trial"]["algorithm"]: record for record in driver.records()}
     assert by_name["wfbp"]["status"] == "failed"
     assert by_name["wfbp"]["error"]["rank"] == 1
-    assert "killed by signal 9" in by_name["wfbp"]["error"]["message"]
+    message = by_name["wfbp"]["error"]["message"]
+    assert re.match("rank 1 was killed by signal 9; ranks? .* #", message), message
+    (hang,) = driver.sweep.glob("*/hang.json")
+    assert json.loads(hang.read_bytes())["divergence"] in message
+    assert not list(driver.sweep.glob("*/flight-*"))
     assert by_name["dear"]["status"] == "ok"
     assert not alive(victim) and not alive(other)
+    assert processes_of(driver.logs) == []
+
+
+@pytest.mark.full
+def test_a_trial_that_outlives_its_time_limit_says_which_rank_holds_it_up(driver):
+    flags = ["--set", ENDLESS, "--set", "algorithms=[dear]", "--set", "timeout_s=25"]
+    sweep = driver.start(*ONE, *flags)
+    os.kill(driver.worker("dear", rank=1), signal.SIGSTOP)
+    _, stderr = sweep.communicate(timeout=100)
+    assert sweep.returncode == 1, stderr
+    (record,) = driver.records()
+    message = record["error"]["message"]
+    assert record["status"] == "timeout" and message.startswith("not finished after 25 s")
+    assert re.search("; rank 1 has not come to #.*, rank 0 is at ", message), message
     assert processes_of(driver.logs) == []
 
 

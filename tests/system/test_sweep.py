@@ -416,6 +416,14 @@ def test_training_that_diverges_is_marked_and_the_sweep_goes_on(line, capsys):
     assert "diverged" in out and "NO" in out
 
 
+def test_a_loss_that_is_not_a_number_marks_a_trial_whose_replicas_agree(line):
+    line.fabric.outcomes["ddp"] = ended_well(dataclasses.replace(GOOD, loss=math.nan))
+    assert line.run(*ONE_CELL) == 0
+    texts = {record.label: flag_text(record) for record in line.records}
+    assert texts["ddp"] == "diverged: the loss is not finite; lower optimizer.lr"
+    assert texts["dear"] is None
+
+
 def test_what_was_not_the_right_training_has_no_word_and_the_exit_status_is_1(line, capsys):
     wrong = Check(replicas_agree=True, matches_reference=False, finding="nothing was exchanged")
     fast = dataclasses.replace(GOOD, iters=[[0.01, 0.01]], check=wrong)

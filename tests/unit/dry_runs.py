@@ -1,18 +1,11 @@
-"""Commands of the documents, tried in one process: `run` as a dry run, other verbs only parsed.
-
-    python -m tests.unit.dry_runs FOLDER < COMMANDS
-
-Prints one JSON list: the output of each command that fails, or null.
-"""
+"""Commands of the documents, tried in one process: `run` as a dry run, other verbs only parsed."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import shlex
-import sys
 from unittest import mock
 
 from common import machine
@@ -54,17 +47,12 @@ def failure(words: list[str], folder: str) -> str | None:
     return output.getvalue() if status else None
 
 
-def main() -> None:
-    """Tries each line of stdin."""
+def failures(commands: list[str], folder: str) -> list[str | None]:
+    """Returns what each of the commands prints if it fails, or None."""
     with (
         # Neither the data nor the memory of the machine matter to a plan.
         mock.patch.object(datasets, "digest", lambda *_: "0"),
         mock.patch.object(datasets, "path_of", lambda *_: None),
         mock.patch.object(machine, "available_bytes", lambda: 1 << 50),
     ):
-        tried = [failure(arguments(line), sys.argv[1]) for line in sys.stdin.read().splitlines()]
-    print(json.dumps(tried))
-
-
-if __name__ == "__main__":
-    main()
+        return [failure(arguments(command), folder) for command in commands]

@@ -56,7 +56,6 @@ def read(tmp_path, monkeypatch):
         ({"learn": {"data": "digits", "target_accuracy": 97}}, "above 0 and at most 1, got 97"),
         ({"learn": {"target_accuracy": 0.9}}, "learn.target_accuracy: needs learn.data"),
         ({"learn": {"sampler": "own"}}, "learn.sampler: needs learn.data"),
-        ({"learn": {"batch_sizes": [1, 2]}}, "learn.batch_sizes: needs learn.data"),
         ({"learn": {"data": "digits", "batch_sizes": [4, 0]}}, "learn.batch_sizes.1 must be at"),
         (
             {"learn": {"data": "digits", "batch_sizes": [4, 2, 1]}, "world_sizes": [2]},

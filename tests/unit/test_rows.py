@@ -183,6 +183,7 @@ DOUBTED = {
         bound=Bound(kind="dear", step_s=0.0551, compute_limit_s=0.01, wire_limit_s=None)
     ),
     "short of cores": with_first(record("dear", 0.05), strain=Strain(main_wait=0.11)),
+    "diverged": noted("diverged: the loss is not finite; lower optimizer.lr"),
     "disturbed": noted("oversubscribed", "disturbed: others used 1.0 cores"),
 }
 

@@ -137,7 +137,7 @@ def comparison_text(records):
 
 def test_a_figure_has_the_speed_ups_of_the_table(tmp_path):
     figure = pytest.importorskip("plots.predicted")
-    place = {"model": "m@gpu", "batch": 8, "world_size": 64, "network": "10gbe"}
+    place = {"model": "m@gpu", "batch": 8, "world_size": 64, "samples": 512, "network": "10gbe"}
     base = PredictedRow(**place, algorithm="ddp", step_s=1.2, step_low_s=1.0, step_high_s=1.4)
     rows = [
         replace(base, baseline_s=1.2),

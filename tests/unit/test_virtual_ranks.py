@@ -12,6 +12,7 @@ import torch
 
 from common.emulation.config import Fault
 from common.harness.cli import main
+from common.models.registry import profile_of
 from common.virtual.costs.engines import costs_of
 from common.virtual.costs.faults import Disturbance, disturbances
 from common.virtual.costs.networks import platform_of
@@ -247,6 +248,38 @@ def test_push_sum_is_the_mean_of_its_steps_with_and_without_messages(every):
     point = setting(*TINY, "push-sum", FOUR, "10gbe", every=every)
     long = dataclasses.replace(point, budget_s=400 * point.profile.step_s)
     assert predicted(point).step_s == pytest.approx(predicted(long).step_s, rel=2e-3)
+
+
+def test_ranks_with_unequal_batches(capsys):
+    """Ranks in step wait for the longest pass; at its own pace, each rank has its own rate."""
+    given = ["--set", "faults=[]", "--set", "learn.batch_sizes=[16, 16, 16, 128]", "--json"]
+    given += ["--set", "learn.budget_s=2"]
+    engine = ["--engine", "comm_core", "-k", "allreduce|asyncddp"]
+    assert main(["predict", "slow_host", *engine, *given]) == 0
+    rows = {row["algorithm"]: row for row in json.loads(capsys.readouterr().out)}
+    small, large = (profile_of("resnet50@rtx2080ti-modelled", size).step_s for size in (16, 128))
+    in_step, apart = rows["allreduce"], rows["asyncddp"]
+    assert in_step["batch"] == "16,16,16,128" and in_step["samples"] == pytest.approx(176)
+    assert in_step["slowest_s"] == pytest.approx(in_step["step_s"]) and in_step["step_s"] > large
+    rate = apart["samples"] / apart["step_s"]
+    assert rate == pytest.approx(3 * 16 / small + 128 / large, rel=0.06)  # updates take the rest
+    assert apart["slowest_s"] == pytest.approx(large, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--set", "learn.batch_sizes=[64, 64, 64, 20]"], "has no profile for 20; allowed: 16, 32"),
+        (["--set", "learn.batch_sizes=[64, 64]"], "one number for each of 4 workers, got 2"),
+        (["--set", "learn.batch_sizes=[64, 64, 64, 16]", "--over", "workers"], "--over workers"),
+        (["--set", "learn.batch_sizes=[64, 64, 64, 16]", "-k", "horovod"], "ranks that differ"),
+    ],
+)
+def test_wrong_batches_are_one_line(given, message, capsys):
+    algorithms = ["--set", "algorithms=[allreduce, horovod]", "--set", "faults=[]"]
+    assert main(["predict", "slow_host", *algorithms, *given, "--json"]) != 0
+    output = capsys.readouterr()
+    assert one_line(output.err, message) or message in output.out
 
 
 def test_predict_prints_staleness_and_the_slow_host(capsys):

@@ -225,7 +225,8 @@ def one_line(text, message):
 
 def test_a_step_that_its_second_method_denies_is_flagged():
     row = PredictedRow(
-        **{"model": "m", "batch": 1, "world_size": 8, "network": "10gbe", "algorithm": "a"},
+        **{"model": "m", "batch": 1, "world_size": 8, "samples": 8, "network": "10gbe"},
+        algorithm="a",
         **{"step_s": 1.0, "step_low_s": 0.9, "step_high_s": 1.1, "event_model_s": 1.05},
     )
     assert row.flag is None

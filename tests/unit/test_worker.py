@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import dear
 from common.harness.running.record import make_record
 from common.harness.settings import MeasureConfig
 from common.harness.trial import BASELINE
@@ -461,6 +462,58 @@ def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
     assert world(2).run(_spread_of, [1.0, math.nan, 3.0]) == [math.inf, math.inf]
     assert world(2).run(_spread_of, [1.0, 1.0, 1.0], True) == [0.5, 0.5], "in the last alone"
     assert world(2).run(_spread_without_collectives) == [0.0, 0.0], "equal bits are not sent"
+
+
+def _trains_but(what: str) -> tuple[bool, str | None]:
+    """Three steps, of which rank 1's second one is not right."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dear.DistributedOptimizer(plain, model, algorithm="wfbp")
+    for step in range(3):
+        wrong = runtime.rank() == 1 and step == 1
+        optimizer.zero_grad()
+        inputs = torch.randn(6, 4) + runtime.rank()
+        loss = model(inputs).square().sum()
+        loss.backward()
+        skipped = wrong and what == "skips the update"
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0 if skipped else 0.1
+        optimizer.step()
+        with torch.no_grad():
+            if wrong and what == "flips a bit":
+                model[0].weight.view(torch.int32)[2, 1] ^= 1
+            if wrong and what == "spoils a value":
+                model[1].bias[3] = math.inf
+            if wrong and what == "reads one batch more":
+                model(inputs)
+            if what == "changes frozen statistics":
+                model[1].eval()
+                model[1].running_mean[:] = 0.0
+                model[1].running_var[:] = 1.0 + (runtime.rank() == 1)
+    optimizer.close()
+    agreement = deviation.agreement(model, "synchronous", runtime.communicator())
+    return agreement["replicas_agree"], agreement["finding"]
+
+
+OF_RANK_1 = "of rank 1 differs from that of the other ranks"
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("nothing", None),
+        ("flips a bit", f"parameter 0.weight {OF_RANK_1}"),
+        ("skips the update", f"parameter 0.weight {OF_RANK_1} (and "),
+        ("spoils a value", "parameter 0.weight is not finite on rank 0, 1, 2 (and "),
+        ("reads one batch more", f"buffer 1.num_batches_tracked {OF_RANK_1}"),
+        ("changes frozen statistics", f"buffer 1.running_var {OF_RANK_1}"),
+    ],
+)
+def test_a_silent_error_of_one_rank_is_named_with_its_tensor(world, what, expected):
+    for agree, text in world(3).run(_trains_but, what):
+        assert agree == (expected is None)
+        assert text == expected if expected is None else text.startswith(expected), text
 
 
 def test_the_farthest_tensor_counts_and_rounding_is_no_error():

@@ -70,6 +70,7 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "announce", [](CoreBackend& b) { b.group()->engine().announce(); },
           "Lets the engine take operations that were submitted with asyncOp=False.")
+      .def("number", [](CoreBackend& b) { return b.group()->number(); })
       .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
       .def(
           "dropped_connections", [](CoreBackend& b) { return b.group()->dropped_connections(); },
@@ -121,6 +122,13 @@ PYBIND11_MODULE(_core, m) {
       all.emplace_back(lull.since_s, lull.until_s);
     }
     return all;
+  });
+  m.def("record_flight", [](const std::string& path) {
+    try {
+      record_flight(path);
+    } catch (const CommError&) {
+      throw_as_torch(std::current_exception());
+    }
   });
   m.def("shut_down", &shut_down_engine, Unlocked());
 }

@@ -143,6 +143,7 @@ def _check(results: Sequence[Result]) -> Check:
         dataclasses.replace(
             checks[0],
             replicas_agree=all(agree) if agree else None,
+            finding=next((c.finding for c in checks if c.verdict == "NO"), checks[0].finding),
             replica_spread=worst("replica_spread"),
             consensus_distance=worst("consensus_distance"),
         )
@@ -193,7 +194,7 @@ def _notes(
         )
         written.append(notes.oversubscribed(strain, on if crowded else None))
     if not all(result.loss is not None and math.isfinite(result.loss) for result in results):
-        text = "training diverged: the loss is not finite; lower optimizer.lr"
+        text = "diverged: the loss is not finite; lower optimizer.lr"
         written.append(Note(kind="diverged", text=text))
     for repeat, result in enumerate(results):
         for rank in result.lost_ranks:

@@ -36,6 +36,8 @@ from common.results.records import Record, Result, typed
 from common.results.records.trust import CostCheck, Note
 from common.results.store import Comparison
 from common.results.validity import passing_flag
+from dear.comm.flight import reading as flight
+from dear.comm.flight.recorder import VARIABLE as FLIGHT
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -232,19 +234,23 @@ class Sweep:
             world_size=trial.world_size,
             timeout_s=slower * self.experiment.timeout_s,
             worker_module=WORKER,
-            env=self.experiment.worker_env,
+            env={**self.experiment.worker_env, FLIGHT: str((self.folder / trial.id).resolve())},
             may_lose_ranks=trial.own_pace,
         )
         job.clear()  # a launch may be repeated
+        (job.folder / flight.MERGED).unlink(missing_ok=True)
         briefing = self.fabric.briefing(trial, job.folder)
         place = cost_place(trial, briefing.time_scale)
         known = self._costs.get(place)
         if known is not None and (known.trial, known.repeat) == (trial.hash, repeat):
             known = None  # a disturbed launch is repeated: its costs were disturbed, too
         dataclasses.replace(briefing, costs=known and known.costs).save()
-        outcome = self.fabric.run(trial, job)
-        if outcome.status != "ok":
-            return outcome, None
+        try:
+            outcome = self.fabric.run(trial, job)
+            if outcome.status != "ok":
+                return _explained(outcome, job.folder), None
+        finally:
+            flight.clear(job.folder)
         result = typed(Result, outcome.result)
         if result.costs and known is None:
             self._costs[place] = _Costs(
@@ -275,6 +281,18 @@ class Sweep:
             notes=list(dict.fromkeys((*record.notes, *turn.notes, *again))),
         )
         store.append(self._path, record)
+
+
+def _explained(outcome: Outcome, folder: Path) -> Outcome:
+    """Adds to a failure where the ranks differed first, by their flight recorders."""
+    try:
+        sentence = flight.merge(folder)
+    except OSError as error:  # such as a full disk
+        sentence = f"no {flight.MERGED}: {error.strerror}"
+    if sentence is None or outcome.error is None:
+        return outcome
+    message = f"{outcome.error['message']}; {sentence}"
+    return dataclasses.replace(outcome, error={**outcome.error, "message": message})
 
 
 def _say(text: str) -> None:

@@ -28,7 +28,7 @@ from common.machine.processes import started
 from common.models import profile as profiles
 from common.models.registry import FILE
 from common.paths import COMMAND
-from common.virtual.pool import begin
+from common.virtual.pool import PRELOAD, begin
 from dear.errors import Unavailable, UserError
 from dear.training.algorithm import (
     algorithm_class,
@@ -85,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
     from common.results.tables import advice as table
     from common.virtual.advice.search import advise
 
-    with started(begin=begin) as pool:
+    with started(begin=begin, preload=PRELOAD) as pool:
 
         def answers(questions: Sequence[Question]) -> list[Answer]:
             with contextlib.redirect_stdout(sys.stderr):

@@ -184,6 +184,8 @@ def predictions(
     many = [trial for trial in trials if trial.algorithm != BASELINE]
     for trial in many:
         _check(trial)
+        if trial.learn and trial.learn.batch_sizes and series and series[0].axis == "workers":
+            raise UserError("--over workers: not with learn.batch_sizes, one for each worker")
     for network, shape in dict.fromkeys((trial.network, _shape(trial, cluster)) for trial in many):
         _links(network, shape, cluster, fixed, series[0] if series else None)
     planned = [(trial.to_json(), point) for trial in many for point in series or [None]]
@@ -248,8 +250,9 @@ def _row(
     place: dict[str, Any] = {
         "point": point,
         "model": trial.model,
-        "batch": trial.batch_size,
+        "batch": int(trial.batch) if trial.batch.isdecimal() else trial.batch,
         "world_size": trial.world_size,
+        "samples": sum(trial.rank_batches),
         "network": trial.network,
         "algorithm": trial.label,
         "kind": trial.algorithm,
@@ -264,6 +267,8 @@ def _row(
     if steps[0].note is None and several is None:
         with contextlib.suppress(UnmodelledError):  # the event model cannot compute it
             second_s = stated(settings[0]).step_s
+    if several is not None:
+        place["samples"] = several.samples(trial.rank_batches)
     return PredictedRow(
         **place,
         step_s=steps[0].step_s,
@@ -330,7 +335,10 @@ def _setting(
 
     shape = _shape(trial, cluster)
     links = _known_links(trial.network, shape, cluster, fixed, point)
-    profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
+    profiles = {
+        size: profile_of(trial.model, size, trial.sentence_len) for size in set(trial.rank_batches)
+    }
+    profile = profiles[trial.rank_batches[0]]
     alone, factor = at_own_pace(trial.algorithm, trial.options), 1 + sign * links.error
     jitter = 0.0 if alone or profile.jitter is None else profile.jitter.relative_std
     slowdown = (1 + sign * COMPUTE) * slowest(shape.ranks, jitter)
@@ -339,8 +347,12 @@ def _setting(
         middle = links.costs(hosts, local)
         return {name: Scaled(cost=cost, factor=factor) for name, cost in middle.items()}
 
+    slowdown /= point.speed if point else 1
+    slowed = {size: _slowed(profile, slowdown) for size, profile in profiles.items()}
+    unequal = len(profiles) > 1
     return Setting(
-        profile=_slowed(profile, slowdown / (point.speed if point else 1)),
+        profile=slowed[trial.rank_batches[0]],
+        rank_profiles=tuple(slowed[size] for size in trial.rank_batches) if unequal else (),
         algorithm=trial.algorithm,
         options=trial.options,
         shape=shape,

@@ -5,7 +5,6 @@ A mark is a time or an epoch at which a copy is due.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 
 from common.harness.trial import Trial
-from common.harness.worker.checking.deviation import CONSENSUS_LIMIT, Agreement
+from common.harness.worker.checking.deviation import CONSENSUS_LIMIT, Agreement, with_agreement
 from common.harness.worker.timing.strain import Pressure, strain_of, used_cores
 from common.models.datasets import Parts, Samples
 from common.models.registry import build, precision
@@ -278,8 +277,9 @@ def _score(workload: Workload, values: torch.Tensor, test: Samples) -> Scores:
 def _check(before: Check, last: Evaluation, agreement: Agreement | None) -> Check:
     if agreement is None and last.consensus_distance is not None:
         near = last.consensus_distance <= CONSENSUS_LIMIT
-        agreement = {"replicas_agree": near, "consensus_distance": last.consensus_distance}
+        distance = last.consensus_distance
+        agreement = {"replicas_agree": near, "consensus_distance": distance, "finding": None}
     if agreement is None:
         return before
     agree = agreement["replicas_agree"] and before.replicas_agree is not False
-    return dataclasses.replace(before, **{**agreement, "replicas_agree": agree})
+    return with_agreement(before, {**agreement, "replicas_agree": agree})

@@ -178,7 +178,7 @@ class _Session:
         measurements["network"] = evidence.gained(self._counters, evidence.network_counters())
 
     def _step(self) -> int:
-        samples = self._trial.batch_size
+        samples = self._trial.rank_batches[dear.rank()]
         if self._batches is not None:
             inputs, targets = next(self._batches)
             self._workload.feed(inputs, targets)

@@ -143,7 +143,9 @@ def make_workload(trial: Trial, device: torch.device, classes: int | None = None
     np.random.seed(trial.seed)
     random.seed(trial.seed)
     batch = torch.Generator().manual_seed(trial.seed * 1000 + dear.rank())
-    workload = build(trial.model, trial.batch_size, trial.sentence_len, batch, classes)
+    workload = build(
+        trial.model, trial.rank_batches[dear.rank()], trial.sentence_len, batch, classes
+    )
     workload = workload.to(device, *precision(trial.dtype))
     dear.broadcast_parameters(workload.model.state_dict(), root_rank=0)
     workload.model.train()

@@ -6,7 +6,6 @@ timed steps. The check computes nothing while steps are timed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -218,7 +217,7 @@ class _Repeat:
             strain=strain_of(self._measured.pressure, self._measured.canary_s),
             evidence=name,
             loss=float(np.mean(losses)),
-            check=dataclasses.replace(check, **agreement),
+            check=deviation.with_agreement(check, agreement),
             statistics=statistics if any(statistics) else None,
             **self._result,
         )

@@ -19,8 +19,11 @@ class PredictedRow:
     """Predicted trial; times in seconds. Without a prediction, `reason` says why."""
 
     model: str
-    batch: int
+    batch: int | str
+    """Samples per step of each worker, or a list if they differ."""
     world_size: int
+    samples: float
+    """Samples of all workers in the time `step_s`."""
     network: str | None
     algorithm: str
     kind: str = ""
@@ -83,7 +86,7 @@ class PredictedRow:
 
     def samples_per_s(self, step_s: float | None) -> float | None:
         """Returns the samples per second of all workers with steps of `step_s`."""
-        return None if step_s is None else self.batch * self.world_size / step_s
+        return None if step_s is None else self.samples / step_s
 
 
 def _throughput(row: PredictedRow) -> Cell:

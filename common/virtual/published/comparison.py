@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.machine.processes import started
-from common.virtual.pool import begin
-from common.virtual.published.links import Lines, check, fitted, step_s
+from common.virtual.costs.parts import Kind
+from common.virtual.pool import PRELOAD, begin
+from common.virtual.published.links import Line, Lines, Steps, check, fitted, step_s
 from common.virtual.published.study import TABLE, Row, Study, declared, read
 from dear.errors import UserError
 
@@ -104,12 +106,8 @@ def compare(rows: Sequence[Row]) -> Comparison:
             skipped.append(f"{_name(row)}: {error}")
     foreign: list[str] = []
     by_network: dict[str, Lines] = {}
-    with started(begin=begin) as pool:
-
-        def steps(pairs: Sequence[tuple[Row, Lines]]) -> list[float]:
-            places, lines = [row for row, _ in pairs], [line for _, line in pairs]
-            return list(pool.map(step_s, places, [study] * len(pairs), lines))
-
+    with started(begin=begin, preload=PRELOAD) as pool:
+        steps = _steps(pool, study)
         inside = fitted(_to_fit(known, study) or _to_fit(shipped, study), "inside", {}, steps)
         for network in dict.fromkeys(row.network for row in known):
             to_fit = _to_fit(known, study, network)
@@ -144,6 +142,20 @@ def compare(rows: Sequence[Row]) -> Comparison:
         skipped=tuple(skipped),
         foreign=tuple(name for name in foreign if name in by_network),
     )
+
+
+def _steps(pool: Executor, study: Study) -> Steps:
+    """Returns the function that predicts steps, each once: a fit asks again for its best ones."""
+    known_s: dict[tuple[Row, frozenset[tuple[Kind, Line]]], float] = {}
+
+    def steps(pairs: Sequence[tuple[Row, Lines]]) -> list[float]:
+        keys = [(row, frozenset(lines.items())) for row, lines in pairs]
+        new = [key for key in dict.fromkeys(keys) if key not in known_s]
+        rows, lines = [row for row, _ in new], [dict(items) for _, items in new]
+        known_s.update(zip(new, pool.map(step_s, rows, [study] * len(new), lines), strict=True))
+        return [known_s[key] for key in keys]
+
+    return steps
 
 
 def _to_fit(rows: Sequence[Row], study: Study, network: str | None = None) -> list[Row]:

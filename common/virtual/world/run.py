@@ -54,8 +54,8 @@ def predicted(setting: Setting) -> Step:
         sender = kind.sends_by(setting.options)
         if sender is not None and unlike:
             raise UserError(
-                f"{setting.algorithm}: {sender} cannot run on ranks that differ; leave the fault "
-                "out, or use `run`"
+                f"{setting.algorithm}: {sender} cannot run on ranks that differ; leave out "
+                "what makes them differ, or use `run`"
             )
         if sender is not None:
             return _modelled(setting, sender)
@@ -86,8 +86,8 @@ def traced(setting: Setting) -> Trace:
             raise UserError(
                 f"no trace of {sender}: its library does not run on the virtual cluster"
             )
-    if setting.disturbances or setting.budget_s is not None:
-        raise UserError("no trace of ranks that differ; leave the fault or the budget out")
+    if setting.disturbances or setting.rank_profiles or setting.budget_s is not None:
+        raise UserError("no trace of ranks that differ; leave out what makes them differ")
     with _training(setting) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
@@ -96,8 +96,11 @@ def traced(setting: Setting) -> Trace:
 
 
 def alone_s(setting: Setting) -> float:
-    """Returns the step of a single worker with the devices and the optimizer of a setting."""
-    return _alone_s(setting.profile, setting.optimizer, setting.momentum)
+    """Returns the step of a single worker with the devices and the optimizer of a setting; if
+    workers differ, the mean time of a step of all of them (see `Several.step_s`)."""
+    profiles = setting.rank_profiles or (setting.profile,)
+    steps = [_alone_s(p, setting.optimizer, setting.momentum) for p in profiles]
+    return statistics.harmonic_mean(steps) if setting.rank_profiles else steps[0]
 
 
 @functools.lru_cache
@@ -119,7 +122,8 @@ def _unlike(setting: Setting) -> bool:
     assert setting.algorithm is not None, "a single rank has no others"
     timed = setting.budget_s is not None
     alone = at_own_pace(setting.algorithm, setting.options)
-    return bool(setting.disturbances) or not setting.together or (timed and alone)
+    differ = setting.disturbances or setting.rank_profiles or not setting.together
+    return bool(differ) or (timed and alone)
 
 
 def _neighbours_differ(setting: Setting) -> bool:
@@ -199,7 +203,7 @@ class _Training:
         load: Workload | None = None,
     ) -> None:
         self.network = seat.network
-        self._load = workload(setting.profile, None) if load is None else load
+        self._load = workload(setting.profiles[communicator.rank], None) if load is None else load
         self._plain = self._load.model
         kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
         kind = paced(kind, setting.profile.memory_bytes_per_s)

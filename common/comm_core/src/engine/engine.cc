@@ -175,6 +175,7 @@ void Engine::complete(const OpPtr& op, std::exception_ptr error) {
   op->times_.finished_s = now_s();
   if (op->times_.started_s == 0) op->times_.started_s = op->times_.finished_s;
   last_finished_s_ = op->times_.finished_s;
+  op->flight_.finished(op->times_.finished_s, error != nullptr);
   {
     std::lock_guard<std::mutex> lock(finished_mutex_);
     --under_way_;

@@ -13,6 +13,7 @@
 
 #include "base/errors.h"
 #include "base/types.h"
+#include "engine/flight.h"
 
 namespace comm_core {
 
@@ -137,6 +138,7 @@ class Op {
   std::vector<std::unique_ptr<Stage>> stages_;
   size_t stage_ = 0;
   OpTimes times_;
+  FlightEntry flight_;
   double deadline_s_ = 0;
   bool held_ = false;
   bool shown_ = false;     // reported to rank 0, because it takes long

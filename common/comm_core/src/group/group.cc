@@ -65,6 +65,7 @@ std::exception_ptr Group::error() {
 
 void Group::begin(Op& op) const {
   op.times_.started_s = now_s();
+  op.flight_.started(op.times_.started_s);
   const double timeout_s = op.spec_.timeout_s > 0 ? op.spec_.timeout_s : timeout_s_.load();
   op.deadline_s_ = op.times_.started_s + timeout_s;
 }

@@ -49,6 +49,7 @@ OpPtr Group::submit(OpSpec spec) {
 
 void Group::start(const OpPtr& op) {
   if (!point_to_point(op->spec_.kind)) op->sequence_ = next_sequence_++;
+  op->flight_.note(*op);
   engine_->submit(op);
 }
 

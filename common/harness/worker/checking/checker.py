@@ -56,7 +56,7 @@ def check_training(trial: Trial, workload: Workload) -> Check:
     check = checker.finish(training, (communicator.bytes_sent - before) // steps)
     agreement = deviation.agreement(workload.model, training.consistency, communicator)
     training.close()
-    return dataclasses.replace(checker.recompute(check), **agreement)
+    return deviation.with_agreement(checker.recompute(check), agreement)
 
 
 def draw(places: range) -> int:

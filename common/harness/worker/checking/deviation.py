@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.models.registry import precision
+from common.results.records.trust import Check
 from dear.comm.communicator import Communicator
 
 State = Mapping[str, torch.Tensor]
+Digests = Mapping[str, bytes | None]
+"""Digest of each tensor by its kind and name; None: it is not finite."""
 
 APART = ("decentralized", "asynchronous")
 """Consistencies (promises of algorithms) that allow replicas to differ."""
 CONSENSUS_LIMIT = 1.0
 """Allowed distance of a replica from the mean of all, relative to the norm of the mean."""
 _PIECE = 1 << 20
+_PARAMETER = "parameter "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,8 @@ class Agreement(TypedDict, total=False):
     replicas_agree: bool
     replica_spread: float
     consensus_distance: float | None
+    finding: str | None
+    """Tensor that is not equal on all ranks; None if all are."""
 
 
 def worst_deviation(errors: Mapping[str, float], moved: Mapping[str, float]) -> Deviation:
@@ -107,11 +116,19 @@ def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
     The result is infinite if a parameter is not finite. Ranks first compare digests; if these are
     equal, nothing else is sent.
     """
-    digests = communicator.gather_objects(_digest(model))
-    if None not in digests and len(set(digests)) == 1:
-        return 0.0
+    return _spread(model, communicator, communicator.gather_objects(_digests(model)))
+
+
+def _spread(
+    model: torch.nn.Module, communicator: Communicator, digests: Sequence[Digests]
+) -> float:
     spread = 0.0
-    for param in model.parameters():
+    for name, param in model.named_parameters():
+        seen = {rank[_PARAMETER + name] for rank in digests}
+        if None in seen:
+            return math.inf
+        if len(seen) == 1:
+            continue
         highest, lowest = param.detach().clone(), param.detach().clone()
         works = [
             communicator.all_reduce(highest, op="max"),
@@ -124,28 +141,76 @@ def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
     return spread
 
 
-def _digest(model: torch.nn.Module) -> bytes | None:
-    """Returns a digest of the bits of all parameters; None if one is not finite."""
-    digest = hashlib.sha256()
-    for param in model.parameters():
-        value = param.detach()
-        if not torch.isfinite(value).all():
-            return None
-        for piece in value.flatten().split(_PIECE):
-            # FSDP resizes parameters, which torch refuses once numpy has seen their memory.
-            copy = torch.empty_like(piece, device="cpu").copy_(piece)
-            digest.update(copy.view(torch.uint8).numpy())
-    return digest.digest()
+def _digests(model: torch.nn.Module) -> Digests:
+    """Returns a digest of the bits of each tensor that must be equal on all ranks.
+
+    These are the parameters and, of batch norm, the number of batches and the statistics if all
+    ranks compute them together (`SyncBatchNorm`) or none does (in evaluation mode).
+    """
+    digests = {_PARAMETER + name: _digest(param) for name, param in model.named_parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            shared = isinstance(module, torch.nn.SyncBatchNorm) or not module.training
+            for name, value in module.named_buffers(path, recurse=False):
+                if shared or not value.is_floating_point():
+                    digests[f"buffer {name}"] = _digest(value)
+    return digests
+
+
+def _digest(tensor: torch.Tensor) -> bytes | None:
+    """Returns a digest of the tensor's bits; None if it is not finite."""
+    value, digest = tensor.detach(), hashlib.sha256()
+    if not torch.isfinite(value).all():
+        return None
+    for piece in value.flatten().split(_PIECE):
+        # FSDP resizes parameters, which torch refuses once numpy has seen their memory.
+        copy = torch.empty_like(piece, device="cpu").copy_(piece)
+        digest.update(copy.view(torch.uint8).numpy())
+    return digest.digest()[:16]
+
+
+def _unlike(digests: Sequence[Digests]) -> str | None:
+    """Returns which tensor is not equal on which rank, or not finite; None if all are equal."""
+    wrong = []
+    for name in digests[0]:
+        values = [rank[name] for rank in digests]
+        infinite = [rank for rank, value in enumerate(values) if value is None]
+        usual, count = Counter(values).most_common(1)[0]
+        others = ", ".join(str(rank) for rank, value in enumerate(values) if value != usual)
+        if infinite:
+            wrong.append(f"{name} is not finite on rank {', '.join(map(str, infinite))}")
+        elif others and 2 * count > len(values):
+            wrong.append(f"{name} of rank {others} differs from that of the other ranks")
+        elif others:
+            wrong.append(f"{name} differs between ranks")
+    more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+    return wrong[0] + more if wrong else None
 
 
 def agreement(model: torch.nn.Module, consistency: str, communicator: Communicator) -> Agreement:
     """Compares replicas, and returns how far they agree with the promised consistency."""
-    spread = replica_spread(model, communicator)
-    agree, apart = spread == 0.0, None
+    digests = communicator.gather_objects(_digests(model))
+    spread, apart, unlike = _spread(model, communicator, digests), None, None
     if consistency in APART:
         apart = consensus_distance(model, communicator)
         agree = apart <= CONSENSUS_LIMIT
-    return {"replicas_agree": agree, "replica_spread": spread, "consensus_distance": apart}
+    else:
+        unlike = _unlike(digests)
+        agree = unlike is None
+    return {
+        "replicas_agree": agree,
+        "replica_spread": spread,
+        "consensus_distance": apart,
+        "finding": unlike,
+    }
+
+
+def with_agreement(check: Check, agreement: Agreement) -> Check:
+    """Returns the check with the comparison of replicas; an error found before stays its text."""
+    finding = agreement["finding"] or check.finding
+    if check.matches_reference is False:
+        finding = check.finding or finding
+    return dataclasses.replace(check, **{**agreement, "finding": finding})
 
 
 def consensus_distance(model: torch.nn.Module, communicator: Communicator) -> float:

@@ -1,0 +1,1 @@
+"""Flight recorder: the last operations of each rank, and the first point at which ranks differ."""

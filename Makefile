@@ -14,7 +14,7 @@ CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc
 
 # Each of them uses all cores.
 .NOTPARALLEL:
-.PHONY: bench predicted first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records docs lint system-packages clean help
+.PHONY: bench predicted first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants fault-campaign records docs lint system-packages clean help
 
 help:
 	@echo "make bench            set up, a predicted table of 64 GPUs, then the default sweep"
@@ -27,6 +27,7 @@ help:
 	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make mutants          small changes of meaning in the code: does a test notice each? (hours)"
+	@echo "make fault-campaign   300 faults drawn at random, and what became of each (about 25 minutes)"
 	@echo "make records          docs/records anew, from a clean commit (hours); ONLY=NAME for one"
 	@echo "make docs             the numbers, tables and figures of all documents, from docs/records"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
@@ -74,6 +75,10 @@ torch-suite: $(CORE)
 # Stopped, it goes on where it was; MUTANTS_ARGS="--only dear/comm --out build/tried" tries a part.
 mutants: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 	$(PY) -m tests.mutants $(MUTANTS_ARGS)
+
+# FAULTS_ARGS="--seed 7" draws others; "--only 7:41" repeats one, "--backend gloo" compares.
+fault-campaign: $(CORE)
+	$(PY) -m tests.faults --faults 300 --json build/faults.json $(FAULTS_ARGS)
 
 records: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 	$(PY) bench/records.py $(ONLY)

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from common.paths import ROOT
 from dear.errors import UserError
 
 STOP_S = 5.0
+POLL_S = 0.5
 
 
 class MpirunLauncher(RemoteLauncher):
@@ -61,7 +63,7 @@ class MpirunLauncher(RemoteLauncher):
             log = job.log_path(0)
             mpirun.command(command, cwd=ROOT, env=env, log=log, pass_fds=(folder.held,))
             try:
-                in_time = mpirun.wait(job.timeout_s)
+                in_time = _ends(mpirun, job)
                 if not in_time:
                     mpirun.signal(signal.SIGUSR1)  # mpirun passes it on
                     mpirun.wait(STACKS_S)
@@ -70,7 +72,7 @@ class MpirunLauncher(RemoteLauncher):
                 mpirun.stop(STOP_S, ask=signal.SIGTERM)
         if not in_time:
             return timed_out(job)
-        code = mpirun.codes[0]
+        code = mpirun.codes.get(0)  # None if it did not end by itself
         log = job.log_path(0).read_text(errors="replace", encoding="utf-8")
         lines = [line.strip() for line in log.splitlines() if line.strip(" -*")]
         last_line = lines[-1] if lines else "no output"
@@ -104,6 +106,21 @@ class MpirunLauncher(RemoteLauncher):
 
     def _agent_for(self, host: Host) -> list[str] | None:
         return None if host.here else self._agent
+
+
+def _ends(mpirun: Ranks, job: Job) -> bool:
+    """Waits for mpirun, but not long after a rank has failed; returns False if time has run out.
+
+    mpirun itself would wait for its daemon on a host that no longer answers.
+    """
+    deadline = time.monotonic() + job.timeout_s
+    while (left := deadline - time.monotonic()) > 0:
+        if mpirun.wait(min(left, POLL_S)):
+            return True
+        if any(job.folder.glob(f"error-{job.repeat}-rank*.json")):
+            mpirun.wait(STOP_S)
+            return True
+    return False
 
 
 def _first_failure(log: str) -> dict[int, int]:

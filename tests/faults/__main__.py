@@ -48,6 +48,7 @@ def main() -> int:
         "load": [load[0], os.getloadavg()[0]],
     }
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({**facts, "results": results}, indent=1))
     print(report.text(facts, results))
     return int(any(result["missed"] for result in results))

@@ -39,13 +39,13 @@ STOP_S = 30.0
 """Duration of SIGSTOP where the rank goes on."""
 BARE_GRACE_S = 6.5
 LIMITS_S = {"silent": (5.0, 60.0), "endless": (40.0, 12.0)}
-"""By fate: time limit of a collective, and of the job, in seconds."""
+"""Time limit of a collective, and of the job, in seconds, by fate."""
 OTHER_LIMITS_S = (50.0, 90.0)
 
 
 @dataclass
 class Seen:
-    """What became of a job and its ranks.
+    """End of a job, and what its ranks reported.
 
     Attributes:
         outcome: None if what ran the launcher was killed.

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Fate = Literal["dead", "silent", "disagrees", "unharmed", "endless", "gone", "swept"]
-"""What the others see of the victim. dead: it has ended. silent: it answers no more, so that they
-hear of it when the time limit of the operation is over. disagrees: it calls another collective.
-unharmed: the job must end well. endless: nobody fails, and the time limit of the job is over.
-gone: nobody is left to report, since what started the ranks has ended. swept: a whole sweep meets
-the fault, and is run again."""
+"""State of the victim, as the others see it. dead: it has ended. silent: it answers no more, so
+that they hear of it when the time limit of the operation is over. disagrees: it calls another
+collective. unharmed: the job must end well. endless: nobody fails, and the time limit of the job is
+over. gone: nobody is left to report, since what started the ranks has ended. swept: a whole sweep
+meets the fault, and is run again."""
 
 _STARTED = (("local", "local"), ("torchrun", "local"), ("mpirun", "local"), ("ssh", "local"))
 _EMULATED = (("local", "emulated"), ("ssh", "emulated"), ("mpirun", "emulated"))
@@ -31,7 +31,7 @@ class Kind:
     """Description for readers."""
     fate: Fate
     share: int
-    """How often it is drawn, relative to the others."""
+    """Relative frequency."""
     places: tuple[tuple[str, str], ...] = _ANY
     """Pairs of launcher and fabric."""
     families: tuple[str, ...] = _EVERY
@@ -90,21 +90,34 @@ KINDS = {
         what="SIGINT to the caller, twice", fate="gone", share=3, places=(*_STARTED, *_EMULATED)
     ),
     "driver killed": Kind(
-        what="kill -9 of benchmarks.py", fate="swept", share=2, places=(*_SWEPT, *_PREDICTED)
+        what="kill -9 of benchmarks.py",
+        fate="swept",
+        share=2,
+        places=(*_SWEPT, *_PREDICTED),
+        families=_WAITING,
     ),
     "driver interrupted twice": Kind(
         what="Ctrl-C of benchmarks.py, twice",
         fate="swept",
         share=2,
         places=(*_SWEPT, *_PREDICTED),
+        families=_WAITING,
     ),
     "rank of a sweep killed": Kind(
-        what="kill -9 of a rank of a sweep", fate="swept", share=1, places=_SWEPT
+        what="kill -9 of a rank of a sweep", fate="swept", share=1, places=_SWEPT, families=_WAITING
     ),
     "full disk": Kind(
-        what="the disk under logs/ is full", fate="swept", share=2, places=_SWEPT[:2]
+        what="the disk under logs/ is full",
+        fate="swept",
+        share=2,
+        places=_SWEPT[:2],
+        families=_WAITING,
     ),
     "two sweeps": Kind(
-        what="the same sweep is started again", fate="swept", share=2, places=_SWEPT[:2]
+        what="the same sweep is started again",
+        fate="swept",
+        share=2,
+        places=_SWEPT[:2],
+        families=_WAITING,
     ),
 }

@@ -1,4 +1,4 @@
-"""What a rank of a drawn job runs: it trains a small model, and does to itself what was drawn."""
+"""Rank of a drawn job: it trains a small model, and does to itself what was drawn."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ LATE_S = 10.0
 
 _SWEEP = """
 name: tiny
-algorithms: [wfbp, {{name: {program}, label: drawn}}]
+algorithms: {algorithms}
 models: [{{name: mnist_cnn, batch_size: 2}}]
 {where}
 baseline: false
 collective_timeout_s: 20
 learn: {{budget_s: 0.3, eval_every_s: 0.3}}
-measure: {{repeats: 2, warmup_steps: 1}}
+measure: {{repeats: {repeats}, warmup_steps: 1}}
 timeout_s: 60
 """
 _PREDICTED = """
@@ -44,7 +44,7 @@ cluster: {{kind: predicted, hosts: {world}, network: 10gbe}}
 
 @dataclass
 class Swept:
-    """What became of a sweep.
+    """End of a sweep.
 
     Attributes:
         misses: sentences, one for each bar that was missed.
@@ -69,10 +69,18 @@ def run(fault: Fault, folder: Path) -> Swept:
 
 def _text(fault: Fault) -> str:
     program = "dear" if fault.program == COLLECTIVES else fault.program
-    where = f"world_sizes: [{fault.world}]\nlauncher: {fault.launcher}"
+    where = f"world_sizes: [2]\nlauncher: {fault.launcher}"
     if fault.fabric == "emulated":
-        where = f"cluster: {{hosts: {fault.world}, network: 1gbit}}\nlauncher: {fault.launcher}"
-    return _SWEEP.format(program=program, where=where)
+        where = f"cluster: {{hosts: 2, network: 1gbit}}\nlauncher: {fault.launcher}"
+    drawn = f"{{name: {program}, label: drawn}}"
+    trials, repeats = _shape(fault)
+    algorithms = f"[{', '.join([drawn, 'wfbp'][:trials])}]"
+    return _SWEEP.format(algorithms=algorithms, where=where, repeats=repeats)
+
+
+def _shape(fault: Fault) -> tuple[int, int]:
+    """Trials and repeats: two launches, of one trial or of two."""
+    return (1, 2) if fault.index % 2 else (2, 1)
 
 
 def _swept(fault: Fault, driver: Driver) -> Swept:
@@ -110,7 +118,7 @@ def _await(fault: Fault, driver: Driver, process: subprocess.Popen[str]) -> None
     until = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < until:
         begun = len(list(driver.sweep.glob("*/phase-*-rank0"))) + len(_lines(driver))
-        if begun >= fault.step:
+        if begun >= fault.step % 4:
             break
         time.sleep(0.02)
     time.sleep(fault.delay_ms / 60)
@@ -136,7 +144,7 @@ def _lost(before: list[str], driver: Driver) -> Iterator[str]:
 
 def _again(fault: Fault, driver: Driver) -> Iterator[str]:
     """The next run must do what is missing, no more and no less."""
-    before, kept = _lines(driver), _kept(driver)
+    before, kept = _lines(driver), _kept(fault, driver)
     done = _run_again(driver)
     if done.returncode != 0:
         yield f"the next run ended with status {done.returncode}: {_last(done.stdout, done.stderr)}"
@@ -147,8 +155,9 @@ def _again(fault: Fault, driver: Driver) -> Iterator[str]:
         yield f"the next run repeated what was finished: {', '.join(repeated)}"
     records = store.latest(store.load(driver.sweep / "records.jsonl"))
     bad = [f"{record.label} {record.status}" for record in records.values() if not record.ok]
-    if bad or len(records) != 2:
-        yield f"after the next run {len(records)} of 2 trials have records; not ok: {bad}"
+    trials, _ = _shape(fault)
+    if bad or len(records) != trials:
+        yield f"after the next run {len(records)} of {trials} trials have records; not ok: {bad}"
     known = {run.run for run in store.runs(driver.sweep)}
     if unknown := {record.run for record in records.values()} - known:
         yield f"runs.jsonl does not have the runs {', '.join(unknown)} of its records"
@@ -160,7 +169,7 @@ def _run_again(driver: Driver) -> subprocess.CompletedProcess[str]:
     return finished([sys.executable, *driver.command()], timeout=LIMIT_S)
 
 
-def _kept(driver: Driver) -> dict[str, int]:
+def _kept(fault: Fault, driver: Driver) -> dict[str, int]:
     """Results of repeats that the next run need not make again, with their times."""
     kept = set()
     path = driver.sweep / "records.jsonl"
@@ -170,7 +179,7 @@ def _kept(driver: Driver) -> dict[str, int]:
         names[trial.parent.name.rpartition("-")[2]] = trial.parent.name
     for record in newest.values():
         if record.ok and passing_flag(record) is None:
-            kept |= {f"{names[record.hash[:8]]}/repeat-{k}.json" for k in range(2)}
+            kept |= {f"{names[record.hash[:8]]}/repeat-{k}.json" for k in range(_shape(fault)[1])}
     for standing in driver.sweep.glob("underway-*.json"):
         for trial, values in json.loads(standing.read_text())["standing"].items():
             count = len(values["results"])
@@ -200,7 +209,7 @@ def _interrupt(fault: Fault, driver: Driver, process: subprocess.Popen[str]) -> 
 
 
 def _kill_rank(fault: Fault, driver: Driver, process: subprocess.Popen[str]) -> tuple[int, ...]:
-    phases = sorted(driver.sweep.glob(f"*/phase-*-rank{fault.victim}"), key=_modified)
+    phases = sorted(driver.sweep.glob(f"*/phase-*-rank{fault.victim % 2}"), key=_modified)
     if phases and process.poll() is None:
         pid = int(phases[-1].read_text().split()[0])
         with contextlib.suppress(ProcessLookupError):
@@ -238,7 +247,7 @@ _FAULTS: dict[str, Callable[[Fault, Driver, subprocess.Popen[str]], tuple[int, .
     "full disk": _fill,
     "two sweeps": _second,
 }
-"""What happens; returns the statuses with which the driver may end."""
+"""Acts by kind; each returns the statuses with which the driver may end."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a fault could leave behind: processes, ports, links, namespaces, shared memory, files."""
+"""Traces that a fault could leave: processes, ports, links, namespaces, shared memory, files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Traces:
         self._before = _all()
 
     def left(self) -> list[str]:
-        """What is there, and was not before, after all has had time to end."""
+        """Traces that were not there before, once all has had time to end."""
         until = time.monotonic() + SOON_S
         while (new := _all() - self._before) and time.monotonic() < until:
             time.sleep(0.05)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.harness.running.fabric import WORKER
-from common.launch.job import Job
+from common.launch.job import Job, make_launcher
 from common.launch.local import LocalLauncher
 from common.results.records import Record
 from common.results.validity import flag_text
@@ -144,6 +144,22 @@ def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
     assert python("-m", "common.harness.worker", tmp_path, "0").returncode == 1
     error = json.loads((tmp_path / "error-0-rank0.json").read_text())
     assert "needs 2 workers" in error["message"] and "sees 1" in error["message"]
+
+
+def test_a_failed_rank_ends_a_job_whose_mpirun_does_not_end(tmp_path, monkeypatch):
+    """The link to a host may be cut, on which mpirun has a daemon."""
+    mpirun = tmp_path / "mpirun"
+    version = 'test "$1" = --version && echo "mpirun (Open MPI) 4.1.4" && exit'
+    failed = tmp_path / "error-0-rank0.json"
+    fault = {"kind": "failed", "message": "lost rank 1", "rank": 0, "where": "measuring"}
+    error = f"echo '{json.dumps(fault)}' > {failed}"
+    mpirun.write_text(f"#!/bin/sh\n{version}\n{error}\nexec sleep 1000\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("common.launch.mpirun.STOP_S", 0.2)
+    job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=300, worker_module="stub")
+    outcome = make_launcher("mpirun", hosts=None, world_size=2).run(job)
+    assert (outcome.status, outcome.error["message"]) == ("failed", "lost rank 1")
 
 
 def test_what_ranks_of_a_killed_driver_have_told_each_other_is_forgotten(tmp_path):

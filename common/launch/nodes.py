@@ -2,35 +2,48 @@
 
 The user runs the same command on every node, each with another `node_rank`. Node 0 leads the sweep
 and listens at the control port. The other nodes stay connected to node 0, and start ranks when it
-asks. `python -m common.launch.nodes PORT nodeK HOST COMMAND` replaces the remote shell of HOST: it
-waits until node K connects to the control port + K, and passes the command to it.
+asks. `python -m common.launch.nodes SECRET MASTER PORT nodeK HOST COMMAND` replaces the remote
+shell of HOST: it waits until node K connects to the control port + K, and passes the command to it.
+
+Whoever is taken for node 0 runs commands on the other nodes. So both ends of a connection prove
+that they know a secret, which node 0 writes into a file that only its user can read. All nodes
+share the folder of this file.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import hmac
 import os
 import re
+import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common.emulation.hosts.namespaces import die_with_parent
 from common.launch.hosts import Host
 from common.launch.job import Job
 from common.launch.per_host import PortOptions
 from common.launch.ssh import SshLauncher
+from common.paths import LOGS
 from dear.errors import UserError
 from dear.options import at_least, positive
 
 POLL_S = 0.2
 CALL_S = 20.0
 """Longest time in seconds that a node may take to connect for a job."""
+GREETING_S = 5.0
+"""Longest time in seconds for one line of a greeting."""
+_LONGEST_LINE = 1 << 20
 
 
 class NodesLauncher(SshLauncher):
@@ -91,7 +104,9 @@ class NodesLauncher(SshLauncher):
             return
         where = f"{options.master}, port {options.control_port}"
         print(f"waiting at {where} for node {_words(missing)}", file=sys.stderr)
-        with _listen(options.control_port) as server:
+        secret = _write_secret(self._secret_path)
+        weakref.finalize(self, self._secret_path.unlink, missing_ok=True)
+        with _listen(options.master, options.control_port) as server:
             while missing:
                 server.settimeout(max(deadline - time.monotonic(), 0.01))
                 try:
@@ -101,16 +116,21 @@ class NodesLauncher(SshLauncher):
                         f"node {_words(missing)} of {options.nnodes} did not connect in "
                         f"{options.wait_s:g} s: start the same command there, with its node_rank"
                     ) from None
-                node = self._admit(link, missing)
+                node = self._admit(link, secret, missing)
                 if node is not None:
                     self._links[node] = link
                     missing.remove(node)
 
-    def _admit(self, link: socket.socket, missing: set[int]) -> int | None:
-        """Returns the number of a node that connects; None for others, which are told the
-        reason."""
+    @property
+    def _secret_path(self) -> Path:
+        return LOGS / f".nodes-{self._options.master}-{self._options.control_port}"
+
+    def _admit(self, link: socket.socket, secret: bytes, missing: set[int]) -> int | None:
+        """Returns the number of a node that connects; None for others. Nodes of this job are told
+        the reason."""
         _keep_alive(link)
-        words = re.fullmatch(r"node (\d+) of (\d+)", _line(link))
+        pattern = r"node (\d+) of (\d+)"
+        words = re.fullmatch(pattern, greeting(link, secret, pattern) or "")
         if words is None:
             link.close()  # a stranger
         elif int(words[2]) != self._options.nnodes:
@@ -128,20 +148,38 @@ class NodesLauncher(SshLauncher):
             UserError: node 0 does not answer, or does not expect this node.
         """
         options = self._options
-        with self._call(options.control_port, options.wait_s) as lead:
-            lead.sendall(f"node {options.node_rank} of {options.nnodes}\n".encode())
-            while True:
-                if select.select([lead], [], [], POLL_S)[0]:
-                    reason = _line(lead)
-                    if reason:
-                        raise UserError(reason)
-                    return 0
-                try:
-                    link = self._call(options.control_port + options.node_rank, 0.0)
-                except UserError:
-                    continue  # no job yet
-                with link:
-                    _serve(link, f"node{options.node_rank}")
+        deadline = time.monotonic() + options.wait_s
+        words = f"node {options.node_rank} of {options.nnodes}"
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            with self._call(options.control_port, left_s) as lead:
+                secret = _read_secret(self._secret_path)
+                if secret is not None and greet(lead, secret, words):
+                    return self._obey(lead, secret)
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"the program at {options.master}, port {options.control_port} does not know "
+                    f"the secret in {self._secret_path}: is it node 0 of another job, or do the "
+                    "nodes not share this folder?"
+                )
+            time.sleep(POLL_S)  # node 0 may be about to write the secret
+
+    def _obey(self, lead: socket.socket, secret: bytes) -> int:
+        """Runs commands until the link `lead` to node 0 ends."""
+        options = self._options
+        while True:
+            if select.select([lead], [], [], POLL_S)[0]:
+                reason = _line(lead)
+                if reason:
+                    raise UserError(reason)
+                return 0
+            try:
+                link = self._call(options.control_port + options.node_rank, 0.0)
+            except UserError:
+                continue  # no job yet
+            with link:
+                if greet(link, secret, f"node{options.node_rank}"):
+                    _serve(link)
 
     def _call(self, port: int, patience_s: float) -> socket.socket:
         deadline = time.monotonic() + patience_s
@@ -166,15 +204,20 @@ class NodesLauncher(SshLauncher):
     def _agent_for(self, host: Host) -> list[str] | None:
         if host.name == "node0":
             return None
-        port = str(self._options.control_port)
-        return [sys.executable, "-m", "common.launch.nodes", port, host.name]
+        place = [str(self._secret_path.resolve()), self._options.master]
+        place += [str(self._options.control_port)]
+        return [sys.executable, "-m", "common.launch.nodes", *place, host.name]
 
 
 def main(argv: Sequence[str]) -> int:
     """Passes a command to the node that connects for it; returns the command's exit status."""
-    port, name, _, command = argv
+    path, master, port, name, _, command = argv
     deadline = time.monotonic() + CALL_S
-    with _listen(int(port) + int(name.removeprefix("node"))) as server:
+    secret = _read_secret(Path(path))
+    if secret is None:
+        print(f"no secret in {path}: has node 0 ended?")
+        return 255
+    with _listen(master, int(port) + int(name.removeprefix("node"))) as server:
         while True:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
@@ -183,12 +226,79 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{name} did not connect within {CALL_S:g} s: has it ended?")
                 return 255
             _keep_alive(link)
-            if _line(link) == name:
+            if greeting(link, secret, name):
                 break
             link.close()
     with link:
         link.sendall(f"{command}\n".encode())
         return _relay(link)
+
+
+def _write_secret(path: Path) -> bytes:
+    """Returns a new secret, which it has written into a file that only this user can read."""
+    secret = secrets.token_bytes(32)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secret)
+    new.replace(path)
+    return secret
+
+
+def _read_secret(path: Path) -> bytes | None:
+    """Returns the secret of the file; None if there is none yet.
+
+    Raises:
+        UserError: another user owns the file or can read it.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise UserError(f"{path}: must belong to you, and nobody else may read it")
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def greet(link: socket.socket, secret: bytes, words: str) -> bool:
+    """Sends words to node 0; returns whether both ends have proved that they know the secret."""
+    nonce = secrets.token_hex(16)
+    try:
+        link.sendall(f"{words} {nonce}\n".encode())
+        challenge, _, theirs = _line(link, GREETING_S).partition(" ")
+        if not _is_proof(theirs, secret, "lead", words, nonce, challenge):
+            return False
+        link.sendall(f"{_proof(secret, 'node', words, nonce, challenge)}\n".encode())
+    except OSError:
+        return False
+    return True
+
+
+def greeting(link: socket.socket, secret: bytes, pattern: str) -> str | None:
+    """Returns the words that the other end sends by `greet`; None if they do not match `pattern`
+    or it does not know the secret.
+
+    It proves nothing to others: a stranger could pass on the proof to a node that waits elsewhere.
+    """
+    words, _, nonce = _line(link, GREETING_S).rpartition(" ")
+    if re.fullmatch(pattern, words) is None:
+        return None
+    challenge = secrets.token_hex(16)
+    try:
+        link.sendall(f"{challenge} {_proof(secret, 'lead', words, nonce, challenge)}\n".encode())
+    except OSError:
+        return None
+    right = _is_proof(_line(link, GREETING_S), secret, "node", words, nonce, challenge)
+    return words if right else None
+
+
+def _proof(secret: bytes, side: str, *texts: str) -> str:
+    return hmac.new(secret, "\n".join((side, *texts)).encode(), hashlib.sha256).hexdigest()
+
+
+def _is_proof(given: str, secret: bytes, side: str, *texts: str) -> bool:
+    return hmac.compare_digest(given.encode(), _proof(secret, side, *texts).encode())
 
 
 def _relay(link: socket.socket) -> int:
@@ -217,9 +327,8 @@ def _relay(link: socket.socket) -> int:
     return int(ended[1]) if ended else 255
 
 
-def _serve(link: socket.socket, name: str) -> None:
+def _serve(link: socket.socket) -> None:
     """Runs one command of node 0; the link is its standard input and output."""
-    link.sendall(f"{name}\n".encode())
     command = _line(link)
     ends = functools.partial(die_with_parent, signal.SIGTERM)
     done = subprocess.run(
@@ -231,10 +340,15 @@ def _serve(link: socket.socket, name: str) -> None:
         return  # node 0 has stopped the job
 
 
-def _listen(port: int) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+def _listen(master: str, port: int) -> socket.socket:
+    """Listens at the address `master` if it is a loopback address, else at all: the name of this
+    node may have another address here than on the other nodes."""
     try:
+        if master in ("localhost", "::1") or master.startswith("127."):
+            family = socket.AF_INET6 if ":" in master else socket.AF_INET
+            return socket.create_server((master, port), family=family)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
         return socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(f"control_port: cannot open port {port}: {error.strerror}") from None
@@ -248,15 +362,16 @@ def _keep_alive(link: socket.socket) -> None:
         link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _line(link: socket.socket) -> str:
-    """Reads up to the end of a line; empty if the peer has closed, or is silent for long."""
-    link.settimeout(CALL_S)
+def _line(link: socket.socket, limit_s: float = CALL_S) -> str:
+    """Reads up to the end of a line; empty if the peer has closed, or the line takes too long."""
+    deadline = time.monotonic() + limit_s
     text = b""
     try:
         while not text.endswith(b"\n"):
+            link.settimeout(max(deadline - time.monotonic(), 0.001))
             byte = link.recv(1)
-            if not byte:
-                break
+            if not byte or len(text) > _LONGEST_LINE:
+                return ""
             text += byte
     except OSError:
         return ""

@@ -14,7 +14,7 @@ from common.harness.cli import main
 from common.results.exports import chakra, traces
 from common.virtual.costs.parts import Shape
 from common.virtual.passes import UnmodelledError
-from common.virtual.trace import Computation, Recorder, Sent
+from common.virtual.record.trace import Computation, Recorder, Sent
 from common.virtual.world.alike import Alike
 from common.virtual.world.communicator import _Worker
 from common.virtual.world.network import Group

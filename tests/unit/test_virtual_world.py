@@ -280,6 +280,7 @@ def test_what_trials_share_in_a_process_changes_no_number():
     for trial, row in zip(trials, together, strict=True):
         for cache in caches:
             cache.cache_clear()
+        run.TAPES.clear()
         assert predict._row(trial.to_json(), None, experiment.cluster, None) == row
 
 

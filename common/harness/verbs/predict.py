@@ -189,7 +189,9 @@ def predictions(
     for network, shape in dict.fromkeys((trial.network, _shape(trial, cluster)) for trial in many):
         _links(network, shape, cluster, fixed, series[0] if series else None)
     planned = [(trial.to_json(), point) for trial in many for point in series or [None]]
-    rows = mapped(partial(_row, cluster=cluster, fixed=fixed), planned)
+    alike = [(t.model, t.batch_size, t.sentence_len, t.label, t.world_size) for t in many]
+    together = [key for key in alike for _ in series or [None]]
+    rows = mapped(partial(_row, cluster=cluster, fixed=fixed), planned, together)
     bases = {row.place: row.step_s for row in rows if row.algorithm == base}
     return [dataclasses.replace(row, baseline_s=bases.get(row.place)) for row in rows]
 

@@ -159,7 +159,7 @@ class _Step:
 
     def forward(self, work: Work) -> None:
         """Waits for a layer's time, and makes later gradients meanwhile."""
-        self.pace.module = work.module
+        self.pace.part = work
         self.pace.begin(work.forward_s)
         self.gradients.work_ahead(self.pace.rest)
         self.pace.finish()
@@ -169,7 +169,7 @@ class _Step:
         if self._pass is None:
             self._pass = self.pace.backward_pass(self.model.lead)
             at_end_of_backward(self._pass.end)
-        self.pace.module = unit.module
+        self.pace.part = unit
         self._pass.next(unit.backward_s)
 
     def end_backward(self, nbytes: int) -> None:

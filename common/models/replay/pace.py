@@ -15,10 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from common.models.replay.threads import host_s as thread_host_s
 from dear.lazy import torch
+
+if TYPE_CHECKING:
+    from common.models.replay.plan import Unit, Work
 
 # A shorter wait is not worth a system call; it is added to the next wait.
 SHORTEST_SLEEP_S = 40e-6
@@ -95,8 +98,8 @@ class Pace:
         """Function from a time to the periods (start, end) without communication of this process
         that ended later, in order (`time.perf_counter`). It returns nothing if the backend does not
         report them; communication then counts as started in time."""
-        self.module = ""
-        """Module of the replayed model that computes next; empty: the model itself."""
+        self.part: Work | Unit | None = None
+        """Part of the replayed model that computes next; None before the first."""
         self.queued_s = 0.0
         """Seconds of work that the device has got so far."""
         self.idle_s = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +22,11 @@ class Unit:
     """Name and index of each parameter; at most two, because autograd keeps the order of two."""
 
     @property
+    def seconds(self) -> float:
+        """Time of the part."""
+        return self.backward_s
+
+    @property
     def module(self) -> str:
         """Module of the first parameter; empty without parameters."""
         return self.params[0][0].rpartition(".")[0] if self.params else ""
@@ -35,6 +40,11 @@ class Work:
     forward_s: float
     units: tuple[Unit, ...]
     """Units in the order of the forward pass; the gradients of the last unit come first."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of the part, without that of its units."""
+        return self.forward_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +76,21 @@ def plan(profile: Profile) -> Body:
             works[-1] = dataclasses.replace(works[-1], forward_s=forward_s)
             waiting_s = 0.0
     return _nest("", works)
+
+
+@functools.lru_cache(maxsize=16)
+def parts(profile: Profile) -> tuple[Work | Unit, ...]:
+    """Returns the parts of a step that take time, each with its own place in the result."""
+    return tuple(_flat(plan(profile)))
+
+
+def _flat(body: Body) -> Iterator[Work | Unit]:
+    for part in body.parts:
+        if isinstance(part, Work):
+            yield part
+            yield from part.units
+        else:
+            yield from _flat(part)
 
 
 def _units(profile: Profile) -> dict[int, list[Unit]]:

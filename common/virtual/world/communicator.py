@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.virtual.trace import Node
+from common.virtual.record.trace import Node
 from common.virtual.world import core
 from common.virtual.world.group import NAME, VirtualGroup, group_of
 from common.virtual.world.marks import carried, large
@@ -47,7 +47,7 @@ class VirtualCommunicator(Communicator):
         self.backend = network.engine
         self.native = frozenset({"cpu"} if network.priorities else {})
         self.streamed = frozenset({"cpu"} if network.engine == "nccl" else {})
-        self.clock, self.pause = network.clock, network.pause
+        self.clock, self.pause = network.read, network.pause
 
     def ensure_channels(self, count: int) -> None:
         ranks = list(range(self.size))

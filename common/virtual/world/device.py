@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.models.replay.pace import BackwardPass, Pace
+from common.models.replay.plan import Unit, Work
 from common.virtual.world.marks import SMALL, large, zeros
 from common.virtual.world.network import Network
 
@@ -60,16 +61,17 @@ class VirtualPace(Pace):
 
     def begin(self, seconds: float, lead_s: float = 0.0) -> None:
         self.computing = True
-        self._compute(seconds, self.module)
+        assert self.part is not None, "a part of the model begins"
+        self._compute(seconds, self.part.module, self.part)
 
     def hold(self, seconds: float) -> None:
         """Advances the clock by `seconds` of compute."""
         self._compute(seconds, "copy")
 
-    def _compute(self, seconds: float, name: str) -> None:
+    def _compute(self, seconds: float, name: str, part: Work | Unit | None = None) -> None:
         self.queued_s += seconds
         start_s = self.clock()
-        self._network.compute(seconds)
+        self._network.compute(seconds, part)
         if seconds and self._network.recorder is not None:
             self._network.recorder.computed(name, start_s, self.clock())
 
@@ -83,7 +85,8 @@ class VirtualPace(Pace):
         self.computing = False
 
     def work(self, compute: Callable[[], T], seconds: Callable[[], float]) -> T:
-        self.begin(0.0)
+        self.computing = True
+        self._compute(0.0, "update")
         result = compute()
         self._compute(seconds(), "update")
         self.finish()

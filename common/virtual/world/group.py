@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +32,34 @@ class _Work(dist.Work):
         return self._transfer.is_completed()
 
     def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
+        future = _Future(self._group.network.look)
         self._transfer.on_end(lambda: future.set_result(self._result))
         self._group.await_in_backward(self._transfer)
         return future
+
+
+class _Future(torch.futures.Future[Any]):
+    """Future of a transfer that notes when Python looks at it; torch's C++ just waits for it."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def done(self) -> bool:
+        self._look()
+        return super().done()
+
+    def value(self) -> Any:
+        self._look()
+        return super().value()
+
+    def then(self, callback: Callable[..., Any]) -> Any:
+        self._look()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[..., Any]) -> None:
+        self._look()
+        super().add_done_callback(callback)
 
 
 class VirtualGroup(dist.ProcessGroup):

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import torch
 
+from common.models.replay.plan import Unit, Work
 from common.virtual.costs.parts import CostsOf, Shape
-from common.virtual.trace import Recorder
+from common.virtual.record.trace import Recorder
 from common.virtual.world.marks import Parts
 from dear.comm.handles import WorkTimes
 from dear.cost.event_model.events import Events
@@ -69,7 +70,7 @@ class Transfer:
 
     def on_end(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the transfer ends; at once if it has ended."""
-        if self.is_completed():
+        if self._over():
             callback()
         else:
             self._network.watched += 1
@@ -82,6 +83,10 @@ class Transfer:
 
     def is_completed(self) -> bool:
         """Returns True once the transfer has ended."""
+        self._network.look()
+        return self._over()
+
+    def _over(self) -> bool:
         self._network.catch_up()
         return self.ended()
 
@@ -90,6 +95,7 @@ class Transfer:
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Returns a future that completes when the transfer ends."""
+        self._network.look()
         future: torch.futures.Future[Any] = torch.futures.Future()
         self.on_end(lambda: future.set_result(None))
         return future
@@ -97,6 +103,7 @@ class Transfer:
     def times(self) -> WorkTimes:
         """Returns the times of a transfer that has ended."""
         assert self.finished_s is not None, "the transfer has not ended"
+        self._network.look()
         began_s = self.sending.began_s if self.sending is not None else None
         started_s = self.enqueued_s if began_s is None else began_s
         return WorkTimes(
@@ -146,12 +153,28 @@ class Network(ABC):
         """Returns the virtual time in seconds."""
         return max(self._ahead_s, self.events.now_s)
 
+    def read(self) -> Any:
+        """Returns the virtual time in seconds, for the rank's program."""
+        return self.clock()
+
+    def look(self) -> None:
+        """Notes that what the rank's program does next may depend on times."""
+        return
+
+    def mark(self) -> float:
+        """Returns the virtual time in seconds; a phase of a step begins or ends."""
+        return self.clock()
+
     def slowdown(self, now_s: float) -> float:
         """Returns the factor by which compute of this rank takes longer at a time."""
         return 1.0
 
-    def compute(self, seconds: float) -> None:
-        """Lets the rank compute for `seconds`."""
+    def compute(self, seconds: float, part: Work | Unit | None = None) -> None:
+        """Lets the rank compute for `seconds`.
+
+        Args:
+            part: part of the replayed model that takes this time; None: its profile does not say.
+        """
         now_s = max(self._ahead_s, self.events.now_s)
         end_s = now_s + seconds * self.slowdown(now_s)
         if self.watched:
@@ -167,6 +190,7 @@ class Network(ABC):
 
     def pause(self, seconds: float) -> None:
         """Lets the clock run for `seconds`."""
+        self.look()
         self.catch_up()
         self.events.run_to(self.events.now_s + seconds)
 
@@ -187,6 +211,7 @@ class Network(ABC):
 
     def thread(self, call: Callable[[], None]) -> None:
         """Runs `call` in another thread of this rank, which shares the clock."""
+        self.look()
 
         def run() -> None:
             self._thread.aside = True

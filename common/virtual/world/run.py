@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,11 +19,12 @@ from common.models.replay.pace import paced
 from common.models.workload import Workload
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
+from common.virtual.record.tape import Played, Taped, TapeOverError, Tapes, program_of
+from common.virtual.record.trace import STEPS, Gradient, Recorder, Trace
 from common.virtual.setting import Setting, Several, Step
-from common.virtual.trace import STEPS, Gradient, Recorder, Trace
 from common.virtual.world.alike import Alike
 from common.virtual.world.communicator import VirtualCommunicator
-from common.virtual.world.network import Transfer
+from common.virtual.world.network import Network, Transfer
 from common.virtual.world.seat import Seat, kept
 from common.virtual.world.several import train
 from dear.cost.event_model.step import Prediction, State, steady
@@ -31,6 +32,8 @@ from dear.errors import UserError
 from dear.options import Options
 from dear.training.algorithm import algorithm_class
 
+TAPES = Tapes()
+"""Tapes of the programs that ran last in this process."""
 MOST = 16
 """Largest number of ranks that run one by one only because their neighbours differ."""
 RANK_0 = "rank 0 stands for all, though their neighbours differ"
@@ -62,11 +65,35 @@ def predicted(setting: Setting) -> Step:
         if unlike and shape.ranks > 1:
             alone = at_own_pace(setting.algorithm, setting.options)
             return _of_several(train(setting, period, alone, partial(_Training, setting)))
-    with _training(setting) as training:
-        for _ in range(setting.options.settling_steps()):
-            training.step()
-        step = training.mean(steady(training.step, period))
+    step = _of_one(setting, period)
     return dataclasses.replace(step, note=RANK_0) if differ else step
+
+
+def _of_one(setting: Setting, period: int) -> Step:
+    """Returns the step of a rank that stands for all: from its program's tape, or from a run."""
+
+    def settled(steps: _Steps) -> Step:
+        for _ in range(setting.options.settling_steps()):
+            steps.step()
+        return steps.mean(steady(steps.step, period))
+
+    program = program_of(setting)
+    tape = TAPES.of(program) if program in TAPES else None
+    if tape is not None:
+        # A program may go on after an error, so the file must run to see it.
+        with contextlib.suppress(TapeOverError, UserError):
+            return settled(_Playing(_network(partial(Played, setting.profile, tape), setting)))
+    if tape is not None or program not in TAPES:
+        network = _network(partial(Taped, setting.profile), setting)
+        try:
+            with _training(setting, network) as training:
+                step = settled(training)
+                TAPES.keep(program, network.tape())
+                return step
+        except Exception:  # as of code that wants a number, not a `Moment`
+            TAPES.keep(program, None)
+    with _training(setting, _network(Alike, setting)) as training:
+        return settled(training)
 
 
 def traced(setting: Setting) -> Trace:
@@ -88,7 +115,7 @@ def traced(setting: Setting) -> Trace:
             )
     if setting.disturbances or setting.rank_profiles or setting.budget_s is not None:
         raise UserError("no trace of ranks that differ; leave out what makes them differ")
-    with _training(setting) as training:
+    with _training(setting, _network(Alike, setting)) as training:
         for _ in range(setting.options.settling_steps()):
             training.step()
         steady(training.step, period)
@@ -194,51 +221,31 @@ def slowest(ranks: int, relative_std: float) -> float:
     return 1 + relative_std * statistics.NormalDist().inv_cdf(quantile)
 
 
-class _Training:
-    def __init__(
-        self,
-        setting: Setting,
-        seat: Seat,
-        communicator: VirtualCommunicator,
-        load: Workload | None = None,
-    ) -> None:
-        self.network = seat.network
-        self._load = workload(setting.profiles[communicator.rank], None) if load is None else load
-        self._plain = self._load.model
-        kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
-        kind = paced(kind, setting.profile.memory_bytes_per_s)
-        momentum = {"momentum": setting.momentum} if setting.optimizer == "sgd" else {}
-        params = self._load.model.parameters()
-        self._optimizer = kind(params, lr=0.01, foreach=True, **momentum)
-        if setting.algorithm is not None:
-            algorithm = algorithm_class(setting.algorithm)()
-            self._load.model, self._optimizer = algorithm.wrap(
-                self._load.model, self._optimizer, communicator, setting.options
-            )
+class _Steps:
+    """Steps of a rank, and what was measured of each."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
         self.marks: list[tuple[float, float, float, float]] = []
         self._waits: list[float] = []
         self._messages: list[int] = []
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        """Returns the calls of a step: forward pass, backward pass and update."""
+        raise NotImplementedError
 
     def step(self) -> State:
         """Trains a step; returns its state."""
         network = self.network
         network.transfers, network.waits = [], []
-        began = network.clock()
-        self._optimizer.zero_grad()
-        loss = self._load.loss()
-        forward = network.clock()
-        loss.backward()
-        backward = network.clock()
-        self._optimizer.step()
-        self.marks.append((began, forward, backward, network.clock()))
+        marks = [network.mark()]
+        for phase in self.phases():
+            phase()
+            marks.append(network.mark())
+        self.marks.append((marks[0], marks[1], marks[2], marks[3]))
         self._waits.append(math.fsum(end - start for start, end in network.waits))
         self._messages.append(len(network.transfers))
-        return network.clock() - began, *network.ages_s()
-
-    def statistics(self) -> Mapping[str, Any]:
-        """Returns the algorithm's counters."""
-        counters: Mapping[str, Any] = self._optimizer.statistics()
-        return counters
+        return network.clock() - marks[0], *network.ages_s()
 
     def mean(self, steps: int) -> Step:
         """Returns the mean of the last steps."""
@@ -252,6 +259,62 @@ class _Training:
             began_s=marks[-1][0],
             messages=statistics.fmean(self._messages[-steps:]),
         )
+
+
+class _Playing(_Steps):
+    """Steps of a tape."""
+
+    def __init__(self, network: Played) -> None:
+        super().__init__(network)
+        self._play = network.play
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        return [self._play] * 3
+
+    def step(self) -> State:
+        self._play()  # what comes before the first step, or between two
+        return super().step()
+
+
+class _Training(_Steps):
+    """Steps of an algorithm's file."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        seat: Seat,
+        communicator: VirtualCommunicator,
+        load: Workload | None = None,
+    ) -> None:
+        super().__init__(seat.network)
+        self._load = workload(setting.profiles[communicator.rank], None) if load is None else load
+        self._plain = self._load.model
+        kind: Any = torch.optim.AdamW if setting.optimizer == "adamw" else torch.optim.SGD
+        kind = paced(kind, setting.profile.memory_bytes_per_s)
+        momentum = {"momentum": setting.momentum} if setting.optimizer == "sgd" else {}
+        params = self._load.model.parameters()
+        self._optimizer = kind(params, lr=0.01, foreach=True, **momentum)
+        if setting.algorithm is not None:
+            algorithm = algorithm_class(setting.algorithm)()
+            self._load.model, self._optimizer = algorithm.wrap(
+                self._load.model, self._optimizer, communicator, setting.options
+            )
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        return self._forward, self._backward, self._optimizer.step
+
+    def _forward(self) -> None:
+        self._optimizer.zero_grad()
+        self._loss = self._load.loss()
+
+    def _backward(self) -> None:
+        self._loss.backward()
+        del self._loss
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Returns the algorithm's counters."""
+        counters: Mapping[str, Any] = self._optimizer.statistics()
+        return counters
 
     def trace(self, steps: int) -> Trace:
         """Trains further steps; returns their trace."""
@@ -281,15 +344,21 @@ class _Training:
         return recorder.trace(self.marks[-steps:], waits_s)
 
 
-@contextlib.contextmanager
-def _training(setting: Setting) -> Iterator[_Training]:
-    load = workload(setting.profile, None)  # here, because arithmetic is slow in the mode below
-    network = Alike(
+NetworkT = TypeVar("NetworkT", bound=Alike)
+
+
+def _network(kind: Callable[..., NetworkT], setting: Setting) -> NetworkT:
+    return kind(
         setting.shape,
         setting.costs,
         engine=setting.engine,
         priorities=setting.engine == "comm_core",
     )
+
+
+@contextlib.contextmanager
+def _training(setting: Setting, network: Alike) -> Iterator[_Training]:
+    load = workload(setting.profile, None)  # here, because arithmetic is slow in the mode below
     seat = Seat(network, setting.profile.memory_bytes_per_s)
     with kept(), seat.joined() as communicator:
         yield _Training(setting, seat, communicator, load)

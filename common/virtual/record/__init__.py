@@ -1,0 +1,1 @@
+"""Records of a virtual rank: a trace of its steps, and a tape of its calls for other clocks."""

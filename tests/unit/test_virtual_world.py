@@ -267,13 +267,10 @@ def test_predict_has_a_range_and_a_baseline(capsys):
 
 
 def test_what_trials_share_in_a_process_changes_no_number():
-    experiment = load(
-        find_experiment("predicted-64"), ["models.0.name=mobilenet_v2@rtx2080ti-modelled"]
-    )
+    small = ["models.0.name=mnist_cnn@rtx2080ti-modelled", "models.0.batch_size=32"]
+    experiment = load(find_experiment("predicted-64"), small)
     caches = (predict._slowed, predict._known_links, run._alone_s, plan)
-    trials = [
-        t for t in experiment.trials() if t.model.startswith("mobilenet") and t.world_size > 1
-    ]
+    trials = [t for t in experiment.trials() if t.model.startswith("mnist") and t.world_size > 1]
     together = [predict._row(t.to_json(), None, experiment.cluster, None) for t in trials]
     hits = [cache.cache_info().hits for cache in caches]
     assert all(hits)

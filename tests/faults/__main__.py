@@ -55,15 +55,16 @@ def main() -> int:
 
 
 def run(faults: Sequence[Fault], lanes: int, scratch: Path) -> list[dict[str, Any]]:
-    """Lets faults happen on several lanes; prints each that misses as it comes."""
+    """Lets faults happen on several lanes; prints a line for each. Ctrl-C ends it early."""
     waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     for fault in faults:
         waiting.put(fault)
     results: list[dict[str, Any]] = []
+    stopped = threading.Event()
 
     def work(number: int) -> None:
         lane = Lane(scratch / f"lane-{number}")
-        while True:
+        while not stopped.is_set():
             try:
                 fault = waiting.get_nowait()
             except queue.Empty:
@@ -76,8 +77,14 @@ def run(faults: Sequence[Fault], lanes: int, scratch: Path) -> list[dict[str, An
     threads = [threading.Thread(target=work, args=(k,)) for k in range(min(lanes, len(faults)))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        print("stopped; the last faults come to their end", file=sys.stderr, flush=True)
+        stopped.set()
+        for thread in threads:
+            thread.join()
     return sorted(results, key=lambda result: result["fault"]["index"])
 
 

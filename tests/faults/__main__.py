@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ HANGS_S = 240.0
 
 def main() -> int:
     """0 if every fault met the bars, else 1."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     options = _arguments()
     fixed = {key: value for key, value in vars(options).items() if key in _FIXED and value}
     if options.only:

@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ HANGS_S = 240.0
 
 def main() -> int:
     """0 if every fault met the bars, else 1."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     options = _arguments()
     fixed = {key: value for key, value in vars(options).items() if key in _FIXED and value}
     if options.only:
@@ -55,15 +58,16 @@ def main() -> int:
 
 
 def run(faults: Sequence[Fault], lanes: int, scratch: Path) -> list[dict[str, Any]]:
-    """Lets faults happen on several lanes; prints each that misses as it comes."""
+    """Lets faults happen on several lanes; prints a line for each. Ctrl-C ends it early."""
     waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     for fault in faults:
         waiting.put(fault)
     results: list[dict[str, Any]] = []
+    stopped = threading.Event()
 
     def work(number: int) -> None:
         lane = Lane(scratch / f"lane-{number}")
-        while True:
+        while not stopped.is_set():
             try:
                 fault = waiting.get_nowait()
             except queue.Empty:
@@ -76,8 +80,14 @@ def run(faults: Sequence[Fault], lanes: int, scratch: Path) -> list[dict[str, An
     threads = [threading.Thread(target=work, args=(k,)) for k in range(min(lanes, len(faults)))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        print("stopped; the last faults come to their end", file=sys.stderr, flush=True)
+        stopped.set()
+        for thread in threads:
+            thread.join()
     return sorted(results, key=lambda result: result["fault"]["index"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import shutil
@@ -118,7 +119,8 @@ def draw(seed: int, index: int, kinds: Sequence[str] = (), **fixed: str) -> Faul
     return Fault(seed=seed, index=index, kind=kind, **{**drawn, **fixed})
 
 
-def trained() -> list[str]:
+@functools.cache
+def trained() -> Sequence[str]:
     """Algorithms that this machine has; Horovod has processes of its own, and is compared with."""
     return [
         name
@@ -132,6 +134,7 @@ def launchers(kind: Kind) -> list[tuple[str, str]]:
     return [place for place in kind.places if _can(*place)]
 
 
+@functools.cache
 def _can(launcher: str, fabric: str) -> bool:
     if fabric == "emulated" and sandbox.unable() is not None:
         return False

@@ -38,7 +38,7 @@ PRELOAD = (MODULE, "torch._dynamo", "dear.optimizer", "common.models.architectur
 STOP_S = 30.0
 """Duration of SIGSTOP where the rank goes on."""
 BARE_GRACE_S = 6.5
-LIMITS_S = {"silent": (5.0, 60.0), "endless": (40.0, 12.0)}
+LIMITS_S = {"silent": (5.0, 90.0), "endless": (40.0, 12.0)}
 """Time limit of a collective, and of the job, in seconds, by fate."""
 OTHER_LIMITS_S = (50.0, 90.0)
 

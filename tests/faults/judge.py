@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from common.launch.per_host import STOP_S
 from tests.faults.drawing import Fault
 from tests.faults.jobs import Seen
 
@@ -26,7 +27,7 @@ def misses(fault: Fault, seen: Seen) -> Iterator[str]:
         yield f"the fault did not happen: {error and error['message']}"
         return
     if fault.kind in ("killed driver", "Ctrl-C twice"):
-        if seen.after_s > LATE_S + fault.delay_ms / 500:
+        if seen.after_s > (STOP_S + LATE_S if fault.kind == "Ctrl-C twice" else LATE_S):
             yield f"what ran the launcher ended after {seen.after_s:.0f} s"
         return
     yield from _of_the_outcome(fault, seen)

@@ -133,7 +133,7 @@ class Guarded {
   }
 
  private:
-  static constexpr size_t kWidth = 4096;
+  static constexpr size_t kWidth = 256;
   std::vector<char> memory_;
 };
 
@@ -330,7 +330,8 @@ class Fuzzer {
       ++groups_;
       peer_ = 1;
     }
-    const size_t step = below(2) == 0 ? SIZE_MAX : 1 + below(64);
+    const size_t most = 64 + input.bytes.size() / 16;  // a long one takes few calls, too
+    const size_t step = below(2) == 0 ? SIZE_MAX : 1 + below(most);
     try {
       switch (input.reader) {
         case Reader::greeting: greet(input.bytes, step); break;

@@ -20,7 +20,7 @@ for sanitizer in thread address,undefined; do
     -DCOMM_CORE_SANITIZE="$sanitizer" > /dev/null
   cmake --build "$dir" | tail -n 1
   for test in "sha256_test" "settings_test" "kernels_test" "messages_test" "windows_test" "group_test" \
-      "regimes_test" "collectives_test 4" "collectives_test random 20000" "model_test 40000"; do
+      "regimes_test" "collectives_test 4" "collectives_test random 20000" "model_test 40000" "fuzz_test 300000"; do
     read -r -a command <<< "$test"
     timeout 1800 "$dir/${command[0]}" "${command[@]:1}"
   done

@@ -24,6 +24,8 @@ NOT_BUILT = "the C++ tests are not built: make core-tests"
         "windows_test",
         "model_test 2000",
         "regimes_test",
+        "fuzz_test 30000",
+        pytest.param("fuzz_test 1000000 2", marks=pytest.mark.full),
         pytest.param("collectives_test", marks=pytest.mark.full),
         pytest.param("collectives_test random 2000", marks=pytest.mark.full),
     ],

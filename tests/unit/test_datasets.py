@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
 import pickle
+import struct
+import subprocess
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +46,61 @@ def test_cifar_is_read_from_its_own_files(tmp_path, monkeypatch, name, train, cl
     held = pickle.loads(next(ours.glob("test*")).read_bytes())["data"][39].reshape(3, 32, 32)
     mean, std = (torch.tensor(result[name]).view(3, 1, 1) for result in (MEAN, STD))
     assert torch.allclose(255 * (images[1] * std + mean), torch.from_numpy(held).float(), atol=1e-3)
+
+
+def _by_python_2(pixels: bytes) -> bytes:
+    """Pickle of two images and their labels as Python 2 and its numpy wrote the published files."""
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+    shape, code = b"K\x02M\x00\x0c\x86", b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
+    facts = b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    held = b"T" + struct.pack("<i", len(pixels)) + pixels
+    state = b"(K\x01" + shape + code + facts + b"\x89" + held + b"tb"
+    return b"\x80\x02}(U\x04data" + array + state + b"U\x06labels](K\x03K\x04eu."
+
+
+def test_the_published_pickles_are_of_python_2(tmp_path):
+    folder = write_cifar(tmp_path)
+    pixels = np.random.default_rng(2).integers(0, 256, (2, 3072), dtype=np.uint8)
+    (next(folder.iterdir()) / "test_batch").write_bytes(_by_python_2(pixels.tobytes()))
+    images, labels = datasets.load("cifar10", folder, 32).test.batch([0, 1], None)
+    mean, std = (torch.tensor(result["cifar10"]).view(3, 1, 1) for result in (MEAN, STD))
+    read = (255 * (images * std + mean)).round().to(torch.uint8)
+    assert torch.equal(read, torch.from_numpy(pixels).view(2, 3, 32, 32))
+    assert labels.tolist() == [3, 4]
+
+
+class Evil:
+    """Object whose pickle calls a function when it is read."""
+
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("place", ["data_batch_1", "data_batch_5", "test_batch", "batches.meta"])
+@pytest.mark.parametrize(
+    "call",
+    [(os.system, "touch {}"), (exec, "open('{}', 'w')"), (eval, "open('{}', 'w')"),
+     (subprocess.Popen, ["touch", "{}"]), (open, "{}", "w"), (getattr, "{}", "upper"),
+     (functools.partial, os.remove, "{}"), (np.save, "{}", 1), (np.load, "{}"),
+     (importlib.import_module, "antigravity")],
+    ids=lambda call: call[0].__name__,
+)  # fmt: skip
+def test_a_file_of_cifar_runs_no_program(tmp_path, monkeypatch, place, call):
+    folder, mark = write_cifar(tmp_path / "data"), tmp_path / "mark"
+    filled = [
+        [part.format(mark) for part in item] if isinstance(item, list)
+        else item.format(mark) if isinstance(item, str) else item
+        for item in call[1:]
+    ]  # fmt: skip
+    path = next(folder.iterdir()) / place
+    held = {**pickle.loads(path.read_bytes()), "more": Evil(call[0], *filled)}
+    path.write_bytes(pickle.dumps(held))
+    with pytest.raises(UserError, match=r"no cifar10: it refers to .*, which is no array"):
+        datasets.load("cifar10", folder, 32)
+    assert not mark.exists()
 
 
 def test_colours_of_cifar_are_normalized_by_the_values_in_common_use():

@@ -1,4 +1,7 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), read by torchvision from their Python files.
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), read from their Python files.
+
+A Python file of the data set is a pickle, which could run any program. So nothing but arrays,
+lists, numbers and texts is read from it.
 
 Training images are augmented as in He et al. 2016 (arXiv 1512.03385, section 4.2): 4 pixels of grey
 padding on each side, a random crop, and a horizontal flip with probability 0.5.
@@ -12,7 +15,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from common.models import torchvision_cpu  # noqa: F401  (before torchvision)
+import numpy as np
+
 from common.models.datasets.sources import Parts
 from common.models.datasets.tensors import Tensors
 from dear.errors import UserError
@@ -20,6 +24,21 @@ from dear.lazy import torch
 
 _FRAME = 4
 _FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+_FILES = {"cifar10": (_BATCHES, ["test_batch"]), "cifar100": (["train"], ["test"])}
+_LABELS = {"cifar10": "labels", "cifar100": "fine_labels"}
+_NAMES = {
+    "cifar10": ("batches.meta", "label_names"),
+    "cifar100": ("meta", "fine_label_names"),
+}
+_PARTS_OF_ARRAYS = {
+    *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
+    *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")),
+}
+"""Names that a pickle of arrays refers to."""
+_WRONG = (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, ImportError)
+"""Errors of damaged files, besides `pickle.UnpicklingError`."""
 # Mean and standard deviation of the training images, per colour.
 MEAN = {"cifar10": (0.4914, 0.4822, 0.4465), "cifar100": (0.5071, 0.4865, 0.4409)}
 STD = {"cifar10": (0.2470, 0.2435, 0.2616), "cifar100": (0.2673, 0.2564, 0.2762)}
@@ -58,9 +77,11 @@ def load(data: str, folder: Path, size: int | None) -> Parts:
         UserError: a file is missing or damaged.
     """
     _own_folder(data, folder)
+    files, key = _FILES[data], _NAMES[data][1]
     try:
-        train, test = (_dataset(data, folder, train=train) for train in (True, False))
-    except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        train, test = (_tensors(data, folder, names) for names in files)
+        classes = len(_unpickled(_own_folder(data, folder) / _NAMES[data][0])[key])
+    except (*_WRONG, pickle.UnpicklingError) as error:
         raise UserError(f"{folder / _FOLDERS[data]}: no {data}: {error}") from None
     shape = (1, 3, 1, 1)
     mean, std = (torch.tensor(table[data]).view(shape) for table in (MEAN, STD))
@@ -69,30 +90,31 @@ def load(data: str, folder: Path, size: int | None) -> Parts:
         return (pixels.float() / 255 - mean) / std
 
     return Parts(
-        train=Tensors(*_tensors(train), vary=crop_and_flip, finish=finish),
-        test=Tensors(*_tensors(test), finish=finish),
-        classes=len(train.classes),
+        train=Tensors(*train, vary=crop_and_flip, finish=finish),
+        test=Tensors(*test, finish=finish),
+        classes=classes,
     )
 
 
-def _dataset(data: str, folder: Path, train: bool) -> Any:
-    import torchvision
-
-    kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
-
-    class Unhashed(kind[data]):
-        """Data set without checks of hashes, so that other images in this format can be loaded."""
-
-        train_list = [[name, None] for name, _ in kind[data].train_list]  # noqa: RUF012
-        test_list = [[name, None] for name, _ in kind[data].test_list]  # noqa: RUF012
-        meta = {**kind[data].meta, "md5": None}  # noqa: RUF012
-
-    return Unhashed(str(folder), train=train, download=False)
+class _ArraysOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _PARTS_OF_ARRAYS:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is no array")
+        return super().find_class(module, name)
 
 
-def _tensors(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    pixels = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-    return pixels, torch.tensor(dataset.targets)
+def _unpickled(path: Path) -> Any:
+    with path.open("rb") as file:
+        return _ArraysOnly(file, encoding="latin1").load()
+
+
+def _tensors(data: str, folder: Path, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    batches = [_unpickled(_own_folder(data, folder) / name) for name in names]
+    pixels = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
+    labels = [label for batch in batches for label in batch[_LABELS[data]]]
+    if pixels.dtype != np.uint8 or len(labels) != len(pixels):
+        raise ValueError(f"{len(pixels)} images of {pixels.dtype} for {len(labels)} labels")
+    return torch.from_numpy(pixels), torch.tensor(labels)
 
 
 def crop_and_flip(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

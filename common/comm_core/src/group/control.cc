@@ -80,7 +80,7 @@ class Control::Line : public Watcher {
     size_t wanted = sizeof message;
     if (heard_.size() >= sizeof message) {
       memcpy(&message, heard_.data(), sizeof message);
-      if (message.magic != kMagic || message.text_bytes > kMostText) {
+      if (message.magic != kMagic || message.kind > Kind::lost || message.text_bytes > kMostText) {
         throw MismatchError("malformed control message from " + lane_->peer());
       }
       wanted += message.text_bytes;

@@ -90,6 +90,11 @@ std::string Windows::problem(const MessageHeader& header) const {
     return "the slots of its window have " + std::to_string(window.slot_bytes) + " bytes, not " +
            std::to_string(header.bytes) + " at offset " + std::to_string(header.offset);
   }
+  const size_t unit = size_of(header.dtype);
+  if (header.offset % unit != 0 || header.bytes % unit != 0) {
+    return "offset " + std::to_string(header.offset) + " or " + std::to_string(header.bytes) +
+           " bytes are no whole number of " + name(header.dtype);
+  }
   if (header.kind == MessageKind::accumulate &&
       (header.op == ReduceOp::avg || !supports(header.dtype, header.op))) {
     return std::string("unsupported reduction: ") + name(header.op) + " of " + name(header.dtype);
@@ -155,8 +160,10 @@ void Windows::arrived(int peer, const MessageHeader& header, MessageReceiver& re
       throw MismatchError("unexpected reply from " + group_.peer(peer).label);
     }
     const OpSpec& spec = found->second->spec();
-    const size_t most = header.refused ? 4096 : spec.outputs.empty() ? 0 : spec.outputs[0].bytes;
-    if (header.bytes > most) throw MismatchError("malformed reply from " + group_.peer(peer).label);
+    const size_t bytes = spec.outputs.empty() ? 0 : spec.outputs[0].bytes;
+    if (header.refused ? header.bytes > 4096 : header.bytes != bytes) {
+      throw MismatchError("malformed reply from " + group_.peer(peer).label);
+    }
     receiver.hold();
   } else if (pays) {
     // A large payload is not buffered if no window can take it.

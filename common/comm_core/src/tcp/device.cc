@@ -102,7 +102,10 @@ class TcpDevice::Guest : public Watcher {
   void on_event() override {
     bool proved = false;
     try {
-      proved = advance();
+      proved = acceptance_.advance(link_, [this](const Bytes16& group) {
+        const auto door = device_.doors_.find(group);
+        return door == device_.doors_.end() ? nullptr : &door->second;
+      });
     } catch (const CommError&) {
       device_.drop(this);
       return;  // `drop` has destroyed this object
@@ -110,50 +113,15 @@ class TcpDevice::Guest : public Watcher {
     if (proved) device_.admit(this);
   }
 
-  const Hello& hello() const { return hello_; }
+  const Hello& hello() const { return acceptance_.hello(); }
   double deadline_s() const { return deadline_s_; }
   Fd release() { return std::move(link_).take(); }
 
  private:
-  // Returns true when the peer has authenticated and the answer is sent.
-  bool advance() {
-    if (!greeted_) {
-      if (!link_.fill(&hello_, sizeof hello_, have_)) return false;
-      const auto door = device_.doors_.find(hello_.group);
-      const bool known = hello_.magic == kHelloMagic && door != device_.doors_.end() &&
-                         hello_.from >= 0 && hello_.from < door->second.size &&
-                         hello_.to == door->second.rank && hello_.from != hello_.to &&
-                         int(hello_.kind) < kNumLaneKinds;
-      if (!known) throw CommError("unknown group or rank");
-      random_bytes(challenge_.data(), challenge_.size());
-      send(challenge_.data(), challenge_.size());
-      greeted_ = true;
-    }
-    if (!link_.fill(proof_.data(), proof_.size(), have_)) return false;
-    const auto door = device_.doors_.find(hello_.group);
-    if (door == device_.doors_.end()) throw CommError("the group is gone");
-    const std::string& secret = door->second.secret;
-    if (!equal_constant_time(proof_, proof(secret, 'c', hello_, challenge_))) {
-      throw CommError("wrong secret");
-    }
-    const Digest answer = proof(secret, 's', hello_, challenge_);
-    send(answer.data(), answer.size());
-    return true;
-  }
-
-  // The send buffer of a new connection has room for these few bytes. Otherwise it is no peer.
-  void send(const void* data, size_t bytes) {
-    if (link_.write(data, bytes) != bytes) throw CommError("no room to answer");
-  }
-
   TcpDevice& device_;
   TcpLane link_;
   double deadline_s_;
-  bool greeted_ = false;
-  size_t have_ = 0;
-  Hello hello_;
-  Bytes16 challenge_{};
-  Digest proof_{};
+  Acceptance acceptance_;
 };
 
 void TcpDevice::on_event() {

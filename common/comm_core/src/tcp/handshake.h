@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "secret/random.h"
@@ -28,12 +29,25 @@ struct Hello {
 static_assert(sizeof(Hello) == 56);
 
 // Returns the HMAC of `side`: 'c' for the connector, 's' for the acceptor.
-inline Digest proof(const std::string& secret, char side, const Hello& hello,
-                    const Bytes16& challenge) {
-  std::string text(1, side);
-  text.append(reinterpret_cast<const char*>(&hello), sizeof hello);
-  text.append(reinterpret_cast<const char*>(challenge.data()), challenge.size());
-  return hmac_sha256(secret, text);
-}
+Digest proof(const std::string& secret, char side, const Hello& hello, const Bytes16& challenge);
+
+// The acceptor's side, which reads what strangers send.
+class Acceptance {
+ public:
+  // Returns the door of a group, or null if this process has no such group.
+  using Doors = std::function<const Door*(const Bytes16& group)>;
+
+  // Continues over `lane`. Returns true when the peer has authenticated and the answer is sent.
+  // Throws CommError if it is no rank of the group, or does not know the secret.
+  bool advance(Lane& lane, const Doors& doors);
+  const Hello& hello() const { return hello_; }
+
+ private:
+  bool greeted_ = false;
+  size_t have_ = 0;
+  Hello hello_;
+  Bytes16 challenge_{};
+  Digest proof_{};
+};
 
 }  // namespace comm_core

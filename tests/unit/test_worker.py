@@ -28,6 +28,7 @@ from common.launch.job import Outcome
 from common.models.workload import Workload
 from common.results.records import Breakdown, Result
 from common.results.records.trust import Check
+from common.results.validity import flag_text
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes
 from dear.cost.measurement import Measurement
@@ -514,6 +515,18 @@ def test_a_silent_error_of_one_rank_is_named_with_its_tensor(world, what, expect
     for agree, text in world(3).run(_trains_but, what):
         assert agree == (expected is None)
         assert text == expected if expected is None else text.startswith(expected), text
+
+
+def test_the_flag_names_what_differed_after_a_later_repeat():
+    right = Check(replicas_agree=True, matches_reference=True)
+    apart = {"replicas_agree": False, "replica_spread": 1e-3, "finding": "parameter w of rank 1"}
+    later = deviation.with_agreement(Check(), apart)
+    results = [Result(iters=[[0.5]], cpu_s_per_s=1.0, loss=1.0, check=c) for c in (right, later)]
+    outcome, machine = Outcome(status="ok"), {"cores": 64}
+    built = make_record(make_trial("dear"), results, outcome, machine, "now", 1.0)
+    assert flag_text(built) == "incorrect: parameter w of rank 1"
+    wrong = dataclasses.replace(right, matches_reference=False, finding="first")
+    assert deviation.with_agreement(wrong, apart).finding == "first"
 
 
 def test_the_farthest_tensor_counts_and_rounding_is_no_error():

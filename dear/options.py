@@ -8,6 +8,7 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -104,7 +105,7 @@ def build_options(cls: type[T], given: Mapping[str, object], what: str, path: st
         UserError: an unknown key, a missing one, or a value of the wrong type.
     """
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     prefix = f"{path}." if path else ""
     values: dict[str, Any] = {}
     for key, value in given.items():
@@ -119,6 +120,12 @@ def build_options(cls: type[T], given: Mapping[str, object], what: str, path: st
         if missing and name not in values:
             raise UserError(f"{what} {prefix + name!r} is missing")
     return cls(**values)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Returns the types of the fields; `typing` compiles their text each time."""
+    return get_type_hints(cls)
 
 
 def option_of(options: Options, field: str, value: object = None) -> str:

@@ -92,6 +92,9 @@ def settings(options: DataclassInstance) -> dict[str, object]:
     return values
 
 
+_hints = cache(get_type_hints)  # which compiles the text of each type
+
+
 def build_options(cls: type[T], given: Mapping[str, object], what: str, path: str = "") -> T:
     """Builds a `cls` from `given`; every key must be a field and every value of the field's type.
 
@@ -120,12 +123,6 @@ def build_options(cls: type[T], given: Mapping[str, object], what: str, path: st
         if missing and name not in values:
             raise UserError(f"{what} {prefix + name!r} is missing")
     return cls(**values)
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    """Returns the types of the fields; `typing` compiles their text each time."""
-    return get_type_hints(cls)
 
 
 def option_of(options: Options, field: str, value: object = None) -> str:

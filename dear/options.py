@@ -8,6 +8,7 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -91,6 +92,9 @@ def settings(options: DataclassInstance) -> dict[str, object]:
     return values
 
 
+_hints = cache(get_type_hints)  # which compiles the text of each type
+
+
 def build_options(cls: type[T], given: Mapping[str, object], what: str, path: str = "") -> T:
     """Builds a `cls` from `given`; every key must be a field and every value of the field's type.
 
@@ -104,7 +108,7 @@ def build_options(cls: type[T], given: Mapping[str, object], what: str, path: st
         UserError: an unknown key, a missing one, or a value of the wrong type.
     """
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     prefix = f"{path}." if path else ""
     values: dict[str, Any] = {}
     for key, value in given.items():

@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import multiprocessing
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -61,7 +62,7 @@ class RankPool:
         `function` must be importable by name. The first failing rank's traceback is raised.
         """
         for pipe in self.pipes.values():
-            pipe.send((function, args))
+            pipe.send_bytes(pickle.dumps((function, args)))
         results: dict[int, Any] = {}
         try:
             for rank, (ok, value) in gather(self.pipes, self._timeout_s * 2):
@@ -139,7 +140,8 @@ def _serve(pipe: Connection, backend: str, timeout_s: float, algorithms: list[Pa
             result = (True, function(*args))
         except BaseException:
             result = (False, traceback.format_exc())
-        pipe.send(result)
+        # `pipe.send` would hand each tensor over as shared memory, in a connection of its own.
+        pipe.send_bytes(pickle.dumps(result))
         del result  # or a reset would take for lasting what only this refers to
 
 

@@ -47,7 +47,8 @@ def started(
     """
     # A fork of this process could not use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    if preload:
+        context.set_forkserver_preload(list(preload))
     count = usable_cores() if most is None else max(1, min(usable_cores(), most))
     given = (dict(os.environ), begin)  # the fork server has the environment of its start
     with ProcessPoolExecutor(count, context, initializer=_begin, initargs=given) as pool:

@@ -14,6 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from inspect import getattr_static
 from pathlib import Path
 from types import ModuleType
@@ -241,12 +242,16 @@ def plugin_of(name: str) -> Plugin | None:
 
 
 def _modules() -> dict[str, str]:
-    shipped = {
-        file.stem.replace("_", "-"): f"dear.algorithms.{file.parent.name}.{file.stem}"
-        for file in FOLDER.glob("*/[!_]*.py")
-    }
     plugins = {name: f"{_PLUGINS}.{Path(file.path).stem}" for name, file in _plugins.items()}
-    return shipped | plugins
+    return _shipped(FOLDER) | plugins
+
+
+@cache
+def _shipped(folder: Path) -> dict[str, str]:
+    return {
+        file.stem.replace("_", "-"): f"dear.algorithms.{file.parent.name}.{file.stem}"
+        for file in folder.glob("*/[!_]*.py")
+    }
 
 
 def algorithm_names() -> list[str]:

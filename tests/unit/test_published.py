@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +80,19 @@ def test_a_fit_gives_back_the_link_that_made_the_times():
     line = fitted(rows, "between", LINES, steps)
     assert line.start_up_s == pytest.approx(made.start_up_s, rel=1e-3)
     assert line.bytes_per_s == pytest.approx(made.bytes_per_s, rel=1e-3)
+
+
+def test_no_step_is_predicted_twice():
+    asked = []
+
+    def mapped(call, rows, studies, lines):
+        asked.extend(zip(rows, lines, strict=True))
+        return range(len(rows))
+
+    steps = comparison._steps(SimpleNamespace(map=mapped), declared())
+    row, other = rows_of(model="ResNet-50", network="10GbE", method="BSP-A2A")[:2]
+    assert steps([(row, LINES), (other, LINES), (row, dict(LINES))]) == [0, 1, 0]
+    assert steps([(other, LINES)]) == [1] and asked == [(row, LINES), (other, LINES)]
 
 
 def test_rows_are_fitted_predicted_apart_or_left_out(tmp_path, capsys):

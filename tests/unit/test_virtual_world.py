@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import torch
 from common.harness.cli import main
 from common.harness.experiment_file import find_experiment, load
 from common.harness.verbs import predict, validate
+from common.machine.processes import spread
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.registry import profile_of
 from common.models.replay.plan import plan
@@ -279,6 +281,12 @@ def test_what_trials_share_in_a_process_changes_no_number():
             cache.cache_clear()
         run.TAPES.clear()
         assert predict._row(trial.to_json(), None, experiment.cluster, None) == row
+
+
+def test_processes_have_the_environment_of_their_call(monkeypatch):
+    for word in ("first", "second"):  # when the fork server runs already
+        monkeypatch.setenv("DEAR_WORD", word)
+        assert spread(os.getenv, ["DEAR_WORD"] * 2) == [word] * 2
 
 
 def test_messages_carry_all_values_of_small_tensors_and_the_last_ones_of_large_ones():

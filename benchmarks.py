@@ -44,7 +44,11 @@ def check() -> None:
 
 if __name__ == "__main__":
     use_own_environment()
-    check()
-    from common.harness.cli import main
+    try:
+        check()
+        from common.harness.cli import main
 
-    sys.exit(main(sys.argv[1:]))
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # while modules are imported, or once more while a run ends
+        print("interrupted; run again to go on", file=sys.stderr)
+        sys.exit(130)

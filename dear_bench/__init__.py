@@ -17,6 +17,10 @@ def main() -> int:
     if not (folder / "common").exists():  # an editable installation: both are at the top
         folder = folder.parent
     sys.path.insert(0, str(folder))
-    from common.harness.cli import main as run
+    try:
+        from common.harness.cli import main as run
 
-    return run(sys.argv[1:])
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:  # while modules are imported, or once more while a run ends
+        print("interrupted; run again to go on", file=sys.stderr)
+        return 130

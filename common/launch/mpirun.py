@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from common.launch.hosts import Host, are_virtual, blocks, network_env
 from common.launch.job import Job, Outcome, outcome_of, timed_out
@@ -57,19 +60,15 @@ class MpirunLauncher(RemoteLauncher):
             if self._hosts[0].virtual is not None:  # mpirun itself runs on the first host
                 command = self._hosts[0].virtual.command(command)
         # A folder for Open MPI's files, which is removed even if mpirun or this process is killed.
-        with TemporaryFolder("dear-mpi-") as folder, Ranks() as mpirun:
+        with TemporaryFolder("dear-mpi-") as folder, _Started() as mpirun:
             here = self._hosts is None or are_virtual(self._hosts)  # others do not have the folder
             env = {"TMPDIR": str(folder.path)} if here else {}
             log = job.log_path(0)
             mpirun.command(command, cwd=ROOT, env=env, log=log, pass_fds=(folder.held,))
-            try:
-                in_time = _ends(mpirun, job)
-                if not in_time:
-                    mpirun.signal(signal.SIGUSR1)  # mpirun passes it on
-                    mpirun.wait(STACKS_S)
-            finally:
-                # mpirun passes SIGTERM on to all ranks; after SIGKILL they would continue.
-                mpirun.stop(STOP_S, ask=signal.SIGTERM)
+            in_time = _ends(mpirun, job)
+            if not in_time:
+                mpirun.signal(signal.SIGUSR1)  # mpirun passes it on
+                mpirun.wait(STACKS_S)
         if not in_time:
             return timed_out(job)
         code = mpirun.codes.get(0)  # None if it did not end by itself
@@ -106,6 +105,23 @@ class MpirunLauncher(RemoteLauncher):
 
     def _agent_for(self, host: Host) -> list[str] | None:
         return None if host.here else self._agent
+
+
+class _Started(Ranks):
+    """Running mpirun: it passes SIGTERM on to all ranks; after SIGKILL they would continue."""
+
+    def stop(self, patience_s: float = STOP_S, ask: int | None = signal.SIGTERM) -> None:
+        super().stop(patience_s, ask)
+
+    def _stop(self, patience_s: float, ask: int | None) -> None:
+        ranks: list[psutil.Process] = []
+        for number in self._running():
+            with contextlib.suppress(psutil.Error):
+                ranks += psutil.Process(self.pid(number)).children(recursive=True)
+        super()._stop(patience_s, ask)
+        for rank in ranks:  # a stopped one (SIGSTOP) does not react to SIGTERM
+            with contextlib.suppress(psutil.Error):
+                rank.kill()
 
 
 def _ends(mpirun: Ranks, job: Job) -> bool:

@@ -209,7 +209,12 @@ class Ranks:
         """Ends all remaining ranks: by the signal `ask` and a wait of `patience_s`, then SIGKILL.
 
         A rank is killed with its process group. `codes` does not contain the ranks that end here.
+        Ctrl-C during the call acts after it, so that no rank stays.
         """
+        with _undisturbed():
+            self._stop(patience_s, ask)
+
+    def _stop(self, patience_s: float, ask: int | None) -> None:
         # The start of the last process may have been interrupted.
         self._processes = [process for process in self._processes if process.pid is not None]
         left = self._running()
@@ -322,6 +327,23 @@ def _die_with_caller() -> None:
     assert caller is not None
     wait([caller.sentinel])
     os.killpg(0, signal.SIGKILL)  # this process and its descendants in the group
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Puts SIGINT and SIGTERM off until the end of the block."""
+    came: list[int] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came[:1]:
+            os.kill(os.getpid(), number)
 
 
 @functools.cache

@@ -199,6 +199,21 @@ def test_output_into_a_closed_pipe_is_no_traceback():
     listing.wait(timeout=30)
 
 
+def test_ctrl_c_while_modules_are_imported_is_one_line():
+    interrupted = """
+import runpy, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "common.harness.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+runpy.run_path("benchmarks.py", run_name="__main__")
+"""
+    done = python("-c", interrupted, env={**os.environ, "BENCHMARKS_OWN_ENVIRONMENT": "1"})
+    assert done.returncode == 130
+    assert done.stderr == "interrupted; run again to go on\n"
+
+
 def test_quick_answers_import_neither_torch_nor_numpy(tmp_path):
     code = (
         "import sys\nfrom common.harness.cli import main\n"

@@ -19,7 +19,7 @@ from common.results.records import Record
 from common.results.validity import flag_text
 from dear.training.algorithm import algorithm_class
 from tests.system.launch_stub import place, stub_job
-from tests.system.processes import ROOT, finished, python
+from tests.system.processes import ROOT, alive, finished, python, wait_for
 from tests.system.sweeps import Driver, write_trial
 
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
@@ -160,6 +160,19 @@ def test_a_failed_rank_ends_a_job_whose_mpirun_does_not_end(tmp_path, monkeypatc
     job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=300, worker_module="stub")
     outcome = make_launcher("mpirun", hosts=None, world_size=2).run(job)
     assert (outcome.status, outcome.error["message"]) == ("failed", "lost rank 1")
+
+
+def test_ranks_that_mpirun_leaves_behind_are_ended(tmp_path, monkeypatch):
+    mpirun, pid = tmp_path / "mpirun", tmp_path / "pid"
+    version = 'test "$1" = --version && echo "mpirun (Open MPI) 4.1.4" && exit'
+    # A rank that is stopped, in a session of its own.
+    stopped = f"setsid sh -c 'echo $$ > {pid}; kill -STOP $$' & sleep 1000"
+    mpirun.write_text(f"#!/bin/sh\n{version}\n{stopped}\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=2, worker_module="stub")
+    assert make_launcher("mpirun", hosts=None, world_size=2).run(job).status == "timeout"
+    wait_for(lambda: not alive(int(pid.read_text())))
 
 
 def test_what_ranks_of_a_killed_driver_have_told_each_other_is_forgotten(tmp_path):

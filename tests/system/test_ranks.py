@@ -117,6 +117,32 @@ def test_ranks_end_with_whoever_started_them(tmp_path, number):
     wait_for(lambda: not list(temporary.iterdir()))
 
 
+def stop_slowly(folder: Path) -> None:
+    """A program whose rank needs time to end, and writes when it has been asked and has ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    asked, ended = folder / "asked", folder / "ended"
+    trap = f"trap 'touch {asked}; sleep 1; touch {ended}; exit' TERM; touch {folder / 'ready'}"
+    with Ranks() as ranks:
+        ranks.command(["sh", "-c", f"{trap}; while :; do sleep 0.05; done"])
+        try:
+            (folder / "waiting").touch()
+            ranks.wait()
+        finally:
+            ranks.stop(LIMIT_S, ask=signal.SIGTERM)
+
+
+def test_a_second_ctrl_c_lets_ranks_end_that_the_first_has_asked_to(tmp_path):
+    code = "from pathlib import Path; from tests.system import test_ranks; test_ranks.stop_slowly"
+    program = [sys.executable, "-c", f"{code}(Path({str(tmp_path)!r}))"]
+    driver = subprocess.Popen(program, cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for((tmp_path / "waiting").exists)
+    for name in ("ready", "asked"):
+        wait_for((tmp_path / name).exists)
+        driver.send_signal(signal.SIGINT)
+    assert driver.wait(LIMIT_S) != 0
+    assert (tmp_path / "ended").exists()
+
+
 def test_a_rank_reacts_to_sigint_where_its_starter_does_not(tmp_path):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a script's background jobs do
     try:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.harness.cli import main
-from common.harness.running import notes
-
 if __name__ == "__main__":
-    notes.FOREIGN_CORES = notes.STEAL_CORES = notes.THROTTLED_S = math.inf
-    sys.exit(main(sys.argv[1:]))
+    try:
+        from common.harness.cli import main
+        from common.harness.running import notes
+
+        notes.FOREIGN_CORES = notes.STEAL_CORES = notes.THROTTLED_S = math.inf
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # as benchmarks.py does
+        sys.exit(130)

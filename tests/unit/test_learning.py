@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from common.harness.experiment_file import find_experiment, load
 from common.harness.settings import LearnConfig
 from common.harness.trial import Trial
+from common.harness.worker import rank as worker
 from common.harness.worker.loop import Loop, Schedule, TrainingClock
 from common.launch.job import Job, outcome_of
 from common.models import datasets
@@ -318,6 +320,23 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
         assert outcome.result == {"lost_ranks": [1]}
     else:
         assert "rank 1 " in outcome.error["message"]
+
+
+def test_the_oldest_error_is_the_cause_of_the_others(tmp_path):
+    job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=9, worker_module="worker")
+    for rank, (age_s, message) in enumerate([(1, "lost rank 1"), (2, "the cause")]):
+        path = tmp_path / f"error-0-rank{rank}.json"
+        error = {"kind": "failed", "message": message, "rank": rank, "where": "measuring"}
+        path.write_text(json.dumps(error))
+        os.utime(path, (1000 - age_s, 1000 - age_s))
+    assert outcome_of(job, {0: 1, 1: 1}).error["message"] == "the cause"
+
+
+def test_a_lack_of_memory_is_named_whoever_has_asked_for_it():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert [worker._kind(error) for error in (caught.value, MemoryError())] == ["oom", "oom"]
+    assert worker._kind(RuntimeError("another")) == "failed"
 
 
 def test_what_is_trained_on_is_said_and_true_training_images_are_used(tmp_path, monkeypatch):

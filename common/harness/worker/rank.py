@@ -38,6 +38,8 @@ from dear.comm import runtime
 from dear.comm.environment import rank_facts
 from dear.errors import Unavailable, UserError
 
+MESSAGE = 2000
+"""Most characters of an error's message; where ranks pass on an error, its cause stands last."""
 Body = Callable[[Trial, Briefing, int, Phase], Any]
 """Function that runs a repeat on a rank; rank 0 returns the result, a dataclass."""
 
@@ -68,7 +70,7 @@ def main(folder: Path, repeat: int, body: Body | None = None) -> int:
             _write(folder / f"repeat-{repeat}.json", dataclasses.asdict(result))
     except BaseException as error:
         traceback.print_exc()
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:MESSAGE]
         failure = {"kind": _kind(error), "message": message, "rank": rank, "where": current}
         _write(folder / f"error-{repeat}-rank{rank}.json", failure)
         sys.stdout.flush()

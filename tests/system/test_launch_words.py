@@ -145,7 +145,7 @@ def test_no_shell_acts_on_what_node_0_sends(tmp_path):
 
 @pytest.mark.parametrize("word", WORDS, ids=repr)
 def test_what_is_no_host_is_refused(tmp_path, word):
-    """As a host, as a user, and within a list; a line of its own ends a word."""
+    """Each word as a host, as a user, and within them."""
     path = tmp_path / "hosts"
     for line in (word, f"a{word}", f"{word}@h1", f"h1@{word}", f"h0\n{word}@h1"):
         plain = word in ("größe",) or (word == "-rf" and line == f"a{word}")

@@ -1,4 +1,4 @@
-"""What others have written can run nothing, leave its folder, or become a part of a page."""
+"""Data that others have written can run nothing, leave its folder, or become a part of a page."""
 
 from __future__ import annotations
 
@@ -176,9 +176,9 @@ MEANT = {"id", "hash", "status", "kind", "started", "schema"}
 
 def _built(folder: Path, lines: list[dict[str, Any]], trials: tuple[str, ...]) -> Page:
     records = [Record.from_json(line) for line in lines]
-    made = sweep(folder, records)
-    store.Comparison(compare_to=records[0].label, trials=trials).save(made)
-    return Page(page.build(made, commands=page.Commands(sweep="x", again=lambda: (None, "No."))))
+    place = sweep(folder, records)
+    store.Comparison(compare_to=records[0].label, trials=trials).save(place)
+    return Page(page.build(place, commands=page.Commands(sweep="x", again=lambda: (None, "No."))))
 
 
 def _check_page(folder: Path, lines: list[dict[str, Any]], kinds: list[tuple[Any, ...]]) -> int:

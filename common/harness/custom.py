@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +74,8 @@ def bring_model(
     sentence_len = registry.sentence_len(name, sentence_len)
     brought = brought or Brought(source=name)
     key = _key(brought, device, gpu, batch_size, sentence_len)
-    path = cache() / device / f"{name.replace(':', '-')}-bs{batch_size}-{key}.json"
+    plain = re.sub(r"[^\w.+-]", "-", name)
+    path = cache() / device / f"{plain}-bs{batch_size}-{key}.json"
     if not path.exists():
         _keep(profile_model(name, batch_size, sentence_len), path)
     registry.bring(replayed, dataclasses.replace(brought, profile=str(path)))

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,8 +132,8 @@ class Trial:
     @property
     def id(self) -> str:
         """Readable and unique name of the trial, and of its folder."""
-        model = self.model.replace(":", "-")
-        return f"{model}-bs{self.batch_size}-n{self.world_size}-{self.algorithm}-{self.hash[:8]}"
+        name = f"{self.model}-bs{self.batch_size}-n{self.world_size}-{self.algorithm}"
+        return re.sub(r"[^\w.+@-]", "-", f"{name}-{self.hash[:8]}")
 
     @property
     def title(self) -> str:

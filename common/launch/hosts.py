@@ -129,7 +129,9 @@ def read_hostfile(path: Path, world_size: int) -> list[Host]:
                 )
         user, _, name = words[0].rpartition("@")
         name = _host_name(name)
-        if name is None or (not user and "@" in words[0]):
+        # ssh would take a user that begins with a dash for an option.
+        wrong_user = "@" in words[0] and not re.fullmatch(r"(?!-)[\w.+-]+", user)
+        if name is None or wrong_user:
             raise UserError(
                 f"hostfile {path} line {number}: {words[0]!r} is no host; must be a name, an IPv4 "
                 "or IPv6 address, or USER@ before one of them (a port belongs into ~/.ssh/config)"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import json
 import os
 import re
 import secrets
@@ -230,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
                 break
             link.close()
     with link:
-        link.sendall(f"{command}\n".encode())
+        link.sendall(f"{json.dumps(command)}\n".encode())  # it may have several lines
         return _relay(link)
 
 
@@ -329,7 +330,10 @@ def _relay(link: socket.socket) -> int:
 
 def _serve(link: socket.socket) -> None:
     """Runs one command of node 0; the link is its standard input and output."""
-    command = _line(link)
+    text = _line(link)
+    if not text:
+        return  # node 0 has stopped the job
+    command = json.loads(text)
     ends = functools.partial(die_with_parent, signal.SIGTERM)
     done = subprocess.run(
         ["sh", "-c", command], stdin=link, stdout=link, stderr=link, preexec_fn=ends

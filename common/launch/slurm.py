@@ -67,6 +67,10 @@ class SlurmLauncher(Launcher):
 
         def __post_init__(self) -> None:
             positive("queue_s", self.queue_s)
+            for words in ((self.partition or "",), self.sbatch_args, self.srun_args):
+                for word in words:
+                    if any(character in word for character in "\n\r\0"):
+                        raise UserError(f"an argument of Slurm must be one line, got {word!r}")
             for name in ("nodes", "tasks_per_node", "gpus_per_node"):
                 value = getattr(self, name)
                 if value is not None and value < 1:
@@ -102,7 +106,8 @@ class SlurmLauncher(Launcher):
         if options.partition is not None:
             words += ["--partition", options.partition]
         flags = [f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)]
-        lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in [*flags, *options.sbatch_args])]
+        flags = [shlex.quote(flag) for flag in [*flags, *options.sbatch_args]]
+        lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in flags)]
         lines += ["set -euo pipefail", f"cd {shlex.quote(str(Path.cwd()))}"]
         return "\n".join([*lines, f"exec {shlex.join(command)}"])
 
@@ -182,7 +187,7 @@ class SlurmLauncher(Launcher):
     def _srun(self, job: Job) -> list[str]:
         options = self._options
         command = ["srun", "--ntasks", str(job.world_size), "--kill-on-bad-exit=1"]
-        command += ["--cpu-bind=none", "--output", str(job.log_path(0).resolve())]
+        command += ["--cpu-bind=none", "--output", _pattern(job.log_path(0))]
         command += self._size(job.world_size)
         return [*command, *options.srun_args, self._envs.python, *job.worker]
 
@@ -193,7 +198,7 @@ class SlurmLauncher(Launcher):
         script += f"mv {ended}.new {ended}; exit $code"
         command = ["sbatch", "--wait", "--job-name", name, "--ntasks", str(job.world_size)]
         command += ["--time", str(math.ceil(job.timeout_s / 60) + _SPARE_MIN)]
-        command += ["--output", str(job.folder.resolve() / f"log-{job.repeat}-srun.txt")]
+        command += ["--output", _pattern(job.folder / f"log-{job.repeat}-srun.txt")]
         if options.partition is not None:
             command += ["--partition", options.partition]
         command += self._size(job.world_size)
@@ -210,6 +215,11 @@ class SlurmLauncher(Launcher):
             argv=on_host(here, [*node, "--", *command], env, None),
             log=job.folder / f"log-{job.repeat}-{name}.txt",
         )
+
+
+def _pattern(path: Path) -> str:
+    """Returns Slurm's pattern of exactly this path."""
+    return str(path.resolve()).replace("%", "%%")
 
 
 def _marks(job: Job) -> tuple[Path, Path]:

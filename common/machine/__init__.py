@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_
 _VARIABLES += ("CUDA_DEVICE_MAX_CONNECTIONS", "LD_PRELOAD", "GLIBC_TUNABLES")
 _FAMILIES = ("HOROVOD_", "NCCL_", "OMP_", "KMP_", "MALLOC_", "COMM_CORE_", "DEAR_", "TORCH_NUM_")
 """Prefixes of further variables that are recorded."""
+_SECRET = re.compile("SECRET|TOKEN|PASSW|_KEY", re.IGNORECASE)
+"""Words of variables that are not recorded although they belong to a family."""
 _SYSCTLS = (
     *("net/ipv4/tcp_congestion_control", "net/ipv4/tcp_rmem", "net/ipv4/tcp_wmem"),
     *(
@@ -86,7 +89,7 @@ def machine_card() -> dict[str, Any]:
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name in _VARIABLES or name.startswith(_FAMILIES)
+            if name in _VARIABLES or (name.startswith(_FAMILIES) and not _SECRET.search(name))
         },
     }
 

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from common.results.records import SCHEMA, JsonObject, Record, typed
 from common.results.records.trust import Foreseen
@@ -85,12 +85,27 @@ def _read(path: Path) -> list[Record]:
                 f"{SCHEMA}"
             )
         try:
-            records.append(Record.from_json(values or {}))
+            record = Record.from_json(values or {})
         except TypeError:  # keys are missing
             damaged.append(number)
+            continue
+        _check_paths(record, f"{path} line {number}")
+        records.append(record)
     if damaged:
         _tell(path, tuple(damaged))
     return records
+
+
+def _check_paths(record: Record, where: str) -> None:
+    """Raises `UserError` if a name in the record, which becomes a part of a path, leads elsewhere:
+    records may come from others."""
+    names = [record.id, *(item.evidence for item in record.results if item.evidence is not None)]
+    for name in names:
+        if not isinstance(name, str) or PurePath(name).name != name or name == ".." or "\0" in name:
+            raise UserError(f"{where}: {name!r} is not the name of a file or folder")
+    rank = record.error and record.error.rank
+    if rank is not None and not isinstance(rank, int):
+        raise UserError(f"{where}: the rank of its error must be a number, got {rank!r}")
 
 
 @functools.cache

@@ -31,7 +31,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Door:
-    """What somebody knows who has read the store: rank 0's address, a group's id and secret."""
+    """Knowledge of somebody who has read the store: rank 0's address, a group's id and secret."""
 
     address: tuple[str, int]
     secret: bytes
@@ -256,7 +256,7 @@ def _read(ranks: RankPool, folder: Path) -> Iterator[Door]:
 
 
 def _who_knows_the_secret_is_answered(door: Door) -> None:
-    """Otherwise the refusals of the others would say nothing. The group has such a lane already."""
+    """Shows that refusals are not for everybody. The group has such a lane already."""
     with call(door) as caller:
         hello = door.hello()
         caller.sendall(hello)

@@ -200,7 +200,7 @@ def test_a_slow_stranger_is_sent_away(port, monkeypatch):
 
 @pytest.mark.parametrize("mode", [0o600, 0o644], ids=["nobody reads it", "others read it"])
 def test_a_stranger_in_node_0s_place_runs_nothing(tmp_path, port, monkeypatch, mode):
-    """It knows every word of the protocol, but not the secret."""
+    """The stranger knows every word of the protocol, but not the secret."""
     monkeypatch.setattr(nodes, "LOGS", tmp_path)
     secret = tmp_path / f".nodes-127.0.0.1-{port}"
     secret.write_bytes(SECRET)

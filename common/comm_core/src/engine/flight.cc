@@ -8,8 +8,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include "engine/op.h"
-#include "group/group.h"
+#include "base/errors.h"
+#include "engine/queue.h"
 
 namespace comm_core {
 namespace {
@@ -57,7 +57,7 @@ void FlightEntry::note(const Op& op) {
   record_ = ++last_record;
   slot_ = ring() + record_ % kSlots;
   std::atomic_ref<uint64_t>(slot_->record).store(0, std::memory_order_release);
-  slot_->group = op.group().number();
+  slot_->group = op.queue().number();
   slot_->sequence = op.sequence();
   slot_->input_bytes = total(spec.inputs);
   slot_->output_bytes = total(spec.outputs);

@@ -19,8 +19,9 @@ for sanitizer in thread address,undefined; do
   cmake -S common/comm_core -B "$dir" -G Ninja -DCMAKE_BUILD_TYPE=None -DCOMM_CORE_TESTS=ON \
     -DCOMM_CORE_SANITIZE="$sanitizer" > /dev/null
   cmake --build "$dir" | tail -n 1
-  for test in "sha256_test" "settings_test" "kernels_test" "messages_test" "windows_test" "group_test" \
-      "regimes_test" "collectives_test 4" "collectives_test random 20000" "model_test 40000" "fuzz_test 300000"; do
+  for test in "engine_alone_test" "collectives_alone_test" "messages_alone_test" "callback_order_test" "sha256_test" \
+      "settings_test" "kernels_test" "messages_test" "windows_test" "group_test" "regimes_test" \
+      "collectives_test 4" "collectives_test random 20000" "model_test 40000" "fuzz_test 300000"; do
     read -r -a command <<< "$test"
     timeout 1800 "$dir/${command[0]}" "${command[@]:1}"
   done

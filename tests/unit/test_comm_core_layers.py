@@ -7,24 +7,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "common" / "comm_core" / "src"
-BELOW = {
-    "base": set(),
-    "io": {"base"},
-    "secret": {"base"},
-    "reduce": {"base"},
-    "transport": {"base", "io", "secret"},
-    "tcp": {"base", "io", "secret", "transport"},
-    "shm": {"base", "io", "secret"},
-}
-MOST = {"base", "io", "secret", "reduce", "transport", "engine", "group", "collectives", "messages"}
-ABOVE = {
-    "engine": MOST,
-    "group": MOST | {"shm"},
-    "collectives": MOST - {"messages"} | {"shm"},
-    "messages": MOST - {"collectives"},
-}
+LISTS = ROOT / "common" / "comm_core" / "CMakeLists.txt"
 # Where one is chosen, and nowhere else.
-NAMES_A_TRANSPORT = {"engine/engine.cc": {"tcp"}}
+NAMES_A_TRANSPORT = "engine/engine.cc"
+
+
+def _layers() -> dict[str, set[str]]:
+    """Returns, by folder, the folders that it links, directly or through others."""
+    below: dict[str, set[str]] = {}
+    for folder, linked in re.findall(r"^layer\((\w+)([\w ]*)\)$", LISTS.read_text(), re.MULTILINE):
+        below[folder] = set()
+        for lower in linked.split():
+            assert lower in below, f"{folder} links {lower}, which is not below it"
+            below[folder] |= {lower} | below[lower]
+    return below
 
 
 def _sources() -> list[Path]:
@@ -37,14 +33,24 @@ def _included(path: Path) -> set[str]:
     return set(re.findall(r'#include "(\w+)/', path.read_text()))
 
 
-def test_each_folder_includes_only_what_it_stands_on():
-    allowed = BELOW | ABOVE
+def test_every_folder_is_a_library():
+    assert set(_layers()) == {path.name for path in SRC.iterdir()}
+
+
+def test_each_folder_includes_only_what_it_links():
+    below = _layers()
     for path in _sources():
         name = path.relative_to(SRC).as_posix()
         folder = name.split("/")[0]
-        more = NAMES_A_TRANSPORT.get(name, set())
-        wrong = _included(path) - allowed[folder] - {folder} - more
+        wrong = _included(path) - below[folder] - {folder}
         assert not wrong, f"{name} includes {', '.join(sorted(wrong))}"
+
+
+def test_only_one_file_names_the_transport():
+    naming = {
+        path for path in _sources() if "tcp" in _included(path) and path.parent != SRC / "tcp"
+    }
+    assert {path.relative_to(SRC).as_posix() for path in naming} == {NAMES_A_TRANSPORT}
 
 
 def test_only_the_device_over_tcp_knows_a_socket_option():

@@ -13,7 +13,7 @@
 #include <random>
 
 #include "coverage.h"
-#include "group/topology.h"
+#include "transport/topology.h"
 #include "messages/message_link.h"
 #include "messages/windows.h"
 #include "run_tests.h"

@@ -126,7 +126,7 @@ void the_algorithm_is_as_said() {
             const int senders = kind == OpKind::broadcast ? n - 1 : n;
             expect(seen.lanes == senders && seen.frames == senders * stages, what);
             const uint64_t block = kind == OpKind::broadcast ? bytes : bytes / uint64_t(n);
-            const size_t piece = ring_piece(block, n, tcp);
+            const size_t piece = ring_piece(block, n, tcp.tcp_chunk);
             expect(size_t(seen.most_wanted) <= piece, what);
             if (name == "blocks") expect(block < 2 * piece, what);
             if (name == "pieces") expect(block >= 2 * piece && piece < tcp.tcp_chunk / 2, what);
@@ -151,7 +151,7 @@ void a_short_block_is_passed_on_in_parts() {
 void a_long_block_wakes_no_more_often() {
   const Options options;
   for (uint64_t block : {1u << 20, 25u << 18, 100u << 20}) {
-    expect(ring_piece(block, 4, options) == options.tcp_chunk / 2, "more wake-ups");
+    expect(ring_piece(block, 4, options.tcp_chunk) == options.tcp_chunk / 2, "more wake-ups");
   }
 }
 

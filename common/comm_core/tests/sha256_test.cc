@@ -1,7 +1,7 @@
 // Checks SHA-256 with FIPS 180-4 (and lengths around the padding), and HMAC with RFC 4231.
 #include "secret/sha256.h"
 
-#include "run_tests.h"
+#include "check.h"
 
 using namespace comm_core;
 using namespace comm_core::testing;

@@ -13,10 +13,11 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "check.h"
 #include "engine/turns.h"
-#include "run_tests.h"
 
 using namespace comm_core;
 

@@ -205,10 +205,11 @@ WorkPtr CoreBackend::barrier(const c10d::BarrierOptions& options) {
 
 std::vector<Regime> CoreBackend::regimes_of(const std::string& operation) const {
   try {
-    const Topology& topology = group_->topology();
-    comm_core::Options options = group_->options();  // torch's backends have options too
+    const GroupView view = group_->view();
+    const Topology& topology = view.topology;
+    comm_core::Options options = view.options;  // torch's backends have options too
     // Without shared memory, or if hosts have different numbers of ranks, all data goes over lanes.
-    const bool shared = group_->shm() != nullptr && (topology.one_host() || topology.regular());
+    const bool shared = view.local != nullptr && (topology.one_host() || topology.regular());
     if (!shared) options.transport = TransportChoice::tcp;
     return regimes(kind_of(operation), size_, int(shared ? topology.hosts.size() : size_), options);
   } catch (const CommError&) {

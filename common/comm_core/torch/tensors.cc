@@ -5,7 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "collectives/stage.h"
+#include "engine/stage.h"
 #include "shm/buffers.h"
 
 namespace comm_core {

@@ -294,13 +294,13 @@ c10::intrusive_ptr<c10::ivalue::Future> CoreWork::getFuture() {
   }
   const OpPtr last = ops_.back();
   const bool ordered = OrderedFutures::asked && !point_to_point(last->spec().kind);
-  if (ordered) last->group().callbacks_to_come(*last);
+  if (ordered) Group::callbacks_to_come(*last);
   const auto call = [last, ordered, complete] {
     {
       const InCallbacks scope(*last, ordered);
       complete();
     }
-    if (ordered) last->group().callbacks_over(*last);
+    if (ordered) Group::callbacks_over(*last);
   };
   for (const OpPtr& op : ops_) {
     op->on_done([left, depth = last->depth(), call] {

@@ -13,12 +13,12 @@ namespace {
 // host would.
 class TwoLevels : Planner {
  public:
-  TwoLevels(Group& group, const OpSpec& spec, const FrameHeader& frame)
+  TwoLevels(const GroupView& group, const OpSpec& spec, const FrameHeader& frame)
       : Planner(group, spec, frame),
-        hosts_(group.topology().hosts),
-        me_(size_t(group.topology().local_rank[size_t(group.rank())])) {
+        hosts_(group.topology.hosts),
+        me_(size_t(group.topology.local_rank[size_t(group.rank)])) {
     frame_.way = Way::two_levels;
-    ring_.place = group.topology().host_of[size_t(group.rank())];
+    ring_.place = group.topology.host_of[size_t(group.rank)];
     for (const auto& ranks : hosts_) ring_.ranks.push_back(ranks[me_]);
   }
 
@@ -35,21 +35,21 @@ class TwoLevels : Planner {
     plan.inputs = std::move(inputs);
     plan.output = output;
     plan.divisor = divides_first_ ? divisor_ : 0;
-    add(shm_reduce(group_, next_frame(), std::move(plan)));
+    add(shm_reduce(*group_.local, next_frame(), std::move(plan)));
   }
 
   void local_gather(const std::vector<Span>& blocks) {
     ShmCopyPlan plan;
     plan.outgoing.assign(1, blocks[me_]);
     plan.incoming = blocks;
-    plan.portion = group_.shm()->slot_bytes();
+    plan.portion = group_.local->streams.slot_bytes();
     plan.listens.assign(blocks.size(), true);
     for (const Span& block : blocks) plan.rounds.push_back(rounds_for(block.bytes, plan.portion));
-    add(shm_copy(group_, next_frame(), std::move(plan)));
+    add(shm_copy(*group_.local, next_frame(), std::move(plan)));
   }
 
   void all_reduce() {
-    const int ranks = group_.shm()->size();
+    const int ranks = group_.local->streams.size();
     const std::vector<Span> shares = cuts(spec_.outputs[0], spec_.dtype, ranks);
     const Span mine = shares[me_];
     local_reduce(cuts(spec_.inputs[0], spec_.dtype, ranks), mine);
@@ -79,7 +79,7 @@ class TwoLevels : Planner {
   }
 
   void all_gather() {
-    add(own_copy(spec_.inputs[0], spec_.outputs[size_t(group_.rank())]));
+    add(own_copy(spec_.inputs[0], spec_.outputs[size_t(group_.rank)]));
     std::vector<Span> blocks;
     for (int rank : ring_.ranks) blocks.push_back(spec_.outputs[size_t(rank)]);
     add_ring_gather(ring_, blocks);
@@ -138,14 +138,14 @@ void Planner::add_ring_gather(const Ring& ring, const std::vector<Span>& blocks)
     if (back > 0) incoming.push_back(blocks[ring.block(back)]);
     if (back < ring.size() - 1) outgoing += blocks[ring.block(back)].bytes;
   }
-  add(ring_forward(group_, ring, next_frame(), {blocks[ring.block(0)]}, incoming, outgoing));
+  add(ring_forward(group_.lanes, ring, next_frame(), {blocks[ring.block(0)]}, incoming, outgoing));
 }
 
-Stages over_both(Group& group, const OpSpec& spec, const FrameHeader& frame) {
+Stages over_both(const GroupView& group, const OpSpec& spec, const FrameHeader& frame) {
   return TwoLevels(group, spec, frame).build();
 }
 
-Stages plan(Group& group, const OpSpec& spec, const FrameHeader& frame) {
+Stages plan(const GroupView& group, const OpSpec& spec, const FrameHeader& frame) {
   if (group.size() == 1) {
     Stages stages;
     for (size_t i = 0; i < std::min(spec.inputs.size(), spec.outputs.size()); ++i) {
@@ -153,9 +153,9 @@ Stages plan(Group& group, const OpSpec& spec, const FrameHeader& frame) {
     }
     return stages;
   }
-  if (group.shm() != nullptr && group.topology().one_host()) return over_shm(group, spec, frame);
-  const bool large = frame.total_bytes >= group.options().tcp_small;
-  const bool two_levels = group.shm() != nullptr && group.topology().regular() && large;
+  if (group.local != nullptr && group.topology.one_host()) return over_shm(group, spec, frame);
+  const bool large = frame.total_bytes >= group.options.tcp_small;
+  const bool two_levels = group.local != nullptr && group.topology.regular() && large;
   if (two_levels && (spec.kind == OpKind::all_reduce || spec.kind == OpKind::reduce_scatter ||
                      spec.kind == OpKind::all_gather)) {
     return over_both(group, spec, frame);

@@ -7,23 +7,23 @@
 #include <vector>
 
 #include "collectives/lanes/stages.h"
-#include "collectives/stage.h"
-#include "group/group.h"
+#include "collectives/view.h"
+#include "engine/stage.h"
 
 namespace comm_core {
 
 // Returns the stages of a collective, chosen by its kind, its size and the topology, so that all
 // ranks of the group choose the same algorithm. The stages use the memory of `spec` and must not
-// outlive it or `group`. Throws InvalidRequestError if `spec` is not a collective.
-Stages plan(Group& group, const OpSpec& spec, const FrameHeader& frame);
+// outlive it or what `group` refers to. Throws InvalidRequestError if `spec` is not a collective.
+Stages plan(const GroupView& group, const OpSpec& spec, const FrameHeader& frame);
 
 // For groups whose ranks are all on one host: shared memory only.
-Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame);
+Stages over_shm(const GroupView& group, const OpSpec& spec, const FrameHeader& frame);
 // For any group: lanes between all ranks, even on one host.
-Stages over_lanes(Group& group, const OpSpec& spec, const FrameHeader& frame);
+Stages over_lanes(const GroupView& group, const OpSpec& spec, const FrameHeader& frame);
 // For an equal number of ranks on each host: shared memory inside, and for each local rank a ring
 // through the hosts.
-Stages over_both(Group& group, const OpSpec& spec, const FrameHeader& frame);
+Stages over_both(const GroupView& group, const OpSpec& spec, const FrameHeader& frame);
 
 // Reduces `sources` element by element into `out` (`bytes` bytes), with the dtype and operation of
 // `frame`. If `divisor` > 0, divides the result by it. For f16 it divides before the rounding, for
@@ -42,7 +42,7 @@ std::vector<ConstSpan> cuts(const ConstSpan& whole, DType dtype, int n);
 // that use lanes hold the number of the stage.
 class Planner {
  protected:
-  Planner(Group& group, const OpSpec& spec, const FrameHeader& frame)
+  Planner(const GroupView& group, const OpSpec& spec, const FrameHeader& frame)
       : group_(group),
         spec_(spec),
         divisor_(spec.op == ReduceOp::avg ? group.size() : 0),
@@ -57,19 +57,20 @@ class Planner {
   void add_local(std::function<void()> work) { add(std::make_unique<LocalStage>(std::move(work))); }
   // Returns temporary memory of at least `bytes` bytes. The stages that use it share its ownership.
   std::shared_ptr<Scratch> scratch(size_t bytes) {
-    return std::make_shared<Scratch>(group_.scratch(), std::max<size_t>(bytes, 64));
+    return std::make_shared<Scratch>(group_.scratch, std::max<size_t>(bytes, 64));
   }
 
   // Adds a ring reduce-scatter. inputs[i] is this rank's contribution to block i, which the rank at
   // position i of the ring gets. `output` gets the block of this rank's position.
   void add_ring_reduce(const Ring& ring, std::vector<ConstSpan> inputs, Span output,
                        int64_t divisor) {
-    add(ring_reduce(group_, ring, next_frame(), std::move(inputs), output, divisor));
+    add(ring_reduce(group_.lanes, group_.scratch, ring, next_frame(), std::move(inputs), output,
+                    divisor));
   }
   // Adds a ring all-gather. blocks[i] is the block of position i; this rank's is complete.
   void add_ring_gather(const Ring& ring, const std::vector<Span>& blocks);
 
-  Group& group_;
+  const GroupView& group_;
   const OpSpec& spec_;
   const int64_t divisor_;
   const bool divides_first_;  // f16: ranks exchange averages, because the sums may overflow

@@ -6,15 +6,6 @@
 
 namespace comm_core {
 
-namespace {
-
-bool has_root(OpKind kind) {
-  return kind == OpKind::broadcast || kind == OpKind::reduce || kind == OpKind::gather ||
-         kind == OpKind::scatter;
-}
-
-}  // namespace
-
 const char* name(Way way) {
   constexpr const char* kNames[] = {"undecided", "flat", "staged",    "in_place",
                                     "few_hops",  "ring", "two_levels"};
@@ -22,13 +13,7 @@ const char* name(Way way) {
 }
 
 std::string describe(const FrameHeader& h) {
-  std::string text = name(h.kind);
-  text += " #" + std::to_string(h.sequence);
-  if (h.kind == OpKind::barrier) return text;
-  text += std::string(" (") + name(h.dtype);
-  if (reduces(h.kind)) text += std::string(", ") + name(h.op);
-  if (has_root(h.kind)) text += ", root " + std::to_string(h.root);
-  return text + ", " + std::to_string(h.total_bytes) + " bytes)";
+  return describe(h.kind, h.dtype, h.op, h.root, h.sequence, h.total_bytes);
 }
 
 void check_header(const FrameHeader& mine, const FrameHeader& theirs, const std::string& peer) {

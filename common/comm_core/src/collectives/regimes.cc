@@ -16,14 +16,14 @@ constexpr size_t kLeastPiece = 16 << 10;
 // by only 1/8 of itself at each rank, and a rank is woken at most 8 times per block.
 constexpr size_t kPiecesOfBlock = 8;
 
-size_t longest_piece(const Options& options) { return options.tcp_chunk / 2; }
-size_t least_piece(const Options& options) { return std::min(kLeastPiece, longest_piece(options)); }
+size_t longest_piece(size_t chunk) { return chunk / 2; }
+size_t least_piece(size_t chunk) { return std::min(kLeastPiece, longest_piece(chunk)); }
 
 }  // namespace
 
-size_t ring_piece(uint64_t block, int places, const Options& options) {
-  if (places == 2) return kPairPieces * options.tcp_chunk;
-  return std::clamp(size_t(block / kPiecesOfBlock), least_piece(options), longest_piece(options));
+size_t ring_piece(uint64_t block, int places, size_t chunk) {
+  if (places == 2) return kPairPieces * chunk;
+  return std::clamp(size_t(block / kPiecesOfBlock), least_piece(chunk), longest_piece(chunk));
 }
 
 bool blocks_go_straight(OpKind kind, int ranks, uint64_t bytes, const Options& options) {
@@ -50,7 +50,7 @@ std::vector<Regime> regimes(OpKind kind, int ranks, int hosts, const Options& op
   // With shared memory inside the hosts, each local rank has its own ring through the hosts.
   const int places = broadcasts || tcp ? ranks : hosts;
   const uint64_t blocks = broadcasts ? 1 : uint64_t(ranks);
-  const size_t least = least_piece(options), longest = longest_piece(options);
+  const size_t least = least_piece(options.tcp_chunk), longest = longest_piece(options.tcp_chunk);
   result.push_back({"blocks", 0, ""});
   if (places == 2) {
     result.push_back({"pipeline", blocks * kPairPieces * options.tcp_chunk, "COMM_CORE_TCP_CHUNK"});

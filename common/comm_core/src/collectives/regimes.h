@@ -23,9 +23,10 @@ bool blocks_go_straight(OpKind kind, int ranks, uint64_t bytes, const Options& o
 constexpr size_t kPairPieces = 4;
 
 // Returns the size of a piece in bytes, for blocks of up to `block` bytes on a ring of `places`
-// ranks. A sleeping rank is woken when so many bytes have arrived. It forwards them at once, so
-// that the hops of a block overlap and the start-up time is that of P - 2 pieces.
-size_t ring_piece(uint64_t block, int places, const Options& options);
+// ranks that move `chunk` bytes at a time. A sleeping rank is woken when so many bytes have
+// arrived. It forwards them at once, so that the hops of a block overlap and the start-up time is
+// that of P - 2 pieces.
+size_t ring_piece(uint64_t block, int places, size_t chunk);
 
 // Range of sizes with one algorithm.
 struct Regime {

@@ -7,7 +7,6 @@
 #include <limits>
 
 #include "base/clock.h"
-#include "group/group.h"
 #include "tcp/device.h"
 
 namespace comm_core {
@@ -57,18 +56,18 @@ Device& Engine::device(const std::string& host) {
 
 uint64_t Engine::dropped_connections() const { return device_ != nullptr ? device_->dropped() : 0; }
 
-void Engine::add_group(Group* group) {
-  groups_.push_back(group);
-  if (ranked_) group->limit_unsent();
+void Engine::add(OpQueue* queue) {
+  queues_.push_back(queue);
+  if (ranked_) queue->limit_unsent();
 }
 
 void Engine::rank_by_priority() {
   if (ranked_) return;
   ranked_ = true;
-  for (Group* group : groups_) group->limit_unsent();
+  for (OpQueue* queue : queues_) queue->limit_unsent();
 }
 
-void Engine::remove_group(Group* group) { std::erase(groups_, group); }
+void Engine::remove(OpQueue* queue) { std::erase(queues_, queue); }
 
 void Engine::post(std::function<void()> work, bool wake) {
   {
@@ -78,8 +77,8 @@ void Engine::post(std::function<void()> work, bool wake) {
   turns_.brought(wake);
 }
 
-void Engine::submit(OpPtr op) {
-  const bool wake = op->spec_.wake;
+void Engine::submit(OpPtr op, bool wake) {
+  op->flight_.note(*op);
   {
     std::lock_guard<std::mutex> lock(finished_mutex_);
     if (under_way_++ == 0) {
@@ -88,7 +87,7 @@ void Engine::submit(OpPtr op) {
       lulls_.push_back({since_s, std::max(since_s, op->times_.enqueued_s)});
     }
   }
-  post([op = std::move(op)] { op->group_->enqueue(op); }, wake);
+  post([op = std::move(op)] { op->queue_->enqueue(op); }, wake);
 }
 
 void Engine::call(const std::function<void()>& work) {
@@ -164,7 +163,7 @@ std::vector<Lull> Engine::lulls(double after_s) {
 }
 
 void Engine::complete(const OpPtr& op, std::exception_ptr error) {
-  if (op->spec_.epilogue && !op->followed_ && !error) {
+  if (op->spec_.epilogue && !op->state_.followed && !error) {
     try {
       while (!op->spec_.epilogue()) {
       }
@@ -179,9 +178,9 @@ void Engine::complete(const OpPtr& op, std::exception_ptr error) {
   {
     std::lock_guard<std::mutex> lock(finished_mutex_);
     --under_way_;
-    const Event event{op->spec_.kind,       op->spec_.dtype, op->spec_.priority,
-                      op->group_->number(), op->sequence_,   op->group_->total_bytes(op->spec_),
-                      op->times_,           !error};
+    const Event event{
+        op->spec_.kind,      op->spec_.dtype,   op->spec_.priority, op->queue_->number(),
+        op->state_.sequence, op->total_bytes(), op->times_,         !error};
     if (events_.size() < kMaxEvents) {
       events_.push_back(event);
     } else {
@@ -234,13 +233,12 @@ bool Engine::moved() {
 
 bool Engine::linger(const Op* until) {
   if (spin_allowed_ && spin()) return true;
-  const bool gives_way =
-      until != nullptr && until->group_->total_bytes(until->spec_) <= kGiveWayBytes;
+  const bool gives_way = until != nullptr && until->total_bytes() <= kGiveWayBytes;
   return gives_way && give_way(*until);
 }
 
 void Engine::announce_sleep(bool asleep) {
-  for (Group* group : groups_) group->announce_sleep(asleep);
+  for (OpQueue* queue : queues_) queue->announce_sleep(asleep);
 }
 
 void Engine::sleep(double until_s) { poller_.wait(Watch::when_active, until_s - now_s()); }
@@ -250,7 +248,7 @@ void Engine::nap(double until_s) { poller_.wait_only(Watch::always, until_s - no
 
 bool Engine::spin() {
   bool worth_it = false;
-  for (Group* group : groups_) worth_it = worth_it || group->spins();
+  for (OpQueue* queue : queues_) worth_it = worth_it || queue->spins();
   if (!worth_it) return false;
   for (int i = 0; i < kSpins; ++i) {
     pause();
@@ -286,14 +284,15 @@ void Engine::take() {
 }
 
 bool Engine::under_way() const {
-  return std::any_of(groups_.begin(), groups_.end(), [](Group* g) { return g->head() != nullptr; });
+  return std::any_of(queues_.begin(), queues_.end(),
+                     [](OpQueue* queue) { return queue->head() != nullptr; });
 }
 
 bool Engine::pass() {
   heads_.clear();
-  for (Group* group : groups_) {
-    const Op* op = group->head();
-    if (op != nullptr) heads_.push_back({op->spec().priority, op->times().enqueued_s, group});
+  for (OpQueue* queue : queues_) {
+    const Op* op = queue->head();
+    if (op != nullptr) heads_.push_back({op->spec().priority, op->times().enqueued_s, queue});
   }
   // Most urgent first, then oldest. The first one nearly always makes progress, so a heap is
   // cheaper than a sort.
@@ -306,10 +305,10 @@ bool Engine::pass() {
   for (auto end = heads_.end(); end != heads_.begin(); --end) {
     std::pop_heap(heads_.begin(), end, later);
     const Head& head = *(end - 1);
-    Group* const group = head.group;
-    if (group->step(head.priority < urgent)) return true;
+    OpQueue* const queue = head.queue;
+    if (queue->step(head.priority < urgent)) return true;
     if (!ranked_) continue;
-    const double until_s = group->moved_s() + (group->met() ? kHeldS : kHeldAloneS);
+    const double until_s = queue->moved_s() + (queue->met() ? kHeldS : kHeldAloneS);
     if (now_s() >= until_s) continue;
     urgent = std::max(urgent, head.priority);
     held_until_s_ = std::min(held_until_s_, until_s);
@@ -322,8 +321,8 @@ double Engine::next_deadline_s() {
   const double now = now_s();
   double next = device_ != nullptr ? device_->next_deadline_s(now) : kNever;
   next = std::min(next, held_until_s_);
-  checked_ = groups_;  // a group that fails may change groups_
-  for (Group* group : checked_) next = std::min(next, group->next_deadline_s(now));
+  checked_ = queues_;  // a queue that fails may change queues_
+  for (OpQueue* queue : checked_) next = std::min(next, queue->next_deadline_s(now));
   return next;
 }
 

@@ -1,4 +1,4 @@
-// The engine advances the operations of all groups of one process.
+// The engine advances the operations of all queues of one process.
 //
 // One thread at a time drives it: the engine thread, or a caller that waits for an operation (which
 // saves two context switches per small operation). The driver advances the most urgent operation
@@ -20,13 +20,12 @@
 #include "base/clock.h"
 #include "engine/op.h"
 #include "engine/options.h"
+#include "engine/queue.h"
 #include "engine/turns.h"
 #include "io/poller.h"
 #include "transport/device.h"
 
 namespace comm_core {
-
-class Group;
 
 // Record of a finished operation, for traces.
 struct Event {
@@ -65,7 +64,8 @@ class Engine {
   void stop();
 
   // Thread-safe, for callers:
-  void submit(OpPtr op);
+  // `wake`: see OpSpec.
+  void submit(OpPtr op, bool wake);
   // Lets the engine thread take the operations that were submitted without waking it.
   void announce() { turns_.announce(); }
   // Blocks until `op` has finished. Returns false if `timeout_s` (> 0) passed first.
@@ -93,9 +93,9 @@ class Engine {
   // Returns the device, or null if none was made.
   Device* device() { return device_.get(); }
   uint64_t dropped_connections() const;
-  // Groups are not owned: each must remove itself before its end.
-  void add_group(Group* group);
-  void remove_group(Group* group);
+  // Queues are not owned: each must remove itself before its end.
+  void add(OpQueue* queue);
+  void remove(OpQueue* queue);
   // Ends `op` with `error` (null: success) after its epilogue, and calls its callbacks.
   void complete(const OpPtr& op, std::exception_ptr error);
   // Called when an operation has a priority other than 0. From now on less urgent operations are
@@ -132,18 +132,18 @@ class Engine {
   const bool spin_allowed_;
   Poller poller_;
   std::unique_ptr<Device> device_;
-  std::vector<Group*> groups_;
-  // The next operation of each group, in a pass.
+  std::vector<OpQueue*> queues_;
+  // The next operation of each queue, in a pass.
   struct Head {
     int priority;
     double enqueued_s;
-    Group* group;
+    OpQueue* queue;
   };
   std::vector<Head> heads_;
   bool ranked_ = false;
   // Time until which less urgent operations send nothing. kNever: none is held back.
   double held_until_s_ = kNever;
-  std::vector<Group*> checked_;  // copy of groups_ while deadlines are checked
+  std::vector<OpQueue*> checked_;  // copy of queues_ while deadlines are checked
   int steps_ = 0;
 
   Turns<Engine> turns_{*this};

@@ -8,8 +8,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include "engine/op.h"
-#include "group/group.h"
+#include "base/errors.h"
+#include "engine/queue.h"
 
 namespace comm_core {
 namespace {
@@ -63,7 +63,7 @@ void FlightEntry::note(const Op& op) {
   record_ = ++last_record;
   slot_ = ring() + record_ % kSlots;
   put(slot_->record, uint64_t(0));
-  slot_->group = op.group().number();
+  slot_->group = op.queue().number();
   slot_->sequence = op.sequence();
   slot_->input_bytes = total(spec.inputs);
   slot_->output_bytes = total(spec.outputs);

@@ -14,12 +14,12 @@
 #include "base/errors.h"
 #include "base/types.h"
 #include "engine/flight.h"
+#include "engine/stage.h"
 
 namespace comm_core {
 
 class Engine;
-class Group;
-class Stage;
+class OpQueue;
 
 enum class OpKind : uint8_t {
   all_reduce,
@@ -49,6 +49,10 @@ inline bool point_to_point(OpKind kind) { return kind >= OpKind::send; }
 inline bool reduces(OpKind kind) {
   return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter || kind == OpKind::reduce;
 }
+
+// Returns "all_reduce #12 (float32, sum, 400 bytes)" for a call with `bytes` bytes on all ranks.
+std::string describe(OpKind kind, DType dtype, ReduceOp op, int root, uint64_t sequence,
+                     uint64_t bytes);
 
 // Request of an operation. The caller owns the memory and keeps it alive until the operation has
 // finished. Inputs and outputs by kind, for a group of n ranks (empty spans are allowed
@@ -85,17 +89,36 @@ struct OpSpec {
   std::shared_ptr<void> keep_alive;  // held until the end; destroyed in a caller's thread
 };
 
+// Returns the bytes of the whole operation, the blocks of all ranks, in a group of `size` ranks.
+uint64_t total_bytes(const OpSpec& spec, int size);
+
 struct OpTimes {
   double enqueued_s = 0;  // all in seconds of now_s(); 0: not yet
   double started_s = 0;
   double finished_s = 0;
 };
 
-// Handle of an operation, shared by the caller and the engine. It keeps its group alive. All public
-// functions are thread-safe.
+// What the queue of an operation keeps with it.
+struct OpState {
+  // Set before Engine::submit. The first: of all operations of its queue.
+  uint64_t number = 0, context = 0;  // see group/callback_order.h
+  uint64_t sequence = 0;             // of the collectives of its queue
+  int depth = 0;
+  // Only for the thread that drives the engine:
+  Stages stages;
+  size_t stage = 0;
+  double deadline_s = 0;
+  int source = -1;
+  bool held = false;
+  bool shown = false;     // reported to rank 0, because it takes long
+  bool followed = false;  // the epilogue has run completely
+};
+
+// Handle of an operation, shared by the caller and the engine. It keeps its queue alive. Its public
+// functions are thread-safe, but for those of its queue.
 class Op {
  public:
-  Op(OpSpec spec, Engine* engine, std::shared_ptr<Group> group);
+  Op(OpSpec spec, Engine* engine, std::shared_ptr<OpQueue> queue);
   ~Op();
 
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -110,39 +133,35 @@ class Op {
   void on_done(std::function<void()> callback);
   // Valid only after done().
   OpTimes times() const { return times_; }
-  uint64_t sequence() const { return sequence_; }
-  int source() const { return source_; }  // of a recv: the sending rank
+  uint64_t sequence() const { return state_.sequence; }
+  int source() const { return state_.source; }  // of a recv: the sending rank
   const OpSpec& spec() const { return spec_; }
-  Group& group() const { return *group_; }
-  uint64_t number() const { return number_; }  // of all operations of its group
+  OpQueue& queue() const { return *queue_; }
+  uint64_t number() const { return state_.number; }  // of all operations of its queue
   // Returns 0 for the program's operations, and one more for those that callbacks of such submit.
-  int depth() const { return depth_; }
+  int depth() const { return state_.depth; }
   // Returns "all_reduce #12 (float32, sum, 25000000 bytes) on rank 0 of group x".
   std::string describe() const;
+  uint64_t total_bytes() const;
+
+  // For its queue:
+  OpState& state() { return state_; }
+  const OpState& state() const { return state_; }
+  // Notes that it starts now. `timeout_s` is that of the queue, if the caller has set none.
+  void begin(double timeout_s);
 
  private:
   friend class Engine;
-  friend class Group;
-  friend class Messenger;
 
   // Returns the callbacks that it has called, to be destroyed in a caller's thread.
   std::vector<std::function<void()>> finish(std::exception_ptr error);
 
   OpSpec spec_;
   Engine* engine_;
-  std::shared_ptr<Group> group_;
-  uint64_t sequence_ = 0;
-  uint64_t number_ = 0, context_ = 0;  // see group/callback_order.h
-  int depth_ = 0;
-  int source_ = -1;
-  std::vector<std::unique_ptr<Stage>> stages_;
-  size_t stage_ = 0;
+  std::shared_ptr<OpQueue> queue_;
+  OpState state_;
   OpTimes times_;
   FlightEntry flight_;
-  double deadline_s_ = 0;
-  bool held_ = false;
-  bool shown_ = false;     // reported to rank 0, because it takes long
-  bool followed_ = false;  // the epilogue has run completely
   std::atomic<bool> done_{false};
   std::exception_ptr error_;
   std::mutex mutex_;

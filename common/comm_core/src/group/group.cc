@@ -5,7 +5,6 @@
 
 #include "base/clock.h"
 #include "collectives/collectives.h"
-#include "collectives/stage.h"
 #include "group/control.h"
 #include "messages/messenger.h"
 
@@ -34,13 +33,13 @@ void Group::enqueue(const OpPtr& op) {
     engine_->complete(op, with_context(error, op->describe() + ": "));
     return;
   }
-  if (!point_to_point(op->spec_.kind)) {
+  if (!point_to_point(op->spec().kind)) {
     queue_.push_back(op);
-    if (op->spec_.priority != 0) engine_->rank_by_priority();
+    if (op->spec().priority != 0) engine_->rank_by_priority();
     for (size_t r = 0; r < shown_.size() && !error_; ++r) compare(int(r), shown_[r]);
     return;
   }
-  if (op->held_) {
+  if (op->state().held) {
     held_messages_.push_back(op);
   } else {
     start_message(op);
@@ -49,7 +48,7 @@ void Group::enqueue(const OpPtr& op) {
 
 void Group::release(const OpPtr& op) {
   engine_->run_soon([this, op] {
-    op->held_ = false;
+    op->state().held = false;
     const auto found = std::find(held_messages_.begin(), held_messages_.end(), op);
     if (found == held_messages_.end()) return;
     held_messages_.erase(found);
@@ -63,15 +62,28 @@ std::exception_ptr Group::error() {
   return error;
 }
 
-void Group::begin(Op& op) const {
-  op.times_.started_s = now_s();
-  op.flight_.started(op.times_.started_s);
-  const double timeout_s = op.spec_.timeout_s > 0 ? op.spec_.timeout_s : timeout_s_.load();
-  op.deadline_s_ = op.times_.started_s + timeout_s;
+GroupView Group::view() {
+  return {rank(), engine_->options(), topology_, lanes_, local_.get(), scratch_};
+}
+
+std::unique_ptr<Messenger> Group::messenger() {
+  std::vector<std::string> labels;
+  for (const PeerInfo& peer : peers_) labels.push_back(peer.label);
+  MessageGroup group{
+      rank(),
+      std::move(labels),
+      engine_->options().tcp_eager,
+      engine_->poller(),
+      [this](int peer, const Watching& watching) {
+        return connect(peer, LaneKind::messages, watching);
+      },
+      [this](const OpPtr& op, const std::exception_ptr& error) { engine_->complete(op, error); },
+      [this](const std::exception_ptr& error) { fail(error, true); }};
+  return std::make_unique<Messenger>(std::move(group));
 }
 
 void Group::start_message(const OpPtr& op) {
-  begin(*op);
+  op->begin(timeout_s_);
   messenger_->start(op);
 }
 
@@ -79,7 +91,7 @@ void Group::start_message(const OpPtr& op) {
 // operation that is finished for it, but no operation can finish without its part.
 void Group::expect_everybody(const Op& op) const {
   for (size_t r = 0; r < finished_by_.size(); ++r) {
-    if (op.sequence_ <= finished_by_[r]) continue;
+    if (op.state().sequence <= finished_by_[r]) continue;
     throw PeerLostError("lost " + peers_[r].label + ": it left the group after operation #" +
                         std::to_string(finished_by_[r]));
   }
@@ -104,10 +116,10 @@ void Group::peer_lost(std::exception_ptr error) {
 // Ranks that disagree about sizes may choose different algorithms, one in shared memory and one
 // over TCP, and then never see each other's frames. So all ranks report to rank 0, which compares.
 void Group::compare(int peer, const FrameHeader& theirs) {
-  shown_.resize(size_t(size_));
+  shown_.resize(size_t(size()));
   shown_[size_t(peer)] = theirs;  // for operations that are submitted later
   for (const OpPtr& op : queue_) {
-    if (op->sequence_ != theirs.sequence) continue;
+    if (op->state().sequence != theirs.sequence) continue;
     try {
       check_header(frame(*op), theirs, peers_[size_t(peer)].label);
     } catch (const MismatchError&) {
@@ -119,7 +131,7 @@ void Group::compare(int peer, const FrameHeader& theirs) {
 
 bool Group::step(bool held) {
   const OpPtr op = queue_.front();  // keeps it alive if the group fails
-  held_ = held;
+  lanes_.hold(held);
   const bool moved = advance(op);
   if (moved) moved_s_ = now_s();
   return moved;
@@ -128,18 +140,18 @@ bool Group::step(bool held) {
 bool Group::advance(const OpPtr& op) {
   bool moved = false;
   try {
-    if (op->times_.started_s == 0) {
+    if (op->times().started_s == 0) {
       expect_everybody(*op);
-      begin(*op);
-      met_ = false;
-      op->stages_ = plan(*this, op->spec_, frame(*op));
+      op->begin(timeout_s_);
+      lanes_.begin();
+      op->state().stages = plan(view(), op->spec(), frame(*op));
       moved = true;
     }
-    while (op->stage_ < op->stages_.size()) {
-      const Progress progress = op->stages_[op->stage_]->step();
+    while (op->state().stage < op->state().stages.size()) {
+      const Progress progress = op->state().stages[op->state().stage]->step();
       if (progress == Progress::blocked) return moved;
       if (progress == Progress::moved) return true;
-      ++op->stage_;
+      ++op->state().stage;
       moved = true;
     }
   } catch (const PeerLostError&) {
@@ -151,13 +163,13 @@ bool Group::advance(const OpPtr& op) {
     return true;
   }
   std::exception_ptr error;
-  if (op->spec_.epilogue && !op->followed_) {
+  if (op->spec().epilogue && !op->state().followed) {
     try {
-      op->followed_ = op->spec_.epilogue();
+      op->state().followed = op->spec().epilogue();
     } catch (const std::exception&) {  // fails this operation only
       error = std::current_exception();
     }
-    if (!op->followed_ && !error) return true;
+    if (!op->state().followed && !error) return true;
   }
   queue_.pop_front();
   engine_->complete(op, error);
@@ -169,7 +181,8 @@ void Group::fail(std::exception_ptr error, bool tell) {
   std::string progress;
   if (!queue_.empty()) {
     const Op& op = *queue_.front();
-    if (op.stage_ < op.stages_.size()) progress = op.stages_[op.stage_]->status() + "; ";
+    if (op.state().stage < op.state().stages.size())
+      progress = op.state().stages[op.state().stage]->status() + "; ";
   }
   error_ = error;
   suspicion_ = nullptr;
@@ -195,7 +208,7 @@ void Group::fail(std::exception_ptr error, bool tell) {
 void Group::abort(const std::string& reason) {
   engine_->call([&] {
     fail(std::make_exception_ptr(
-             AbortedError("aborted on rank " + std::to_string(rank_) + ": " + reason)),
+             AbortedError("aborted on rank " + std::to_string(rank()) + ": " + reason)),
          true);
   });
 }
@@ -208,7 +221,7 @@ void Group::close() {
 
 void Group::leave() {
   const uint64_t finished =
-      (queue_.empty() ? next_sequence_.load() : queue_.front()->sequence_) - 1;
+      (queue_.empty() ? next_sequence_.load() : queue_.front()->state().sequence) - 1;
   const auto error = std::make_exception_ptr(AbortedError("the group was destroyed"));
   std::deque<OpPtr> ending;
   ending.swap(queue_);
@@ -219,14 +232,12 @@ void Group::leave() {
   if (control_ != nullptr && !error_) control_->tell_goodbye(finished);
   if (shm_ != nullptr) shm_->leave();
   if (engine_->device() != nullptr) engine_->device()->close(id_);
-  engine_->remove_group(this);
+  engine_->remove(this);
   control_.reset();
   messenger_.reset();
-  in_.clear();
-  out_.clear();
-  in_.resize(size_t(size_));
-  out_.resize(size_t(size_));
+  lanes_.close();
   if (shm_ != nullptr) engine_->poller().remove(bell_id_, shm_->doorbell(), Watch::when_active);
+  local_.reset();
   shm_.reset();
 }
 
@@ -253,20 +264,20 @@ double Group::next_deadline_s(double now) {
     return next;
   }
   next = std::min(next, kept_until_s_.load());
-  if (queue_.empty() || queue_.front()->times_.started_s == 0) return next;
+  if (queue_.empty() || queue_.front()->times().started_s == 0) return next;
   Op& op = *queue_.front();
-  if (op.deadline_s_ <= now) {
-    const double waited = now - op.times_.started_s;
+  if (op.state().deadline_s <= now) {
+    const double waited = now - op.times().started_s;
     fail(std::make_exception_ptr(
              TimeoutError("timed out after " + std::to_string(waited).substr(0, 6) + " s")),
          true);
     return next;
   }
-  next = std::min(next, op.deadline_s_);
-  if (rank_ == 0 || op.shown_) return next;
-  const double show = op.times_.started_s + kShowAfterS;
+  next = std::min(next, op.state().deadline_s);
+  if (rank() == 0 || op.state().shown) return next;
+  const double show = op.times().started_s + kShowAfterS;
   if (show > now) return std::min(next, show);
-  op.shown_ = true;
+  op.state().shown = true;
   control_->show(frame(op));
   return next;
 }
@@ -282,19 +293,19 @@ bool Group::spins() const {
 }
 
 std::string Group::summary() const {
-  std::string text = "group " + name_ + ": " + std::to_string(size_) + " ranks";
-  if (size_ == 1) return text;
+  std::string text = "group " + name() + ": " + std::to_string(size()) + " ranks";
+  if (size() == 1) return text;
   text += " on " + std::to_string(topology_.hosts.size()) + " hosts, ";
   if (shm_ != nullptr) text += "shared memory inside";
   if (shm_ != nullptr && !topology_.one_host()) text += ", ";
   if (shm_ == nullptr || !topology_.one_host()) text += "TCP between";
-  return text + "; this is rank " + std::to_string(rank_) + " at " +
-         peers_[size_t(rank_)].address.text();
+  return text + "; this is rank " + std::to_string(rank()) + " at " +
+         peers_[size_t(rank())].address.text();
 }
 
 void Group::with_windows(const std::function<void(Windows&)>& work) {
   engine_->call([&] {
-    if (messenger_ == nullptr) throw AbortedError("group " + name_ + " was destroyed");
+    if (messenger_ == nullptr) throw AbortedError("group " + name() + " was destroyed");
     work(messenger_->windows());
   });
 }
@@ -312,19 +323,10 @@ FrameHeader Group::frame(const Op& op) const {
   header.op = op.spec().op;
   header.root = op.spec().root;
   header.sequence = op.sequence();
-  header.total_bytes = total_bytes(op.spec());
+  header.total_bytes = op.total_bytes();
   if (header.kind == OpKind::all_gather) header.blocks = digest_of_sizes(op.spec().outputs);
   if (header.kind == OpKind::reduce_scatter) header.blocks = digest_of_sizes(op.spec().inputs);
   return header;
-}
-
-std::string Group::describe(const Op& op) const {
-  std::string text = comm_core::describe(frame(op));
-  if (point_to_point(op.spec().kind)) {
-    text += op.spec().kind == OpKind::recv || op.spec().kind == OpKind::get ? " from " : " to ";
-    text += op.spec().peer < 0 ? "any rank" : "rank " + std::to_string(op.spec().peer);
-  }
-  return text + " on rank " + std::to_string(rank_) + " of group " + name_;
 }
 
 }  // namespace comm_core

@@ -2,7 +2,6 @@
 // host, and the queue of collectives, which run in the order of their submission.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <string>
@@ -11,12 +10,13 @@
 #include "base/scratch.h"
 #include "base/store.h"
 #include "collectives/frame.h"
+#include "collectives/view.h"
 #include "engine/engine.h"
 #include "group/callback_order.h"
-#include "group/topology.h"
 #include "secret/random.h"
 #include "shm/streams.h"
 #include "transport/device.h"
+#include "transport/topology.h"
 
 namespace comm_core {
 
@@ -26,7 +26,7 @@ class Windows;
 
 // Owned by the pointers that `create` returns and by its operations in flight. It keeps its engine
 // alive.
-class Group : public std::enable_shared_from_this<Group> {
+class Group : public OpQueue, public std::enable_shared_from_this<Group> {
  public:
   // Connects this rank with the others through `store`. Every rank must call it, and it returns
   // when all are connected, or throws a CommError. If the options name no interface, the one of the
@@ -39,11 +39,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // Called instead of `create` by a rank that cannot join because of `error`: `create` throws
   // PeerLostError on the others.
   static void decline(Store& store, int rank, int size, const std::exception& error);
-  ~Group();
+  ~Group() override;
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  const std::string& name() const { return name_; }
   double timeout_s() const { return timeout_s_; }
   // Returns the sequence number of the last submitted collective; 0 before the first.
   uint64_t sequence() const { return next_sequence_ - 1; }
@@ -54,10 +51,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // Queues an operation. Thread-safe. Throws InvalidRequestError for an invalid request,
   // AbortedError after `close`. In a failed group the operation fails.
   OpPtr submit(OpSpec spec);
-  // Called before and after the callbacks of a collective's future, for the order of the
-  // collectives that they and the program submit (see group/callback_order.h). Thread-safe.
-  void callbacks_to_come(const Op& op);
-  void callbacks_over(const Op& op);
+  // Called before and after the callbacks of the future of a group's collective, for the order of
+  // the collectives that they and the program submit (see group/callback_order.h). Thread-safe.
+  static void callbacks_to_come(const Op& op);
+  static void callbacks_over(const Op& op);
   // Starts an operation that was submitted as `held`: its input is ready.
   void release(const OpPtr& op);
   // Fails all operations in flight, on this rank at once and on the others soon.
@@ -71,49 +68,29 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // Returns a line for logs: "group x: 4 ranks on 2 hosts, shared memory inside, TCP between; ...".
   std::string summary() const;
-  // Returns "all_reduce #12 (float32, sum, 400 bytes) on rank 0 of group x".
-  std::string describe(const Op& op) const;
-  // Returns the bytes of the whole operation: the blocks of all ranks.
-  uint64_t total_bytes(const OpSpec& spec) const;
   // Returns the number of connections to this process that did not authenticate.
   uint64_t dropped_connections();
 
-  // For the engine:
-  uint64_t number() const { return number_; }  // unique in this process
-  void enqueue(const OpPtr& op);
-  // Returns the next collective, or null if there is none or it cannot run now.
-  const Op* head() const {
-    return queue_.empty() || queue_.front()->held_ || suspicion_ ? nullptr : queue_.front().get();
-  }
-  // Advances it by one step. Returns false if it makes no progress now. `held`: it must not send.
-  bool step(bool held);
-  // Return when a step last made progress (seconds of now_s()), and whether a peer has started the
-  // same operation.
-  double moved_s() const { return moved_s_; }
-  bool met() const { return met_; }
-  // Limits the unsent bytes in the sockets, so that urgent data does not wait for them.
-  void limit_unsent();
-  void announce_sleep(bool asleep);
-  // Returns whether a thread that waits for this group should spin before it sleeps.
-  bool spins() const;
-  // Fails operations whose timeout has passed. Returns the next deadline, in seconds of now_s().
-  double next_deadline_s(double now_s);
-
-  // For stages and their planner, only within a step:
   Engine& engine() { return *engine_; }
-  const Options& options() const { return engine_->options(); }
+  // Returns what its collectives see of it.
+  GroupView view();
+
+  // For the engine (see OpQueue):
+  void enqueue(const OpPtr& op) override;
+  const Op* head() const override {
+    return queue_.empty() || queue_.front()->state().held || suspicion_ ? nullptr
+                                                                        : queue_.front().get();
+  }
+  bool step(bool held) override;
+  double moved_s() const override { return moved_s_; }
+  bool met() const override { return lanes_.met(); }
+  void limit_unsent() override { lanes_.limit_unsent(); }
+  void announce_sleep(bool asleep) override;
+  bool spins() const override;
+  double next_deadline_s(double now_s) override;
+
+  // For its control connections:
   const PeerInfo& peer(int rank) const { return peers_[size_t(rank)]; }
-  const Topology& topology() const { return topology_; }
-  ShmStreams* shm() { return shm_.get(); }  // null without shared memory
-  ScratchPool& scratch() { return scratch_; }
-  // Returns the lane to `peer`, opened on first use. It may not be ready yet.
-  Lane& out(int peer);
-  // Called when the first bytes of this operation arrive from a peer.
-  void meet_peer() { met_ = true; }
-  // Writes to `lane` and returns the bytes written: 0 while the operation must not send.
-  size_t write(Lane& lane, const iovec* parts, int num_parts);
-  // Returns the lane from `peer`, or null until it has connected.
-  Lane* in(int peer);
   // Begins to connect a new lane to `peer`.
   std::unique_ptr<Lane> connect(int peer, LaneKind kind, const Watching& watching) const;
   // Handles the departure of `peer`, whose last collective had the number `finished`.
@@ -136,10 +113,10 @@ class Group : public std::enable_shared_from_this<Group> {
                                            const Topology& topology);
   void enter(const LaneName& name, std::unique_ptr<Arrival> arrival);
   void leave();
+  std::unique_ptr<Messenger> messenger();
   void expect_everybody(const Op& op) const;
-  void begin(Op& op) const;
   bool advance(const OpPtr& op);
-  void start(const OpPtr& op);
+  void start(const OpPtr& op, bool wake);
   void start_kept(const std::vector<OpPtr>& ops);
   void keep_none();
   void start_message(const OpPtr& op);
@@ -147,21 +124,16 @@ class Group : public std::enable_shared_from_this<Group> {
   FrameHeader frame(const Op& op) const;
 
   std::shared_ptr<Engine> engine_;
-  const int rank_, size_;
-  const std::string name_;
-  const uint64_t number_;
   std::atomic<double> timeout_s_;
   std::vector<PeerInfo> peers_;
   Topology topology_;
   std::string secret_;
   Bytes16 id_{};
   std::unique_ptr<ShmStreams> shm_;
+  std::unique_ptr<LocalRanks> local_;
   uint64_t bell_id_ = 0;
-  std::vector<std::unique_ptr<Lane>> in_, out_;
-  bool held_ = false;  // this step must not send
-  bool met_ = false;
+  Lanes lanes_;
   double moved_s_ = 0;
-  bool limits_unsent_ = false;
   std::unique_ptr<Control> control_;
   // Connections that arrived before this rank knew the addresses of all.
   std::vector<std::pair<LaneName, std::unique_ptr<Arrival>>> early_;
@@ -196,7 +168,7 @@ class InCallbacks {
   InCallbacks& operator=(const InCallbacks&) = delete;
 
  private:
-  const Group* group_;  // what the thread ran before
+  const OpQueue* group_;  // what the thread ran before
   uint64_t number_;
   int depth_;
 };

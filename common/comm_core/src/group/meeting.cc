@@ -42,11 +42,6 @@ std::string accepted(const std::string& note) {
   return note;
 }
 
-uint64_t next_number() {
-  static std::atomic<uint64_t> number{0};
-  return number++;
-}
-
 // Returns the words in which two texts differ: "A=1 and A=2".
 std::string difference(const std::string& one, const std::string& other) {
   std::istringstream words(one), others(other);
@@ -107,14 +102,11 @@ void leave_reason(Store& store, int rank, int size, const std::exception& error,
 }  // namespace
 
 Group::Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name, double timeout_s)
-    : engine_(std::move(engine)),
-      rank_(rank),
-      size_(size),
-      name_(std::move(name)),
-      number_(next_number()),
+    : OpQueue(std::move(name), rank, size),
+      engine_(std::move(engine)),
       timeout_s_(timeout_s),
-      in_(size_t(size)),
-      out_(size_t(size)),
+      lanes_(peers_, size, engine_->options().tcp_chunk,
+             [this](int peer) { return connect(peer, LaneKind::data, {engine_->poller()}); }),
       finished_by_(size_t(size), UINT64_MAX) {}
 
 std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& store, int rank,
@@ -131,8 +123,8 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& stor
     group->peers_.resize(1);
     group->topology_ = Topology::of(group->peers_);
     group->engine_->call([&] {
-      group->engine_->add_group(group.get());
-      group->messenger_ = std::make_unique<Messenger>(*group);
+      group->engine_->add(group.get());
+      group->messenger_ = group->messenger();
     });
   }
   // Operations in flight keep the group alive, so the pointer of the caller closes it at its end.
@@ -140,7 +132,7 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& stor
 }
 
 void Group::meet(Store& all, const std::string& towards) {
-  NotesUnder store(all, next_prefix(all, rank_));
+  NotesUnder store(all, next_prefix(all, rank()));
   bool introduced = false;
   try {
     introduce(store, towards);
@@ -148,7 +140,7 @@ void Group::meet(Store& all, const std::string& towards) {
     join(store);
     connect_all(store);
   } catch (const std::exception& error) {
-    leave_reason(store, rank_, size_, error, introduced);
+    leave_reason(store, rank(), size(), error, introduced);
     close();
     throw;
   }
@@ -162,7 +154,7 @@ void Group::decline(Store& store, int rank, int size, const std::exception& erro
 // Begins to listen, and publishes the address.
 void Group::introduce(Store& store, const std::string& towards) {
   const Options& options = engine_->options();
-  if (rank_ == 0) {
+  if (rank() == 0) {
     std::string secret(32, '\0'), id(16, '\0');
     random_bytes(secret.data(), secret.size());
     random_bytes(id.data(), id.size());
@@ -191,19 +183,19 @@ void Group::introduce(Store& store, const std::string& towards) {
   engine_->call([&] {
     Device& device = engine_->device(host);
     mine.address = device.address();
-    engine_->add_group(this);
-    device.open(id_, {secret_, size_, rank_, [this](const LaneName& name, auto arrival) {
+    engine_->add(this);
+    device.open(id_, {secret_, size(), rank(), [this](const LaneName& name, auto arrival) {
                         enter(name, std::move(arrival));
                       }});
   });
-  store.set("r" + std::to_string(rank_), mine.serialize());
+  store.set("r" + std::to_string(rank()), mine.serialize());
 }
 
 // Learns the addresses of all ranks, and shares memory with those of this host.
 void Group::join(Store& store) {
   const Options& options = engine_->options();
   std::vector<PeerInfo> peers;
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < size(); ++r) {
     peers.push_back(PeerInfo::parse(r, accepted(store.get("r" + std::to_string(r)))));
   }
   for (const PeerInfo& peer : peers) {
@@ -237,9 +229,11 @@ void Group::join(Store& store) {
     topology_ = std::move(topology);
     shm_ = std::move(shm);
     if (shm_ != nullptr) {
+      local_ = std::make_unique<LocalRanks>(LocalRanks{*shm_, {}});
+      for (int r : topology_.beside(rank())) local_->labels.push_back(peers_[size_t(r)].label);
       bell_id_ = engine_->poller().add(shm_->doorbell(), Watch::when_active, shm_.get());
     }
-    messenger_ = std::make_unique<Messenger>(*this);
+    messenger_ = messenger();
     control_ = std::make_unique<Control>(*this);
     for (auto& [name, arrival] : early_) enter(name, std::move(arrival));
     early_.clear();
@@ -261,7 +255,8 @@ void Group::connect_all(Store& store) {
     });
     if (connected) break;
     if (now_s() > deadline) {
-      throw TimeoutError("group " + name_ + ": not all ranks have connected to " + peers_[0].label);
+      throw TimeoutError("group " + name() + ": not all ranks have connected to " +
+                         peers_[0].label);
     }
     if (now_s() > look_s) {
       if (store.add("declined", 0) > 0) throw Declined(store.get("why"));
@@ -270,7 +265,7 @@ void Group::connect_all(Store& store) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   // A rank that has connected to rank 0 has read all entries.
-  if (rank_ == 0) forget_notes(store, size_);
+  if (rank() == 0) forget_notes(store, size());
 }
 
 // Sets up shared memory on all hosts, or returns null if one host cannot: all ranks must choose the
@@ -278,10 +273,10 @@ void Group::connect_all(Store& store) {
 std::unique_ptr<ShmStreams> Group::share_memory(Store& store, const std::vector<PeerInfo>& peers,
                                                 const Topology& topology) {
   const Options& options = engine_->options();
-  const std::vector<int>& local = topology.beside(rank_);
+  const std::vector<int>& local = topology.beside(rank());
   std::unique_ptr<ShmStreams> shm;
   const auto make = [&] {
-    const int me = topology.local_rank[size_t(rank_)];
+    const int me = topology.local_rank[size_t(rank())];
     shm = std::make_unique<ShmStreams>(store, local, me, options.shm_slot);
   };
   const auto connect = [&] { shm->connect(store, local); };
@@ -293,17 +288,17 @@ std::unique_ptr<ShmStreams> Group::share_memory(Store& store, const std::vector<
     } catch (const SystemError& error) {
       mine = error.what();
     }
-    store.set(key + std::to_string(rank_), mine);
-    for (int r = 0; r < size_; ++r) {
+    store.set(key + std::to_string(rank()), mine);
+    for (int r = 0; r < size(); ++r) {
       const std::string told = accepted(store.get(key + std::to_string(r)));
       if (told == kFine) continue;
       const std::string reason = peers[size_t(r)].label + " cannot share memory: " + told;
       if (options.transport == TransportChoice::shm) {
         throw SystemError("COMM_CORE_TRANSPORT=shm, but " + reason);
       }
-      if (rank_ == 0) {
+      if (rank() == 0) {
         fprintf(stderr, "comm_core: group %s uses TCP inside hosts, too, which is slower: %s\n",
-                name_.c_str(), reason.c_str());
+                name().c_str(), reason.c_str());
       }
       return nullptr;
     }
@@ -321,8 +316,8 @@ void Group::enter(const LaneName& name, std::unique_ptr<Arrival> arrival) {
   const int peer = name.from;
   try {
     if (name.kind == LaneKind::data) {
-      std::unique_ptr<Lane>& in = in_[size_t(peer)];
-      if (in == nullptr) in = arrival->lane(peers_[size_t(peer)].label, {engine_->poller()});
+      if (lanes_.in(peer) != nullptr) return;
+      lanes_.enter(peer, arrival->lane(lanes_.label(peer), {engine_->poller()}));
     } else if (name.kind == LaneKind::messages) {
       messenger_->enter(peer, *arrival);
     } else {
@@ -335,31 +330,8 @@ void Group::enter(const LaneName& name, std::unique_ptr<Arrival> arrival) {
 
 std::unique_ptr<Lane> Group::connect(int peer, LaneKind kind, const Watching& watching) const {
   const PeerInfo& info = peers_[size_t(peer)];
-  return engine_->device()->connect({info.address, info.label, secret_, {id_, rank_, peer, kind}},
+  return engine_->device()->connect({info.address, info.label, secret_, {id_, rank(), peer, kind}},
                                     watching);
 }
-
-Lane& Group::out(int peer) {
-  std::unique_ptr<Lane>& out = out_[size_t(peer)];
-  if (out == nullptr) {
-    out = connect(peer, LaneKind::data, {engine_->poller()});
-    if (limits_unsent_) out->limit_unsent(options().tcp_chunk);
-  }
-  return *out;
-}
-
-void Group::limit_unsent() {
-  if (limits_unsent_) return;
-  limits_unsent_ = true;
-  for (const std::unique_ptr<Lane>& lane : out_) {
-    if (lane != nullptr) lane->limit_unsent(options().tcp_chunk);
-  }
-}
-
-size_t Group::write(Lane& lane, const iovec* parts, int num_parts) {
-  return held_ ? 0 : lane.write(parts, num_parts);
-}
-
-Lane* Group::in(int peer) { return in_[size_t(peer)].get(); }
 
 }  // namespace comm_core

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "group/group.h"
 #include "messages/messenger.h"
 
 namespace comm_core {
@@ -35,12 +34,10 @@ bool overtakes(const MessageHeader& header) {
 
 }  // namespace
 
-MessageSender::MessageSender(Group& group, Messenger& messenger, int peer)
-    : group_(group),
-      messenger_(messenger),
+MessageSender::MessageSender(const MessageGroup& group, Messenger& messenger, int peer)
+    : messenger_(messenger),
       peer_(peer),
-      lane_(
-          group.connect(peer, LaneKind::messages, {group.engine().poller(), Watch::always, this})) {
+      lane_(group.connect(peer, {group.poller, Watch::always, this})) {
   lane_->limit_unsent(kUnsent);
 }
 
@@ -113,11 +110,11 @@ bool MessageSender::advance() {
   return true;
 }
 
-MessageReceiver::MessageReceiver(Group& group, Messenger& messenger, int peer, Arrival& arrival)
-    : group_(group),
-      messenger_(messenger),
+MessageReceiver::MessageReceiver(const MessageGroup& group, Messenger& messenger, int peer,
+                                 Arrival& arrival)
+    : messenger_(messenger),
       peer_(peer),
-      lane_(arrival.lane(group.peer(peer).label, {group.engine().poller(), Watch::always, this})) {}
+      lane_(arrival.lane(group.labels[size_t(peer)], {group.poller, Watch::always, this})) {}
 
 void MessageReceiver::break_off() {
   broken_ = true;

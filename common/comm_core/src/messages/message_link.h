@@ -6,15 +6,31 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "engine/op.h"
 #include "transport/device.h"
 
 namespace comm_core {
 
-class Group;
+// The group whose ranks exchange the messages.
+struct MessageGroup {
+  int rank = 0;                     // this rank
+  std::vector<std::string> labels;  // by rank
+  size_t eager_bytes = 0;  // messages up to this are sent before the receiver asks for them
+  Poller& poller;
+  // Begins to connect a lane to `peer`.
+  std::function<std::unique_ptr<Lane>(int peer, const Watching& watching)> connect;
+  // Ends an operation, with an error or null.
+  std::function<void(const OpPtr& op, const std::exception_ptr& error)> complete;
+  // Fails the group on all ranks.
+  std::function<void(const std::exception_ptr& error)> fail;
+
+  int size() const { return int(labels.size()); }
+};
 
 enum class MessageKind : uint8_t {
   eager,     // a small message with its payload
@@ -51,7 +67,7 @@ class Messenger;
 // their order among each other, and so do the others. Belongs to the thread that drives the engine.
 class MessageSender : public Watcher {
  public:
-  MessageSender(Group& group, Messenger& messenger, int peer);
+  MessageSender(const MessageGroup& group, Messenger& messenger, int peer);
 
   // Queues a message without a payload, or with `payload`.
   void add(const MessageHeader& header, std::string payload = "") {
@@ -78,7 +94,6 @@ class MessageSender : public Watcher {
   void enqueue(Item item);
   std::deque<Item>& begin_frame();
 
-  Group& group_;
   Messenger& messenger_;
   int peer_;
   std::unique_ptr<Lane> lane_;
@@ -94,7 +109,7 @@ class MessageSender : public Watcher {
 // drives the engine.
 class MessageReceiver : public Watcher {
  public:
-  MessageReceiver(Group& group, Messenger& messenger, int peer, Arrival& arrival);
+  MessageReceiver(const MessageGroup& group, Messenger& messenger, int peer, Arrival& arrival);
 
   // Called within Messenger::arrived: `into` reads the payload into the first output of `op`,
   // `hold` into a buffer that Messenger::held gets.
@@ -116,7 +131,6 @@ class MessageReceiver : public Watcher {
   bool begin_frame();
   [[noreturn]] void malformed() const;
 
-  Group& group_;
   Messenger& messenger_;
   int peer_;
   std::unique_ptr<Lane> lane_;

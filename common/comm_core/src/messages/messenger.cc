@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/clock.h"
-#include "group/group.h"
 
 namespace comm_core {
 
@@ -14,12 +13,12 @@ constexpr size_t kMostHeld = size_t(1) << 30;
 
 }  // namespace
 
-Messenger::Messenger(Group& group)
-    : group_(group),
-      windows_(group, *this),
-      senders_(size_t(group.size())),
-      receivers_(size_t(group.size())),
-      gone_(size_t(group.size())) {}
+Messenger::Messenger(MessageGroup group)
+    : group_(std::move(group)),
+      windows_(group_, *this),
+      senders_(size_t(group_.size())),
+      receivers_(size_t(group_.size())),
+      gone_(size_t(group_.size())) {}
 
 Messenger::~Messenger() = default;
 
@@ -59,7 +58,7 @@ void Messenger::send(const OpPtr& op) {
   header.dtype = spec.dtype;
   header.tag = spec.tag;
   header.bytes = spec.inputs[0].bytes;
-  if (header.bytes <= group_.options().tcp_eager) {
+  if (header.bytes <= group_.eager_bytes) {
     out->add(header, op, true);
     return;
   }
@@ -76,7 +75,7 @@ void Messenger::receive(const OpPtr& op) {
     const Arrived found = std::move(*message);
     arrived_.erase(message);
     if (!fits(op, found.peer, found.header)) return;
-    op->source_ = found.peer;
+    op->state().source = found.peer;
     if (found.header.kind == MessageKind::announce) {
       matched(op, found.peer, found.header);
       return;
@@ -99,7 +98,7 @@ OpPtr Messenger::take_posted(int peer, uint64_t tag) {
     if ((spec.peer < 0 || spec.peer == peer) && spec.tag == tag) {
       OpPtr op = *it;
       posted_.erase(it);
-      op->source_ = peer;
+      op->state().source = peer;
       return op;
     }
   }
@@ -110,18 +109,17 @@ bool Messenger::fits(const OpPtr& op, int peer, const MessageHeader& header) {
   const OpSpec& spec = op->spec();
   if (spec.outputs[0].bytes == header.bytes && spec.dtype == header.dtype) return true;
   group_.fail(std::make_exception_ptr(
-                  MismatchError("the ranks disagree: " + op->describe() + " here expects " +
-                                std::to_string(spec.outputs[0].bytes) + " bytes of " +
-                                name(spec.dtype) + ", " + group_.peer(peer).label + " sends " +
-                                std::to_string(header.bytes) + " bytes of " + name(header.dtype))),
-              true);
+      MismatchError("the ranks disagree: " + op->describe() + " here expects " +
+                    std::to_string(spec.outputs[0].bytes) + " bytes of " + name(spec.dtype) + ", " +
+                    group_.labels[size_t(peer)] + " sends " + std::to_string(header.bytes) +
+                    " bytes of " + name(header.dtype))));
   return false;
 }
 
 void Messenger::arrived(int peer, const MessageHeader& header, MessageReceiver& receiver) {
   switch (header.kind) {
     case MessageKind::eager: {
-      if (header.bytes > group_.options().tcp_eager) malformed(peer);
+      if (header.bytes > group_.eager_bytes) malformed(peer);
       OpPtr op = take_posted(peer, header.tag);
       if (op != nullptr) {
         if (fits(op, peer, header)) receiver.into(op);
@@ -131,7 +129,7 @@ void Messenger::arrived(int peer, const MessageHeader& header, MessageReceiver& 
       if (held_bytes_ > kMostHeld) {
         throw MismatchError("more than " + std::to_string(kMostHeld) +
                             " bytes of messages wait for a receive, the last from " +
-                            group_.peer(peer).label);
+                            group_.labels[size_t(peer)]);
       }
       receiver.hold();
       return;
@@ -174,7 +172,7 @@ void Messenger::arrived(int peer, const MessageHeader& header, MessageReceiver& 
 }
 
 void Messenger::malformed(int peer) const {
-  throw MismatchError("malformed message from " + group_.peer(peer).label);
+  throw MismatchError("malformed message from " + group_.labels[size_t(peer)]);
 }
 
 void Messenger::held(int peer, const MessageHeader& header, std::string payload) {
@@ -207,7 +205,7 @@ void Messenger::finished(const OpPtr& op, std::exception_ptr error) {
   if (found == live_.end()) return;
   const OpPtr keep = op;
   live_.erase(found);
-  group_.engine().complete(keep, error);
+  group_.complete(keep, error);
 }
 
 // Returns why `peer` (-1: every peer) is lost, or null if messages can still come.
@@ -215,7 +213,7 @@ std::exception_ptr Messenger::gone(int peer) const {
   if (peer >= 0) return gone_[size_t(peer)];
   std::exception_ptr last;
   for (int r = 0; r < group_.size(); ++r) {
-    if (r == group_.rank()) continue;
+    if (r == group_.rank) continue;
     last = gone_[size_t(r)];
     if (!last) return nullptr;
   }
@@ -226,7 +224,7 @@ void Messenger::left(int peer) {
   // With a connection, its end arrives after all messages of the peer and is handled then.
   if (receivers_[size_t(peer)] != nullptr) return;
   lost(peer, std::make_exception_ptr(
-                 PeerLostError("lost " + group_.peer(peer).label + ": it left the group")));
+                 PeerLostError("lost " + group_.labels[size_t(peer)] + ": it left the group")));
 }
 
 void Messenger::lost(int peer, const std::exception_ptr& error) {
@@ -234,8 +232,8 @@ void Messenger::lost(int peer, const std::exception_ptr& error) {
   const bool all = gone(-1) != nullptr;
   std::vector<OpPtr> hurt;
   for (const OpPtr& op : live_) {
-    const bool waits = all && op->spec().peer < 0 && op->source_ < 0;
-    if (op->spec().peer == peer || op->source_ == peer || waits) hurt.push_back(op);
+    const bool waits = all && op->spec().peer < 0 && op->state().source < 0;
+    if (op->spec().peer == peer || op->state().source == peer || waits) hurt.push_back(op);
   }
   posted_.remove_if(
       [&](const OpPtr& op) { return op->spec().peer == peer || (all && op->spec().peer < 0); });
@@ -261,24 +259,24 @@ void Messenger::fail(const std::exception_ptr& error) {
   const std::list<OpPtr> ending = std::move(live_);
   live_.clear();
   for (const OpPtr& op : ending) {
-    group_.engine().complete(op, with_context(error, op->describe() + ": "));
+    group_.complete(op, with_context(error, op->describe() + ": "));
   }
 }
 
 double Messenger::next_deadline_s(double now_s) {
   double next = kNever;
   for (const OpPtr& op : live_) {
-    if (op->deadline_s_ <= now_s) {
+    if (op->state().deadline_s <= now_s) {
       const OpSpec& spec = op->spec();
-      const std::string whom = spec.peer < 0 ? "any rank" : group_.peer(spec.peer).label;
+      const std::string whom = spec.peer < 0 ? "any rank" : group_.labels[size_t(spec.peer)];
       const OpPtr late = op;
       const auto error = std::make_exception_ptr(
           TimeoutError(late->describe() + ": timed out waiting for " + whom));
       finished(late, error);  // the errors of the other operations add their own names
-      group_.fail(error, true);
+      group_.fail(error);
       return kNever;
     }
-    next = std::min(next, op->deadline_s_);
+    next = std::min(next, op->state().deadline_s);
   }
   return next;
 }

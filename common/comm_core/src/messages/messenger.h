@@ -20,7 +20,7 @@ namespace comm_core {
 // thread that drives the engine.
 class Messenger {
  public:
-  explicit Messenger(Group& group);
+  explicit Messenger(MessageGroup group);
   ~Messenger();
 
   // Takes over the message connection from `peer`.
@@ -64,7 +64,7 @@ class Messenger {
   bool fits(const OpPtr& op, int peer, const MessageHeader& header);
   [[noreturn]] void malformed(int peer) const;
 
-  Group& group_;
+  const MessageGroup group_;
   Windows windows_;
   std::vector<std::unique_ptr<MessageSender>> senders_;
   std::vector<std::unique_ptr<MessageReceiver>> receivers_;

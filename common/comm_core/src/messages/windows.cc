@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "group/group.h"
 #include "messages/messenger.h"
 #include "reduce/kernels.h"
 
@@ -66,7 +65,7 @@ void Windows::start(const OpPtr& op) {
                  : !spec.outputs.empty() ? spec.outputs[0].bytes
                                          : 0;
   waiting_[header.id] = op;
-  if (spec.peer == group_.rank()) {
+  if (spec.peer == group_.rank) {
     serve(spec.peer, header, spec.inputs.empty() ? nullptr : spec.inputs[0].data);
     return;
   }
@@ -148,7 +147,7 @@ void Windows::answer(int peer, uint64_t id, const std::string& payload, bool ref
   header.id = id;
   header.refused = refused;
   header.bytes = payload.size();
-  if (peer == group_.rank()) return held(peer, header, payload);
+  if (peer == group_.rank) return held(peer, header, payload);
   if (MessageSender* sender = messenger_.sender(peer)) sender->add(header, payload);
 }
 
@@ -157,18 +156,18 @@ void Windows::arrived(int peer, const MessageHeader& header, MessageReceiver& re
   if (header.kind == MessageKind::reply) {
     const auto found = waiting_.find(header.id);
     if (found == waiting_.end() || found->second->spec().peer != peer) {
-      throw MismatchError("unexpected reply from " + group_.peer(peer).label);
+      throw MismatchError("unexpected reply from " + group_.labels[size_t(peer)]);
     }
     const OpSpec& spec = found->second->spec();
     const size_t bytes = spec.outputs.empty() ? 0 : spec.outputs[0].bytes;
     if (header.refused ? header.bytes > 4096 : header.bytes != bytes) {
-      throw MismatchError("malformed reply from " + group_.peer(peer).label);
+      throw MismatchError("malformed reply from " + group_.labels[size_t(peer)]);
     }
     receiver.hold();
   } else if (pays) {
     // A large payload is not buffered if no window can take it.
     if (!problem(header).empty() && header.bytes > (size_t(64) << 20)) {
-      throw MismatchError("invalid request from " + group_.peer(peer).label + ": " +
+      throw MismatchError("invalid request from " + group_.labels[size_t(peer)] + ": " +
                           problem(header));
     }
     receiver.hold();
@@ -186,7 +185,7 @@ void Windows::held(int peer, const MessageHeader& header, const std::string& pay
   if (header.refused) {
     messenger_.finished(
         op, std::make_exception_ptr(InvalidRequestError(
-                op->describe() + ": " + group_.peer(peer).label + " refused: " + payload)));
+                op->describe() + ": " + group_.labels[size_t(peer)] + " refused: " + payload)));
     return;
   }
   if (!op->spec().outputs.empty()) {

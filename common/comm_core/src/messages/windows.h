@@ -12,14 +12,13 @@
 
 namespace comm_core {
 
-class Group;
 class Messenger;
 
 // The windows of one rank, and its operations on the windows of all ranks. Belongs to the thread
 // that drives the engine.
 class Windows {
  public:
-  Windows(Group& group, Messenger& messenger) : group_(group), messenger_(messenger) {}
+  Windows(const MessageGroup& group, Messenger& messenger) : group_(group), messenger_(messenger) {}
 
   // Adds a window. `memory` consists of `slots` slots of equal size. The caller owns it and keeps
   // it alive until `remove`. `number` must be the same on all ranks.
@@ -63,7 +62,7 @@ class Windows {
   void answer(int peer, uint64_t id, const std::string& payload, bool refused);
   void grant_next(Window& window);
 
-  Group& group_;
+  const MessageGroup& group_;
   Messenger& messenger_;
   std::map<uint32_t, Window> windows_;
   std::map<uint64_t, OpPtr> waiting_;  // this rank's operations that wait for a reply, by id

@@ -147,7 +147,7 @@ class Checked : public Running {
             if (std::fabs(got - wanted) <= 1e-5 * std::fabs(wanted)) continue;
             throw std::runtime_error(describe(c_) + ": element " + std::to_string(i) + " is " +
                                      std::to_string(got) + ", not " + std::to_string(wanted) +
-                                     " (" + group_.describe(*op_) + ")");
+                                     " (" + op_->describe() + ")");
           }
         }
       }

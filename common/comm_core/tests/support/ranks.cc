@@ -5,10 +5,6 @@
 
 namespace comm_core::testing {
 
-void expect(bool condition, const std::string& what) {
-  if (!condition) throw std::runtime_error(what);
-}
-
 void run_ranks(const World& world, const std::function<void(Rank&)>& body) {
   auto store = world.store != nullptr ? world.store : std::make_shared<MemoryStore>();
   std::vector<std::string> failures(size_t(world.size));

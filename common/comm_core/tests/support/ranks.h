@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "group/group.h"
 
 namespace comm_core::testing {
@@ -71,8 +72,5 @@ struct Rank {
 
 // Runs `body` on every rank. Throws std::runtime_error with the failures of all ranks, if any.
 void run_ranks(const World& world, const std::function<void(Rank&)>& body);
-
-// Throws if `condition` is false.
-void expect(bool condition, const std::string& what);
 
 }  // namespace comm_core::testing

@@ -1,43 +1,14 @@
-// Runs named tests in order: all, or those whose names contain the first argument.
+// What the tests of whole groups share.
 #pragma once
 
 #include <condition_variable>
-#include <cstdio>
-#include <functional>
 #include <mutex>
 #include <string>
-#include <thread>
-#include <vector>
 
-#include "base/clock.h"
+#include "check.h"
 #include "ranks.h"
 
 namespace comm_core::testing {
-
-struct Test {
-  const char* name;
-  std::function<void()> body;
-};
-
-inline int run_tests(int argc, char** argv, const std::vector<Test>& tests) {
-  int failures = 0;
-  for (const Test& test : tests) {
-    if (argc > 1 && std::string(test.name).find(argv[1]) == std::string::npos) continue;
-    printf("%s: ", test.name);
-    fflush(stdout);
-    const double began = now_s();
-    std::string error;
-    try {
-      test.body();
-    } catch (const std::exception& e) {
-      error = e.what();
-    }
-    printf("%s (%.2f s)%s\n", error.empty() ? "right" : "FAILED", now_s() - began, error.c_str());
-    failures += !error.empty();
-  }
-  printf("%d failures\n", failures);
-  return failures == 0 ? 0 : 1;
-}
 
 // The kinds of connections between ranks: shared memory, TCP, both.
 struct Wiring {
@@ -82,21 +53,6 @@ class Together {
 inline std::string error_of(const OpPtr& op) {
   expect(op->wait(kHangsS), op->describe() + " hangs");
   return op->error() ? message_of(op->error()) : "";
-}
-
-template <typename E>
-bool is(const std::exception_ptr& error) {
-  try {
-    if (error) std::rethrow_exception(error);
-  } catch (const E&) {
-    return true;
-  } catch (...) {
-  }
-  return false;
-}
-
-inline void expect_text(const std::string& text, const std::string& part) {
-  expect(text.find(part) != std::string::npos, "'" + part + "' is not in: " + text);
 }
 
 }  // namespace comm_core::testing

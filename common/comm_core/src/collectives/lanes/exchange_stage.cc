@@ -1,7 +1,7 @@
 #include <algorithm>
 
+#include "collectives/lanes/lanes.h"
 #include "collectives/lanes/stages.h"
-#include "group/group.h"
 
 namespace comm_core {
 namespace {
@@ -19,9 +19,9 @@ struct Transfer {
 
 class ExchangeStage : public Stage {
  public:
-  ExchangeStage(Group& group, const FrameHeader& frame, const std::vector<Sending>& sending,
+  ExchangeStage(Lanes& lanes, const FrameHeader& frame, const std::vector<Sending>& sending,
                 const std::vector<Receiving>& receiving)
-      : group_(group), frame_(frame) {
+      : lanes_(lanes), frame_(frame) {
     for (const Sending& s : sending) {
       out_.push_back({s.peer, const_cast<char*>(s.block.data), s.block.bytes});
     }
@@ -45,7 +45,7 @@ class ExchangeStage : public Stage {
     for (const std::vector<Transfer>* transfers : {&in_, &out_}) {
       for (const Transfer& t : *transfers) {
         if (t.finished) continue;
-        return "waiting for " + group_.peer(t.peer).label + " (" +
+        return "waiting for " + lanes_.label(t.peer) + " (" +
                std::to_string(t.done - std::min(t.done, kHeader)) + " of " +
                std::to_string(t.bytes) + " bytes " + (transfers == &in_ ? "received)" : "sent)");
       }
@@ -55,7 +55,7 @@ class ExchangeStage : public Stage {
 
  private:
   bool send(Transfer& t) {
-    Lane& lane = group_.out(t.peer);
+    Lane& lane = lanes_.out(t.peer);
     if (!lane.ready()) return false;
     FrameHeader header = frame_;
     header.payload_bytes = t.bytes;
@@ -66,44 +66,43 @@ class ExchangeStage : public Stage {
     }
     const size_t body = t.done < kHeader ? 0 : t.done - kHeader;
     if (body < t.bytes) {
-      parts[num_parts++] = {t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk)};
+      parts[num_parts++] = {t.data + body, std::min(t.bytes - body, lanes_.chunk())};
     }
-    const size_t sent = group_.write(lane, parts, num_parts);
+    const size_t sent = lanes_.write(lane, parts, num_parts);
     t.done += sent;
     t.finished = t.done == kHeader + t.bytes;
     return sent > 0;
   }
 
   bool receive(Transfer& t) {
-    Lane* lane = group_.in(t.peer);
+    Lane* lane = lanes_.in(t.peer);
     if (lane == nullptr) return false;
     const bool begins = t.done < kHeader;
     if (begins) {
       if (!t.reader.expect(*lane, frame_, t.bytes)) return false;
-      group_.meet_peer();
+      lanes_.meet_peer();
       t.done = kHeader;
       t.finished = t.bytes == 0;
       if (t.finished) return true;
     }
     const size_t body = t.done - kHeader;
-    const size_t got =
-        lane->read(t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk));
+    const size_t got = lane->read(t.data + body, std::min(t.bytes - body, lanes_.chunk()));
     t.done += got;
     t.finished = t.done == kHeader + t.bytes;
     return got > 0 || begins;
   }
 
-  Group& group_;
+  Lanes& lanes_;
   const FrameHeader frame_;
   std::vector<Transfer> out_, in_;
 };
 
 }  // namespace
 
-std::unique_ptr<Stage> exchange(Group& group, const FrameHeader& frame,
+std::unique_ptr<Stage> exchange(Lanes& lanes, const FrameHeader& frame,
                                 const std::vector<Sending>& sending,
                                 const std::vector<Receiving>& receiving) {
-  return std::make_unique<ExchangeStage>(group, frame, sending, receiving);
+  return std::make_unique<ExchangeStage>(lanes, frame, sending, receiving);
 }
 
 }  // namespace comm_core

@@ -18,13 +18,13 @@ bool goes_by_size(OpKind kind) {
 // Planner for lanes between all ranks.
 class OverLanes : Planner {
  public:
-  OverLanes(Group& group, const OpSpec& spec, const FrameHeader& frame)
+  OverLanes(const GroupView& group, const OpSpec& spec, const FrameHeader& frame)
       : Planner(group, spec, frame),
         n_(group.size()),
-        me_(group.rank()),
+        me_(group.rank),
         root_(spec.root),
-        straight_(blocks_go_straight(spec.kind, n_, frame.total_bytes, group.options())),
-        large_(goes_by_size(spec.kind) && frame.total_bytes >= group.options().tcp_small &&
+        straight_(blocks_go_straight(spec.kind, n_, frame.total_bytes, group.options)),
+        large_(goes_by_size(spec.kind) && frame.total_bytes >= group.options.tcp_small &&
                !straight_) {
     frame_.way = large_ ? Way::ring : Way::few_hops;
   }
@@ -79,7 +79,7 @@ class OverLanes : Planner {
   using Receivings = std::vector<Receiving>;
 
   void add_exchange(const Sendings& sending, const Receivings& receiving) {
-    add(exchange(group_, next_frame(), sending, receiving));
+    add(exchange(group_.lanes, next_frame(), sending, receiving));
   }
 
   void send_to_root(ConstSpan block) { add_exchange({{root_, block}}, {}); }
@@ -197,7 +197,8 @@ class OverLanes : Planner {
     std::vector<ConstSpan> own;
     std::vector<Span> incoming;
     r.place == 0 ? own.push_back(whole) : incoming.push_back(whole);
-    add(ring_forward(group_, r, next_frame(), own, incoming, r.place == n_ - 1 ? 0 : whole.bytes));
+    add(ring_forward(group_.lanes, r, next_frame(), own, incoming,
+                     r.place == n_ - 1 ? 0 : whole.bytes));
   }
 
   // Binomial tree: the rank at position p receives from position p without its lowest set bit. All
@@ -212,9 +213,9 @@ class OverLanes : Planner {
       if (place + bit < n_) sending.push_back({rank_at(place + bit), spec_.outputs[0]});
     }
     if (place > 0) {
-      add(exchange(group_, frame_, {}, {{rank_at(place - lowest), spec_.outputs[0]}}));
+      add(exchange(group_.lanes, frame_, {}, {{rank_at(place - lowest), spec_.outputs[0]}}));
     }
-    add(exchange(group_, frame_, sending, {}));
+    add(exchange(group_.lanes, frame_, sending, {}));
   }
 
   void ring_reduce_to_root() {
@@ -237,7 +238,7 @@ class OverLanes : Planner {
 
 }  // namespace
 
-Stages over_lanes(Group& group, const OpSpec& spec, const FrameHeader& frame) {
+Stages over_lanes(const GroupView& group, const OpSpec& spec, const FrameHeader& frame) {
   return OverLanes(group, spec, frame).build();
 }
 

@@ -1,9 +1,9 @@
 #include <algorithm>
 
 #include "collectives/collectives.h"
+#include "collectives/lanes/lanes.h"
 #include "collectives/lanes/stages.h"
 #include "collectives/regimes.h"
-#include "group/group.h"
 #include "reduce/kernels.h"
 
 namespace comm_core {
@@ -20,12 +20,12 @@ uint64_t longest(const Blocks& blocks) {
 // that they have carried. Each stream begins with a header.
 class RingStage : public Stage {
  public:
-  RingStage(Group& group, const Ring& ring, const FrameHeader& frame, uint64_t bytes_out,
+  RingStage(Lanes& lanes, const Ring& ring, const FrameHeader& frame, uint64_t bytes_out,
             uint64_t bytes_in, uint64_t longest_block)
-      : group_(group),
+      : lanes_(lanes),
         ring_(ring),
-        chunk_(group.options().tcp_chunk),
-        worth_it_(ring_piece(longest_block, ring.size(), group.options())),
+        chunk_(lanes.chunk()),
+        worth_it_(ring_piece(longest_block, ring.size(), lanes.chunk())),
         frame_(frame),
         total_out_(bytes_out),
         total_in_(bytes_in) {}
@@ -33,43 +33,42 @@ class RingStage : public Stage {
   std::string status() const override {
     const std::string sent = std::to_string(sent_) + " of " + std::to_string(total_out_);
     if (received_ < total_in_ || !header_received_) {
-      return "waiting for " + group_.peer(ring_.previous()).label + " (" +
-             std::to_string(received_) + " of " + std::to_string(total_in_) + " bytes received, " +
-             sent + " sent)";
+      return "waiting for " + lanes_.label(ring_.previous()) + " (" + std::to_string(received_) +
+             " of " + std::to_string(total_in_) + " bytes received, " + sent + " sent)";
     }
-    return "waiting for " + group_.peer(ring_.next()).label + " (" + sent + " bytes sent)";
+    return "waiting for " + lanes_.label(ring_.next()) + " (" + sent + " bytes sent)";
   }
 
  protected:
   // Return true once the header is sent, or is received and checked.
   bool out_ready() {
     if (header_sent_ == sizeof frame_) return true;
-    Lane& lane = group_.out(ring_.next());
+    Lane& lane = lanes_.out(ring_.next());
     if (!lane.ready()) return false;
     frame_.payload_bytes = total_out_;
     const iovec part{reinterpret_cast<char*>(&frame_) + header_sent_, sizeof frame_ - header_sent_};
-    header_sent_ += group_.write(lane, &part, 1);
+    header_sent_ += lanes_.write(lane, &part, 1);
     return header_sent_ == sizeof frame_;
   }
 
   bool in_ready() {
     if (header_received_) return true;
-    Lane* lane = group_.in(ring_.previous());
+    Lane* lane = lanes_.in(ring_.previous());
     header_received_ = lane != nullptr && reader_.expect(*lane, frame_, total_in_);
-    if (header_received_) group_.meet_peer();
+    if (header_received_) lanes_.meet_peer();
     return header_received_;
   }
 
   // Send or receive up to a chunk. Return the bytes moved: 0 if none can be moved now.
   size_t send(const char* data, size_t bytes) {
     const iovec part{const_cast<char*>(data), std::min(bytes, chunk_)};
-    const size_t sent = group_.write(group_.out(ring_.next()), &part, 1);
+    const size_t sent = lanes_.write(lanes_.out(ring_.next()), &part, 1);
     sent_ += sent;
     return sent;
   }
 
   size_t receive(char* data, size_t bytes, size_t low_water) {
-    Lane& lane = *group_.in(ring_.previous());
+    Lane& lane = *lanes_.in(ring_.previous());
     const size_t got = lane.read(data, std::min(bytes, chunk_));
     received_ += got;
     // The engine should wake for a large piece only. But it must not wait for more than it has room
@@ -79,10 +78,10 @@ class RingStage : public Stage {
   }
 
   void finish() {
-    if (total_in_ > 0) group_.in(ring_.previous())->wake_from(1);
+    if (total_in_ > 0) lanes_.in(ring_.previous())->wake_from(1);
   }
 
-  Group& group_;
+  Lanes& lanes_;
   const Ring ring_;
   const size_t chunk_;     // moved per step and direction
   const size_t worth_it_;  // a sleeping engine is not woken for less
@@ -101,16 +100,16 @@ class RingStage : public Stage {
 // the last, each reduced with this rank's input.
 class RingReduceStage : public RingStage {
  public:
-  RingReduceStage(Group& group, const Ring& ring, const FrameHeader& frame,
+  RingReduceStage(Lanes& lanes, ScratchPool& scratch, const Ring& ring, const FrameHeader& frame,
                   std::vector<ConstSpan> inputs, Span output, int64_t divisor)
-      : RingStage(group, ring, frame, total(inputs) - inputs[ring.block(0)].bytes,
+      : RingStage(lanes, ring, frame, total(inputs) - inputs[ring.block(0)].bytes,
                   total(inputs) - inputs[ring.block(1)].bytes, longest(inputs)),
         inputs_(std::move(inputs)),
         output_(output),
         divisor_(divisor),
         divides_first_(divisor > 0 && frame.dtype == DType::f16),
         capacity_(capacity()),
-        buffer_(group.scratch(), capacity_) {
+        buffer_(scratch, capacity_) {
     arriving_end_ = inputs_[ring_.block(arriving_block_)].bytes;
   }
 
@@ -222,9 +221,9 @@ class RingReduceStage : public RingStage {
 
 class RingForwardStage : public RingStage {
  public:
-  RingForwardStage(Group& group, const Ring& ring, const FrameHeader& frame,
+  RingForwardStage(Lanes& lanes, const Ring& ring, const FrameHeader& frame,
                    std::vector<ConstSpan> own, std::vector<Span> incoming, uint64_t outgoing)
-      : RingStage(group, ring, frame, outgoing, total(incoming), longest(incoming)),
+      : RingStage(lanes, ring, frame, outgoing, total(incoming), longest(incoming)),
         incoming_(std::move(incoming)),
         outgoing_(std::move(own)),
         own_bytes_(total(outgoing_)) {
@@ -274,15 +273,17 @@ class RingForwardStage : public RingStage {
 
 }  // namespace
 
-std::unique_ptr<Stage> ring_reduce(Group& group, const Ring& ring, const FrameHeader& frame,
-                                   std::vector<ConstSpan> inputs, Span output, int64_t divisor) {
-  return std::make_unique<RingReduceStage>(group, ring, frame, std::move(inputs), output, divisor);
+std::unique_ptr<Stage> ring_reduce(Lanes& lanes, ScratchPool& scratch, const Ring& ring,
+                                   const FrameHeader& frame, std::vector<ConstSpan> inputs,
+                                   Span output, int64_t divisor) {
+  return std::make_unique<RingReduceStage>(lanes, scratch, ring, frame, std::move(inputs), output,
+                                           divisor);
 }
 
-std::unique_ptr<Stage> ring_forward(Group& group, const Ring& ring, const FrameHeader& frame,
+std::unique_ptr<Stage> ring_forward(Lanes& lanes, const Ring& ring, const FrameHeader& frame,
                                     std::vector<ConstSpan> own, std::vector<Span> incoming,
                                     uint64_t outgoing) {
-  return std::make_unique<RingForwardStage>(group, ring, frame, std::move(own), std::move(incoming),
+  return std::make_unique<RingForwardStage>(lanes, ring, frame, std::move(own), std::move(incoming),
                                             outgoing);
 }
 

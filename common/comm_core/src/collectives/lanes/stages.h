@@ -5,11 +5,12 @@
 #include <vector>
 
 #include "collectives/frame.h"
-#include "collectives/stage.h"
+#include "engine/stage.h"
 
 namespace comm_core {
 
-class Group;
+class Lanes;
+class ScratchPool;
 
 // Blocks of a direct exchange, which sends a block to each of some ranks and receives one from each
 // of others at the same time. It takes one hop. Small collectives, all_to_all, gather and scatter
@@ -23,7 +24,7 @@ struct Receiving {
   Span block;
 };
 // Returns the stage of a direct exchange. The caller owns the memory of the blocks, here and below.
-std::unique_ptr<Stage> exchange(Group& group, const FrameHeader& frame,
+std::unique_ptr<Stage> exchange(Lanes& lanes, const FrameHeader& frame,
                                 const std::vector<Sending>& sending,
                                 const std::vector<Receiving>& receiving);
 
@@ -46,13 +47,14 @@ struct Ring {
 // Returns the stage of a ring reduce-scatter. inputs[i] is this rank's contribution to block i,
 // which the rank at position i gets. `output` gets the block of this rank's position. A block is
 // reduced in ring order, beginning with the rank after its owner, and divided if `divisor` > 0.
-std::unique_ptr<Stage> ring_reduce(Group& group, const Ring& ring, const FrameHeader& frame,
-                                   std::vector<ConstSpan> inputs, Span output, int64_t divisor);
+std::unique_ptr<Stage> ring_reduce(Lanes& lanes, ScratchPool& scratch, const Ring& ring,
+                                   const FrameHeader& frame, std::vector<ConstSpan> inputs,
+                                   Span output, int64_t divisor);
 
 // Returns the stage that forwards blocks: of an all_gather (every rank begins with one block) or a
 // broadcast (the root begins with all). It receives into `incoming`, and sends `own` and then what
 // it receives, up to `outgoing` bytes in total.
-std::unique_ptr<Stage> ring_forward(Group& group, const Ring& ring, const FrameHeader& frame,
+std::unique_ptr<Stage> ring_forward(Lanes& lanes, const Ring& ring, const FrameHeader& frame,
                                     std::vector<ConstSpan> own, std::vector<Span> incoming,
                                     uint64_t outgoing);
 

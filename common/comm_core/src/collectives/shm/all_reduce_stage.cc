@@ -9,8 +9,8 @@ namespace {
 
 class ShmAllReduceStage : public ShmStage {
  public:
-  ShmAllReduceStage(Group& group, const FrameHeader& frame, const ShmAllReducePlan& plan)
-      : ShmStage(group, frame),
+  ShmAllReduceStage(const LocalRanks& local, const FrameHeader& frame, const ShmAllReducePlan& plan)
+      : ShmStage(local, frame),
         plan_(plan),
         rounds_(rounds_for(plan.input.bytes, streams_.slot_bytes())),
         collected_(size_t(n_)) {}
@@ -124,9 +124,9 @@ class ShmAllReduceStage : public ShmStage {
 
 }  // namespace
 
-std::unique_ptr<Stage> shm_all_reduce(Group& group, const FrameHeader& frame,
+std::unique_ptr<Stage> shm_all_reduce(const LocalRanks& local, const FrameHeader& frame,
                                       const ShmAllReducePlan& plan) {
-  return std::make_unique<ShmAllReduceStage>(group, frame, plan);
+  return std::make_unique<ShmAllReduceStage>(local, frame, plan);
 }
 
 }  // namespace comm_core

@@ -8,8 +8,8 @@ namespace {
 
 class ShmCopyStage : public ShmStage {
  public:
-  ShmCopyStage(Group& group, const FrameHeader& frame, ShmCopyPlan plan)
-      : ShmStage(group, frame),
+  ShmCopyStage(const LocalRanks& local, const FrameHeader& frame, ShmCopyPlan plan)
+      : ShmStage(local, frame),
         plan_(std::move(plan)),
         consumed_(size_t(n_)),
         finished_(size_t(n_)) {
@@ -103,8 +103,9 @@ class ShmCopyStage : public ShmStage {
 
 }  // namespace
 
-std::unique_ptr<Stage> shm_copy(Group& group, const FrameHeader& frame, ShmCopyPlan plan) {
-  return std::make_unique<ShmCopyStage>(group, frame, std::move(plan));
+std::unique_ptr<Stage> shm_copy(const LocalRanks& local, const FrameHeader& frame,
+                                ShmCopyPlan plan) {
+  return std::make_unique<ShmCopyStage>(local, frame, std::move(plan));
 }
 
 }  // namespace comm_core

@@ -7,8 +7,8 @@ namespace {
 
 class ShmDirectStage : public ShmStage {
  public:
-  ShmDirectStage(Group& group, const FrameHeader& frame, ShmDirectPlan plan)
-      : ShmStage(group, frame),
+  ShmDirectStage(const LocalRanks& local, const FrameHeader& frame, ShmDirectPlan plan)
+      : ShmStage(local, frame),
         plan_(std::move(plan)),
         heard_(size_t(n_)),
         held_(size_t(n_)),
@@ -124,8 +124,9 @@ class ShmDirectStage : public ShmStage {
 
 }  // namespace
 
-std::unique_ptr<Stage> shm_direct(Group& group, const FrameHeader& frame, ShmDirectPlan plan) {
-  return std::make_unique<ShmDirectStage>(group, frame, std::move(plan));
+std::unique_ptr<Stage> shm_direct(const LocalRanks& local, const FrameHeader& frame,
+                                  ShmDirectPlan plan) {
+  return std::make_unique<ShmDirectStage>(local, frame, std::move(plan));
 }
 
 }  // namespace comm_core

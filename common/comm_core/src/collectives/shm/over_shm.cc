@@ -34,11 +34,11 @@ Stages one(std::unique_ptr<Stage> stage) {
 // Planner for ranks that are all on one host.
 class OverShm : Planner {
  public:
-  OverShm(Group& group, const OpSpec& spec, const FrameHeader& frame)
+  OverShm(const GroupView& group, const OpSpec& spec, const FrameHeader& frame)
       : Planner(group, spec, frame),
         n_(size_t(group.size())),
-        me_(size_t(group.rank())),
-        slot_(group.shm()->slot_bytes()) {
+        me_(size_t(group.rank)),
+        slot_(group.local->streams.slot_bytes()) {
     frame_.way = Way::staged;
   }
 
@@ -66,10 +66,10 @@ class OverShm : Planner {
   void all_reduce() {
     const ConstSpan in = spec_.inputs[0];
     const Span out = spec_.outputs[0];
-    const ShmAllReducePlan staged{in, out, divisor_, in.bytes <= group_.options().shm_flat};
+    const ShmAllReducePlan staged{in, out, divisor_, in.bytes <= group_.options.shm_flat};
     if (staged.flat) frame_.way = Way::flat;
-    if (frame_.total_bytes < kAllReduceAsks * group_.options().shm_direct) {
-      return add(shm_all_reduce(group_, frame_, staged));
+    if (frame_.total_bytes < kAllReduceAsks * group_.options.shm_direct) {
+      return add(shm_all_reduce(*group_.local, frame_, staged));
     }
     const Span share = cuts(out, spec_.dtype, int(n_))[me_];
     frame_.way = Way::in_place;
@@ -87,10 +87,10 @@ class OverShm : Planner {
         copy(inputs[(me + k) % inputs.size()] + first + begin, folded, end - begin);
       }
     };
-    plan.otherwise = [&group = group_, frame = frame_, staged] {
-      return one(shm_all_reduce(group, frame, staged));
+    plan.otherwise = [&local = *group_.local, frame = frame_, staged] {
+      return one(shm_all_reduce(local, frame, staged));
     };
-    add(shm_direct(group_, frame_, std::move(plan)));
+    add(shm_direct(*group_.local, frame_, std::move(plan)));
   }
 
   void reduce() {
@@ -107,11 +107,11 @@ class OverShm : Planner {
     }
     const Span output = staged.output;
     // With more than two sources, loads are the bottleneck and streaming stores do not help.
-    const bool streaming = n_ == 2 && output.bytes >= group_.options().shm_stream;
+    const bool streaming = n_ == 2 && output.bytes >= group_.options.shm_stream;
     staged.streaming = streaming;
     // Only its owner knows whether an input is a shared buffer. Small operations do not ask.
-    if (spec_.kind == OpKind::reduce || frame_.total_bytes < group_.options().shm_direct) {
-      return add(shm_reduce(group_, frame_, std::move(staged)));
+    if (spec_.kind == OpKind::reduce || frame_.total_bytes < group_.options.shm_direct) {
+      return add(shm_reduce(*group_.local, frame_, std::move(staged)));
     }
     frame_.way = Way::in_place;
     ShmDirectPlan plan;
@@ -123,10 +123,10 @@ class OverShm : Planner {
       fold(frame, divisor, output.data + begin, at(inputs, first + begin).data(),
            int(inputs.size()), end - begin, streaming);
     };
-    plan.otherwise = [&group = group_, frame = frame_, staged = std::move(staged)] {
-      return one(shm_reduce(group, frame, staged));
+    plan.otherwise = [&local = *group_.local, frame = frame_, staged = std::move(staged)] {
+      return one(shm_reduce(local, frame, staged));
     };
-    add(shm_direct(group_, frame_, std::move(plan)));
+    add(shm_direct(*group_.local, frame_, std::move(plan)));
   }
 
   void all_gather() {
@@ -140,10 +140,10 @@ class OverShm : Planner {
       received += blocks[r].bytes;
       longest = std::max(longest, blocks[r].bytes);
     }
-    staged.streaming = received >= group_.options().shm_stream;
-    if (frame_.total_bytes < group_.options().shm_direct) {
+    staged.streaming = received >= group_.options.shm_stream;
+    if (frame_.total_bytes < group_.options.shm_direct) {
       add(own_copy(spec_.inputs[0], blocks[me_]));
-      return add(shm_copy(group_, frame_, std::move(staged)));
+      return add(shm_copy(*group_.local, frame_, std::move(staged)));
     }
     frame_.way = Way::in_place;
     ShmDirectPlan plan;
@@ -161,13 +161,13 @@ class OverShm : Planner {
         }
       }
     };
-    plan.otherwise = [&group = group_, frame = frame_, from = plan.input, to = blocks[me_],
+    plan.otherwise = [&local = *group_.local, frame = frame_, from = plan.input, to = blocks[me_],
                       staged = std::move(staged)] {
       Stages stages = one(own_copy(from, to));
-      stages.push_back(shm_copy(group, frame, staged));
+      stages.push_back(shm_copy(local, frame, staged));
       return stages;
     };
-    add(shm_direct(group_, frame_, std::move(plan)));
+    add(shm_direct(*group_.local, frame_, std::move(plan)));
   }
 
   ShmCopyPlan copy_plan() const {
@@ -186,7 +186,7 @@ class OverShm : Planner {
     const size_t root = size_t(spec_.root);
     const bool is_root = me_ == root;
     if (spec_.kind == OpKind::scatter || spec_.kind == OpKind::all_to_all) {
-      plan.portion = shared_portion(*group_.shm());
+      plan.portion = shared_portion(group_.local->streams);
     }
     switch (spec_.kind) {
       case OpKind::broadcast:
@@ -223,7 +223,7 @@ class OverShm : Planner {
       case OpKind::barrier: plan.rounds.assign(n_, 1); break;
       default: throw InvalidRequestError(std::string(name(spec_.kind)) + " is not a collective");
     }
-    add(shm_copy(group_, frame_, std::move(plan)));
+    add(shm_copy(*group_.local, frame_, std::move(plan)));
   }
 
   const size_t n_, me_, slot_;
@@ -231,7 +231,7 @@ class OverShm : Planner {
 
 }  // namespace
 
-Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame) {
+Stages over_shm(const GroupView& group, const OpSpec& spec, const FrameHeader& frame) {
   return OverShm(group, spec, frame).build();
 }
 

@@ -9,8 +9,8 @@ namespace {
 
 class ShmReduceStage : public ShmStage {
  public:
-  ShmReduceStage(Group& group, const FrameHeader& frame, ShmReducePlan plan)
-      : ShmStage(group, frame), plan_(std::move(plan)), bytes_(plan_.inputs[size_t(me_)].bytes) {
+  ShmReduceStage(const LocalRanks& local, const FrameHeader& frame, ShmReducePlan plan)
+      : ShmStage(local, frame), plan_(std::move(plan)), bytes_(plan_.inputs[size_t(me_)].bytes) {
     // The readers share a slot. A single reader (the root of a reduce) gets all of it.
     const auto owners = std::count_if(plan_.inputs.begin(), plan_.inputs.end(),
                                       [](const ConstSpan& block) { return block.bytes > 0; });
@@ -96,8 +96,9 @@ class ShmReduceStage : public ShmStage {
 
 }  // namespace
 
-std::unique_ptr<Stage> shm_reduce(Group& group, const FrameHeader& frame, ShmReducePlan plan) {
-  return std::make_unique<ShmReduceStage>(group, frame, std::move(plan));
+std::unique_ptr<Stage> shm_reduce(const LocalRanks& local, const FrameHeader& frame,
+                                  ShmReducePlan plan) {
+  return std::make_unique<ShmReduceStage>(local, frame, std::move(plan));
 }
 
 }  // namespace comm_core

@@ -14,10 +14,6 @@ size_t shared_portion(const ShmStreams& streams) {
   return std::max<size_t>(64, streams.slot_bytes() / others / 64 * 64);
 }
 
-const std::string& ShmStage::label(int r) const {
-  return group_.peer(group_.topology().beside(group_.rank())[size_t(r)]).label;
-}
-
 std::string ShmStage::late(const std::function<bool(int r)>& come) const {
   std::string names;
   for (int r = 0; r < n_; ++r) {

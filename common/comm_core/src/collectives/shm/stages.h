@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "collectives/frame.h"
-#include "collectives/stage.h"
-#include "group/group.h"
+#include "collectives/view.h"
+#include "engine/stage.h"
 
 namespace comm_core {
 
@@ -21,7 +21,7 @@ struct ShmAllReducePlan {
   int64_t divisor = 0;  // > 0: divide the result by it
   bool flat = false;    // every rank reduces everything: one exchange per round instead of two
 };
-std::unique_ptr<Stage> shm_all_reduce(Group& group, const FrameHeader& frame,
+std::unique_ptr<Stage> shm_all_reduce(const LocalRanks& local, const FrameHeader& frame,
                                       const ShmAllReducePlan& plan);
 
 // reduce_scatter and reduce: each rank copies its inputs for the others into its stream. The owner
@@ -34,7 +34,8 @@ struct ShmReducePlan {
   int64_t divisor = 0;     // > 0: divide the result by it
   bool streaming = false;  // write the output past the caches
 };
-std::unique_ptr<Stage> shm_reduce(Group& group, const FrameHeader& frame, ShmReducePlan plan);
+std::unique_ptr<Stage> shm_reduce(const LocalRanks& local, const FrameHeader& frame,
+                                  ShmReducePlan plan);
 
 // all_gather, broadcast, gather, scatter, all_to_all and barrier: senders copy their blocks into
 // their streams in rounds, and receivers copy them to their memory.
@@ -53,7 +54,8 @@ struct ShmCopyPlan {
   size_t portion = 0;
   bool streaming = false;  // write the output past the caches
 };
-std::unique_ptr<Stage> shm_copy(Group& group, const FrameHeader& frame, ShmCopyPlan plan);
+std::unique_ptr<Stage> shm_copy(const LocalRanks& local, const FrameHeader& frame,
+                                ShmCopyPlan plan);
 
 // reduce_scatter, all_gather and all_reduce of inputs in shared buffers, which all ranks read in
 // place. If the input of any rank is elsewhere, all ranks run the stages of `otherwise` instead.
@@ -65,7 +67,8 @@ struct ShmDirectPlan {
   size_t chunk = 256 << 10;
   std::function<Stages()> otherwise;
 };
-std::unique_ptr<Stage> shm_direct(Group& group, const FrameHeader& frame, ShmDirectPlan plan);
+std::unique_ptr<Stage> shm_direct(const LocalRanks& local, const FrameHeader& frame,
+                                  ShmDirectPlan plan);
 
 // Returns the rounds that a block of `bytes` bytes needs: at least 1, so that every sender's header
 // is checked.
@@ -76,14 +79,14 @@ size_t shared_portion(const ShmStreams& streams);
 // Base class of the four stages.
 class ShmStage : public Stage {
  protected:
-  ShmStage(Group& group, const FrameHeader& frame)
-      : group_(group),
-        streams_(*group.shm()),
+  ShmStage(const LocalRanks& local, const FrameHeader& frame)
+      : local_(local),
+        streams_(local.streams),
         frame_(frame),
         n_(streams_.size()),
         me_(streams_.me()) {}
   // Returns the label of local rank r, for messages.
-  const std::string& label(int r) const;
+  const std::string& label(int r) const { return local_.labels[size_t(r)]; }
   // Returns the labels, joined by commas, of the other ranks for which `come` is false.
   std::string late(const std::function<bool(int r)>& come) const;
   // Returns whether `stream` of local rank r has a round to read. Throws PeerLostError if it has
@@ -100,7 +103,7 @@ class ShmStage : public Stage {
     return portion == streams_.slot_bytes() ? 0 : size_t(r < w ? r : r - 1) * portion;
   }
 
-  Group& group_;
+  const LocalRanks& local_;
   ShmStreams& streams_;
   const FrameHeader frame_;
   const int n_, me_;  // number of ranks on this host, and this rank among them

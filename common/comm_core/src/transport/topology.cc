@@ -1,4 +1,4 @@
-#include "group/topology.h"
+#include "transport/topology.h"
 
 #include <algorithm>
 #include <sstream>

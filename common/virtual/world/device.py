@@ -70,10 +70,14 @@ class VirtualPace(Pace):
 
     def _compute(self, seconds: float, name: str, part: Work | Unit | None = None) -> None:
         self.queued_s += seconds
+        recorder = self._network.recorder
+        if recorder is None:
+            self._network.compute(seconds, part)
+            return
         start_s = self.clock()
         self._network.compute(seconds, part)
-        if seconds and self._network.recorder is not None:
-            self._network.recorder.computed(name, start_s, self.clock())
+        if seconds:
+            recorder.computed(name, start_s, self.clock())
 
     def backward_pass(self, lead: object) -> BackwardPass:
         return _OnTime(self)

@@ -112,7 +112,7 @@ class VirtualGroup(dist.ProcessGroup):
         return self._meet(
             operation,
             whole,
-            carried(whole, whole, rows),
+            target if output is whole and rows == 1 else carried(whole, whole, rows),
             lambda parts: target.copy_(parts.reduced(op)[place]),
             priority,
         )

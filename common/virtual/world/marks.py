@@ -85,4 +85,6 @@ class Parts:
 
     @cached_property
     def _sum(self) -> torch.Tensor:
+        if len(self.given) == 1:
+            return self.given[0] * self.times
         return self._stacked.sum(0, dtype=self._stacked.dtype) * self.times

@@ -197,5 +197,6 @@ class Link:
 
     def _end(self, sending: Sending) -> None:
         sending.ended = True
-        if sending.then is not None:
-            sending.then()
+        then, sending.then = sending.then, None  # which may refer to the message
+        if then is not None:
+            then()

@@ -167,7 +167,7 @@ def test_ranks_that_mpirun_leaves_behind_are_ended(tmp_path, monkeypatch):
     version = 'test "$1" = --version && echo "mpirun (Open MPI) 4.1.4" && exit'
     # A rank that is stopped, in a session of its own.
     stopped = f"setsid sh -c 'echo $$ > {pid}; kill -STOP $$' & sleep 1000"
-    mpirun.write_text(f"#!/bin/sh\n{version}\n{stopped}\n")
+    mpirun.write_text(f"#!/bin/sh\n{version}\ntrap '' USR1\n{stopped}\n")
     mpirun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=2, worker_module="stub")

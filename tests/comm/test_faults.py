@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "all_gather": lambda t, **how: dist.all_gather_into_tensor(
         t, t[: t.numel() // dist.get_world_size()].clone(), **how
     ),
+    "broadcast": partial(dist.broadcast, src=0),
 }
 WORLDS = ["shm3", "tcp3", "hosts0011"]
 
@@ -120,19 +122,20 @@ def test_what_a_rank_sent_before_it_ended_still_arrives():
     assert any(_resumes_when_rank_1_has_ended() == [(True, [1.0])] * 2 for _ in range(4))
 
 
-def _stopped() -> str:
+def _stopped(operation: str) -> str:
     """Rank 1 stops in the middle of an operation, until rank 0 has its time-out."""
     rank, _n = me()
+    call = CALLS[operation]
     group, pids = dist.new_group(timeout=timedelta(seconds=1)), [0] * me()[1]
     dist.all_gather_object(pids, os.getpid())
-    tensor, text = torch.zeros(1_000_000), ""
+    tensor, text = torch.zeros(1_200_000), ""
     dist.barrier()
     try:
         if rank == 1:
-            dist.all_reduce(tensor, group=group, async_op=True)
+            call(tensor, group=group, async_op=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         while True:
-            dist.all_reduce(tensor, group=group)
+            call(tensor, group=group)
     except dist.DistBackendError as error:
         text = str(error)
     if rank == 0:
@@ -204,10 +207,12 @@ def test_a_rank_that_stops_or_leaves_its_group_is_named_and_the_world_goes_on(na
                 texts = ranks.run(_message_of_a_leaver, what)
                 for text in texts[:1] + texts[2:]:
                     assert re.match(rf"{what[:4]} #.* bytes\).*rank 1", text), text
-        texts = ranks.run(_stopped)
-        others = texts[:1] + texts[2:]
-        assert all("timed out after 1.0" in text for text in others), texts
-        assert any(re.search(r"waiting for .*rank 1 \(host", text) for text in others), texts
+        for operation in ("all_reduce", "reduce_scatter", "broadcast"):
+            texts = ranks.run(_stopped, operation)
+            others = texts[:1] + texts[2:]
+            # A rank that waits for nobody's bytes is told by those that do.
+            assert all("timed out after 1.0" in text for text in others), texts
+            assert any(re.search(r"waiting for .*rank 1 \(host", text) for text in others), texts
 
 
 def _late_barrier(wait_all: bool) -> str:

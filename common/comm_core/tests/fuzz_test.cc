@@ -13,12 +13,12 @@
 #include <random>
 
 #include "coverage.h"
-#include "transport/topology.h"
 #include "messages/message_link.h"
 #include "messages/windows.h"
 #include "run_tests.h"
 #include "tcp/device.h"
 #include "tcp/handshake.h"
+#include "transport/topology.h"
 
 using namespace comm_core;
 using namespace comm_core::testing;

@@ -1,5 +1,5 @@
-// The flight recorder: the last operations of this process, in a ring of fixed size. The ring may lie
-// in a file, which other processes can read when this one has stopped or died.
+// The flight recorder: the last operations of this process, in a ring of fixed size. The ring may
+// lie in a file, which other processes can read when this one has stopped or died.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ struct FlightSlot {
   uint64_t group;
   uint64_t sequence;  // 0: not a collective
   uint64_t input_bytes, output_bytes;
-  uint64_t input_at, output_at;                // addresses, by which the reader knows buffers
-  double created_s, started_s, finished_s;     // in seconds of now_s(); 0: not yet
-  int32_t peer, failed;                        // peer: the root or the other rank; -1: none
+  uint64_t input_at, output_at;             // addresses, by which the reader knows buffers
+  double created_s, started_s, finished_s;  // in seconds of now_s(); 0: not yet
+  int32_t peer, failed;                     // peer: the root or the other rank; -1: none
   char operation[20], dtype[20];
 };
 

@@ -161,6 +161,10 @@ bool ShmStreams::room(int stream) {
   return round < known + kSlots;
 }
 
+bool ShmStreams::room_of(int r, int stream) {
+  return written_[size_t(stream)] < released(r, stream).load(std::memory_order_seq_cst) + kSlots;
+}
+
 void ShmStreams::publish(int stream) {
   published(stream).store(++written_[size_t(stream)], std::memory_order_seq_cst);
   for (int r = 0; r < n_; ++r) {

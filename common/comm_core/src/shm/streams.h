@@ -52,6 +52,8 @@ class ShmStreams : public Watcher {
   // Writing to this rank's streams: whether a slot is free, the parts of that slot, and publication
   // of the round in it.
   bool room(int stream);
+  // Whether rank r has released so many rounds of this rank's stream that a slot is free.
+  bool room_of(int r, int stream);
   SlotHeader& header(int stream) { return *slot(stream, written_[size_t(stream)]).header; }
   uint64_t* lengths(int stream) { return slot(stream, written_[size_t(stream)]).lengths; }
   char* data(int stream) { return slot(stream, written_[size_t(stream)]).data; }

@@ -30,7 +30,8 @@ class ShmAllReduceStage : public ShmStage {
   }
 
   std::string status() const override {
-    const std::string missing = late([&](int r) { return streams_.ready(streams_.inputs(r)); });
+    std::string missing = late([&](int r) { return streams_.ready(streams_.inputs(r)); });
+    if (missing.empty()) missing = unread();
     return "waiting for " + (missing.empty() ? "the ranks of this host" : missing) + " (" +
            std::to_string(std::min(size_t(folded_) * streams_.slot_bytes(), plan_.input.bytes)) +
            " of " + std::to_string(plan_.input.bytes) + " bytes reduced)";

@@ -45,8 +45,10 @@ class ShmCopyStage : public ShmStage {
               " of " + std::to_string(plan_.incoming[i].bytes) + " bytes received)";
     }
     if (!text.empty()) return text;
-    return "waiting for the ranks of this host to read (" + std::to_string(produced_) + " of " +
-           std::to_string(plan_.rounds[size_t(me_)]) + " rounds written)";
+    const std::string missing = unread();
+    return "waiting for " + (missing.empty() ? "the ranks of this host" : missing) + " to read (" +
+           std::to_string(produced_) + " of " + std::to_string(plan_.rounds[size_t(me_)]) +
+           " rounds written)";
   }
 
  private:

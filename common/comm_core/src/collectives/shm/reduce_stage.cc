@@ -26,7 +26,12 @@ class ShmReduceStage : public ShmStage {
   }
 
   std::string status() const override {
-    return "waiting for the ranks of this host (" +
+    std::string missing;
+    if (consumed_ < rounds_in_) {
+      missing = late([&](int r) { return streams_.ready(streams_.inputs(r)); });
+    }
+    if (missing.empty()) missing = unread();
+    return "waiting for " + (missing.empty() ? "the ranks of this host" : missing) + " (" +
            std::to_string(std::min(size_t(consumed_) * portion_, bytes_)) + " of " +
            std::to_string(bytes_) + " bytes reduced)";
   }

@@ -22,6 +22,10 @@ std::string ShmStage::late(const std::function<bool(int r)>& come) const {
   return names;
 }
 
+std::string ShmStage::unread() const {
+  return late([this](int r) { return streams_.room_of(r, streams_.inputs(me_)); });
+}
+
 bool ShmStage::arrived(int r, int stream) const {
   if (streams_.ready(stream)) return true;
   // Rounds that r published before it left can be read, so check again after reading the flag.

@@ -89,6 +89,8 @@ class ShmStage : public Stage {
   const std::string& label(int r) const { return local_.labels[size_t(r)]; }
   // Returns the labels, joined by commas, of the other ranks for which `come` is false.
   std::string late(const std::function<bool(int r)>& come) const;
+  // The same of the ranks that have not read what this rank has written.
+  std::string unread() const;
   // Returns whether `stream` of local rank r has a round to read. Throws PeerLostError if it has
   // none and r has left.
   bool arrived(int r, int stream) const;

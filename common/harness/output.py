@@ -174,7 +174,7 @@ def _write_predicted(
     """Writes the traces of a trial, given as `Trial.to_json()`; returns why one is missing."""
     from common.results.exports import chakra, traces
     from common.virtual.passes import UnmodelledError
-    from common.virtual.world.run import traced
+    from common.virtual.training.run import traced
 
     trial = Trial.from_json(planned)
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from common.machine.cgroups import usable_cores
 from common.machine.processes import spread
 
-PRELOAD = ("torch._dynamo", "common.virtual.world.run")
+PRELOAD = ("torch._dynamo", "common.virtual.training.run")
 """Modules that a prediction needs; the first optimizer takes torch._dynamo."""
 
 
@@ -24,7 +24,7 @@ def mapped(
 
     Args:
         together: key of each of `arguments`; those with equal keys share work if a process gets all
-            of them (`common.virtual.record.tape`). None: nothing is shared.
+            of them (`common.virtual.training.tape`). None: nothing is shared.
     """
     groups: dict[Hashable, list[int]] = {}
     for place, key in enumerate(together or ()):
@@ -54,6 +54,6 @@ def begin() -> None:
     """Prepares a process: a single thread, and garbage collections that are rare and skip torch."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)  # there is a process for each core
-    importlib.import_module("common.virtual.world.run")
+    importlib.import_module("common.virtual.training.run")
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)

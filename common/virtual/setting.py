@@ -12,7 +12,7 @@ from common.models.profile import Profile
 from common.virtual.costs.faults import Disturbance
 from common.virtual.costs.parts import CostsOf, Shape
 from common.virtual.passes import update_s_of
-from common.virtual.record.trace import Timed
+from common.virtual.world.trace import Timed
 from dear.cost.event_model.link import Cost, Scaled
 from dear.options import Options
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import dear
 from common.virtual.costs.parts import Shape
-from common.virtual.world.run import predicted, stated
+from common.virtual.training.run import predicted, stated
 from dear.cost.collectives import table_costs
 from dear.cost.event_model.passes import Passes
 from dear.cost.event_model.planning import Legs, exposed_s, planned

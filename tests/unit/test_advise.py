@@ -16,7 +16,7 @@ from common.virtual.costs.engines import costs_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
 from common.virtual.passes import UnmodelledError
-from common.virtual.world.run import predicted
+from common.virtual.training.run import predicted
 from dear.cost.event_model.link import Pairwise
 from dear.cost.fit import AlphaBeta, CollectiveCost, Regime
 from dear.errors import UserError

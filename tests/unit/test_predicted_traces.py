@@ -14,11 +14,11 @@ from common.harness.cli import main
 from common.results.exports import chakra, traces
 from common.virtual.costs.parts import Shape
 from common.virtual.passes import UnmodelledError
-from common.virtual.record.trace import Computation, Recorder, Sent
+from common.virtual.training.run import predicted, traced
 from common.virtual.world.alike import Alike
 from common.virtual.world.communicator import _Worker
 from common.virtual.world.network import Group
-from common.virtual.world.run import predicted, traced
+from common.virtual.world.trace import Computation, Recorder, Sent
 from dear.cost.event_model.events import Events
 from dear.cost.event_model.link import Link
 from dear.errors import UserError

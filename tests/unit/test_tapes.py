@@ -10,10 +10,10 @@ from common.models.registry import profile_of
 from common.virtual.costs.engines import costs_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
-from common.virtual.record.moment import Moment
-from common.virtual.record.tape import program_of
 from common.virtual.setting import Setting, shifted
-from common.virtual.world import run
+from common.virtual.training import run
+from common.virtual.training.moment import Moment
+from common.virtual.training.tape import program_of
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_options
 

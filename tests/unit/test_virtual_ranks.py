@@ -17,10 +17,10 @@ from common.virtual.costs.engines import costs_of
 from common.virtual.costs.faults import Disturbance, disturbances
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import Shape
+from common.virtual.training.run import RANK_0, predicted
 from common.virtual.world.cluster import Cluster, Rank
 from common.virtual.world.marks import LAST, carried
 from common.virtual.world.network import Group
-from common.virtual.world.run import RANK_0, predicted
 from dear.cost.event_model.step import settled
 from dear.cost.fit import AlphaBeta
 from dear.errors import UserError

@@ -26,9 +26,9 @@ from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, halved
 from common.virtual.passes import UnmodelledError
 from common.virtual.setting import Setting
-from common.virtual.world import run
+from common.virtual.training import run
+from common.virtual.training.run import predicted, slowest
 from common.virtual.world.marks import LAST, SMALL, carried
-from common.virtual.world.run import predicted, slowest
 from dear.cost.collectives import table_costs
 from dear.cost.event_model.events import Events
 from dear.cost.fit import AlphaBeta

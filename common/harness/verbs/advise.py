@@ -118,7 +118,7 @@ def _answer(posed: _Posed, cluster: ClusterConfig) -> Answer:
     from common.virtual.advice.causes import without
     from common.virtual.advice.search import Answer
     from common.virtual.passes import UnmodelledError
-    from common.virtual.world.run import predicted
+    from common.virtual.training.run import predicted
 
     if posed.trial is None:
         return Answer(step_s=None, note=posed.reason)

@@ -206,7 +206,7 @@ def _reach(planned: Mapping[str, object], cluster: ClusterConfig) -> ReachRow:
     from common.results.tables.predicted import SHARES, ReachRow
     from common.virtual.over import Point, reached
     from common.virtual.passes import UnmodelledError
-    from common.virtual.world.run import alone_s, predicted
+    from common.virtual.training.run import alone_s, predicted
 
     trial = Trial.from_json(planned)
 
@@ -241,7 +241,7 @@ def _row(
     """Predicts a trial, given as `Trial.to_json()`, in a process of its own."""
     from common.results.tables.predicted import PredictedRow
     from common.virtual.passes import UnmodelledError
-    from common.virtual.world.run import alone_s, predicted, stated
+    from common.virtual.training.run import alone_s, predicted, stated
 
     trial = Trial.from_json(planned)  # loads the plugin and the model of the user
     if point is not None and point.axis == "workers":
@@ -332,7 +332,7 @@ def _setting(
 ) -> Setting:
     """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
     from common.virtual.setting import Setting
-    from common.virtual.world.run import at_own_pace, slowest
+    from common.virtual.training.run import at_own_pace, slowest
     from dear.cost.event_model.link import Scaled
 
     shape = _shape(trial, cluster)

@@ -142,7 +142,7 @@ def _foreseen(folder: Path, trial: str) -> Foreseen:
     from common.results.records.trust import Foreseen
     from common.results.store import Comparison
     from common.virtual.passes import UnmodelledError
-    from common.virtual.world.run import predicted
+    from common.virtual.training.run import predicted
 
     records = Comparison.load(folder).results(folder)
     record = next(record for record in records if record.hash == trial)
@@ -159,7 +159,7 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
     from common.results.tables.validated import Check
     from common.virtual.costs.parts import COMPUTE
     from common.virtual.setting import shifted
-    from common.virtual.world.run import predicted
+    from common.virtual.training.run import predicted
     from dear.training.algorithm import algorithm_class
 
     trial = record.trial

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from common.virtual.record.trace import Computation, Node, Sent, Trace
+from common.virtual.world.trace import Computation, Node, Sent, Trace
 from dear.errors import UserError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from common.results.exports.spans import Clocks, Evidence, RankSpans, Span, aligned, lanes
 from common.results.records import JsonObject, Record
-from common.virtual.record.trace import Trace
+from common.virtual.world.trace import Trace
 from dear.errors import UserError
 
 MERGED = "merged.json"

@@ -19,7 +19,7 @@ from common.virtual.costs.parts import Kind, Medium, Platform, Shape, Wire
 from common.virtual.passes import update_s_of
 from common.virtual.published.study import Row, Study
 from common.virtual.setting import Setting
-from common.virtual.world.run import predicted
+from common.virtual.training.run import predicted
 from dear.errors import UserError, one_of
 from dear.training.algorithm import algorithm_options
 

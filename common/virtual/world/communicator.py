@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.virtual.record.trace import Node
 from common.virtual.world import core
 from common.virtual.world.group import NAME, VirtualGroup, group_of
 from common.virtual.world.marks import carried, large
 from common.virtual.world.network import Network
+from common.virtual.world.trace import Node
 from dear.comm.communicator import Communicator, Op
 from dear.comm.work import Work
 

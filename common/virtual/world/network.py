@@ -14,8 +14,8 @@ import torch
 
 from common.models.replay.plan import Unit, Work
 from common.virtual.costs.parts import CostsOf, Shape
-from common.virtual.record.trace import Recorder
 from common.virtual.world.marks import Parts
+from common.virtual.world.trace import Recorder
 from dear.comm.handles import WorkTimes
 from dear.cost.event_model.events import Events
 from dear.cost.event_model.link import Cost, Sending, occupancy_s

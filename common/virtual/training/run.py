@@ -19,14 +19,14 @@ from common.models.replay.pace import paced
 from common.models.workload import Workload
 from common.virtual.costs.parts import Shape
 from common.virtual.foresee import foresee, share_on_wire
-from common.virtual.record.tape import Played, Taped, TapeOverError, Tapes, program_of
-from common.virtual.record.trace import STEPS, Gradient, Recorder, Trace
 from common.virtual.setting import Setting, Several, Step
+from common.virtual.training.several import train
+from common.virtual.training.tape import Played, Taped, TapeOverError, Tapes, program_of
 from common.virtual.world.alike import Alike
 from common.virtual.world.communicator import VirtualCommunicator
 from common.virtual.world.network import Network, Transfer
 from common.virtual.world.seat import Seat, kept
-from common.virtual.world.several import train
+from common.virtual.world.trace import STEPS, Gradient, Recorder, Trace
 from dear.cost.event_model.step import Prediction, State, steady
 from dear.errors import UserError
 from dear.options import Options

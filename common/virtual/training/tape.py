@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 from common.models.profile import Profile
 from common.models.replay.plan import Unit, Work, parts
 from common.virtual.costs.parts import Shape
-from common.virtual.record.moment import Moment
 from common.virtual.setting import Setting
+from common.virtual.training.moment import Moment
 from common.virtual.world.alike import Alike
 from common.virtual.world.network import Group, Transfer
 from dear.training.algorithm import algorithm_class

@@ -1,1 +1,0 @@
-"""Records of a virtual rank: a trace of its steps, and a tape of its calls for other clocks."""

@@ -18,7 +18,7 @@ CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc
 
 help:
 	@echo "make bench            set up, a predicted table of 64 GPUs, then the default sweep"
-	@echo "make test             set up, then the tests of every part (about 8 minutes on 2 cores)"
+	@echo "make test             set up, then the tests of every part (about 9 minutes on 2 cores)"
 	@echo "make test-all         the same and everything that takes longer"
 	@echo "make retest           only the tests that failed last"
 	@echo "make core             build the comm core (part of bench and test)"
@@ -27,7 +27,7 @@ help:
 	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make mutants          small changes of meaning in the code: does a test notice each? (hours)"
-	@echo "make fault-campaign   300 faults drawn at random, and what became of each (about 25 minutes)"
+	@echo "make fault-campaign   300 faults drawn at random, and what became of each (up to an hour)"
 	@echo "make records          docs/records anew, from a clean commit (hours); ONLY=NAME for one"
 	@echo "make docs             the numbers, tables and figures of all documents, from docs/records"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"

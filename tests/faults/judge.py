@@ -98,7 +98,7 @@ def _of_the_survivors(fault: Fault, seen: Seen) -> Iterator[str]:
 
 
 def _named(fault: Fault, seen: Seen) -> dict[str, str]:
-    """Patterns of what a report must name."""
+    """Returns patterns that the text of a report must match: rank, operation, number and so on."""
     if fault.how.fate == "disagrees":
         return {"the disagreement": "disagree", "operations by number": r"\w+ #\d+ \(\w+"}
     who = rf"rank {fault.victim} \(host {re.escape(seen.hosts[fault.victim])}"

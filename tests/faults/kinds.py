@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 Fate = Literal["dead", "silent", "disagrees", "unharmed", "endless", "gone", "swept"]
-"""State of the victim, as the others see it. dead: it has ended. silent: it answers no more, so
-that they hear of it when the time limit of the operation is over. disagrees: it calls another
-collective. unharmed: the job must end well. endless: nobody fails, and the time limit of the job is
-over. gone: nobody is left to report, since what started the ranks has ended. swept: a whole sweep
-meets the fault, and is run again."""
+"""State of the rank that the fault hits, as the others see it.
+
+dead: it has ended. silent: it answers no more, so that they hear of it when the time limit of the
+operation is over. disagrees: it calls another collective. unharmed: the job must end well. endless:
+nobody fails, and the time limit of the job is over. gone: nobody is left to report, since what
+started the ranks has ended. swept: a whole sweep meets the fault, and is run again.
+"""
 
 _STARTED = (("local", "local"), ("torchrun", "local"), ("mpirun", "local"), ("ssh", "local"))
 _EMULATED = (("local", "emulated"), ("ssh", "emulated"), ("mpirun", "emulated"))

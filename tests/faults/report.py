@@ -43,7 +43,7 @@ def text(facts: Mapping[str, Any], results: Sequence[Result]) -> str:
 
 
 def line(result: Result, number: int, total: int) -> str:
-    """A line about one fault."""
+    """Returns the line that the campaign prints after a fault."""
     fault = Fault(**result["fault"])
     word = f"MISSED {result['missed']}" if result["missed"] else "met"
     return (

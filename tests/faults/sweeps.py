@@ -57,7 +57,7 @@ class Swept:
 
 
 def run(fault: Fault, folder: Path) -> Swept:
-    """Runs the sweep of a fault in an empty folder."""
+    """Runs a sweep, or a prediction, that meets the fault; `folder` is empty."""
     folder.mkdir(parents=True)
     fault.save(folder)
     if fault.fabric == "predicted":

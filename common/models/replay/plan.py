@@ -78,9 +78,8 @@ def plan(profile: Profile) -> Body:
     return _nest("", works)
 
 
-@functools.lru_cache(maxsize=16)
 def parts(profile: Profile) -> tuple[Work | Unit, ...]:
-    """Returns the parts of a step that take time, each with its own place in the result."""
+    """Returns the parts of a step that take time: the objects of `plan`, in their order."""
     return tuple(_flat(plan(profile)))
 
 

@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 class Moment:
     """Time, or a sum of times, that a program may store, add up and pass on without notice.
 
-    Whatever else the program does with it, such as a comparison, uses the number: `look` is called.
+    Every other use, such as a comparison, calls `look` and gets the number.
 
     Args:
         value: seconds.
+        look: notes that the program acts on a time.
     """
 
     __slots__ = ("_look", "_value")

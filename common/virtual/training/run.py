@@ -90,7 +90,7 @@ def _of_one(setting: Setting, period: int) -> Step:
                 step = settled(training)
                 TAPES.keep(program, network.tape())
                 return step
-        except Exception:  # as of code that wants a number, not a `Moment`
+        except (TypeError, RuntimeError):  # code wants a number, not a `Moment`; others go on
             TAPES.keep(program, None)
     with _training(setting, _network(Alike, setting)) as training:
         return settled(training)

@@ -44,6 +44,10 @@ fi
 
 if [[ ! -x "$venv/bin/python" ]]; then
   echo "== creating $venv"
+  # Debian's Python has no ensurepip without its package python3-venv; a pip it has serves as well.
+  if [[ ${#options[@]} -gt 0 ]] && "$PYTHON" -m pip --version > /dev/null 2>&1; then
+    options+=(--without-pip)
+  fi
   "$PYTHON" -m venv "${options[@]}" "$venv" || exit 2
   if [[ ${#options[@]} -gt 0 ]]; then
     # If this Python is a virtual environment's itself, what it has installed is not among the

@@ -241,19 +241,25 @@ def plan(place: Place) -> list[Step]:
         judge=partial(judge_horovod, place.venv / "horovod-build-failed.txt"),
     )
     few = {"repeats": 1, "warmup_steps": 2, "check_steps": 3, "min_iter_s": 0.2}
-    steps = [build, _tests(place)]
-    for backend, after in (("comm_core", (build.name,)), ("gloo", ())):
+    shared = {"models": [{"name": "resnet18", "batch_size": 8}], "baseline": False, "measure": few}
+
+    def pair(backend: str, after: tuple[str, ...]) -> Step:
         title = f"2 ranks {'sharing the GPU' if alone else 'on a GPU each'}, over {backend}"
         changes = {"name": f"gpu-2-ranks-{backend}", "backend": backend, "world_sizes": [2]}
-        changes |= {"models": [{"name": "resnet18", "batch_size": 8}], "baseline": False}
-        limits = {"expected_s": 25, "limit_s": 120, "after": after}
-        steps.append(_sweep(place, title, "resnet18", changes | {"measure": few}, **limits))
-    steps.append(horovod)
-    for model in ("resnet50", "bert_base"):
+        limits = {"expected_s": 50, "limit_s": 120, "after": after}
+        return _sweep(place, title, "resnet18", changes | shared, **limits)
+
+    def over_nccl(model: str, expected_s: float, **changes: Any) -> Step:
         title = f"{model}, {place.gpus} rank{'' if alone else 's'} over NCCL"
-        worlds = {"world_sizes": [place.gpus]}
-        steps.append(_sweep(place, title, model, worlds, expected_s=30, limit_s=150))
-    return [*steps, *(_profile(place, *profile) for profile in PROFILES)]
+        changes |= {"world_sizes": [place.gpus]}
+        return _sweep(place, title, model, changes, expected_s=expected_s, limit_s=4 * expected_s)
+
+    profiles = [_profile(place, *profile) for profile in PROFILES]
+    return [
+        *(build, _tests(place), *profiles, pair("comm_core", (build.name,))),
+        *(over_nccl("resnet50", 80, algorithms=algorithms(place.device)), pair("gloo", ())),
+        *(horovod, over_nccl("bert_base", 40)),
+    ]
 
 
 def _tests(place: Place) -> Step:
@@ -263,7 +269,7 @@ def _tests(place: Place) -> Step:
         name="CUDA tests",
         command=[place.python, "-m", "pytest", "-q", "-rs", "-k", "not on_cpu", report, *files],
         expected_s=60,
-        limit_s=240,
+        limit_s=180,
         needs=("pytest",),
         env=place.env,
         judge=partial(judge_tests, place.out / TESTS_REPORT),
@@ -271,7 +277,7 @@ def _tests(place: Place) -> Step:
 
 
 def _sweep(place: Place, title: str, model: str, changes: Mapping[str, Any], **limits: Any) -> Step:
-    settings = {"algorithms": algorithms(place.device), "device": place.device, **changes}
+    settings = {"device": place.device, **changes}
     command = [place.python, "benchmarks.py", "run", EXPERIMENT, "--rerun", "all", "--no-plot"]
     command += ["--quiet", "--logs", str(place.out / "sweeps"), "-k", f"model={model}"]
     for key, value in settings.items():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SEED = 1
 _WARMUP, _STEPS = 5, 20
-_RECORDER = ("device", "dtype", "warmup", "steps")
+_RECORDER = ("device", "dtype", "tf32", "warmup", "steps")
 """Options of the recorder only."""
 
 
@@ -50,6 +50,11 @@ def record_profile(options: argparse.Namespace) -> Profile:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    tf32 = bool(options.tf32)
+    if tf32 and (device, dtype) != ("cuda", "float32"):
+        raise UserError("--tf32: is for float32 on a GPU; leave it out")
+    if device == "cuda":  # as in a trial; by default, torch multiplies in float32, but convolves in TF32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.manual_seed(SEED)
     torch_device = torch.device(device)
     workload = registry.build(model, batch_size, sentence_len, torch.Generator().manual_seed(SEED))
@@ -59,14 +64,14 @@ def record_profile(options: argparse.Namespace) -> Profile:
     name = torch.cuda.get_device_name() if device == "cuda" else machine_card()["cpu"]
     return Profile(
         model=model,
-        device=options.name or folder_name(name),
+        device=options.name or folder_name(name) + _suffix(dtype, tf32),
         device_name=name,
         memory_bytes_per_s=round(memory_bytes_per_s(torch_device)),
         kind="measured",
         batch_size=batch_size,
         sentence_len=sentence_len,
         sample_unit=entry.sample_unit,
-        dtype=dtype,
+        dtype=f"{dtype} (tf32)" if tf32 else dtype,
         rule=(
             f"medians of {steps} steps after {warmup}, torch {torch.__version__}, "
             f"{'CUDA events' if device == 'cuda' else f'{torch.get_num_threads()} threads'}; "
@@ -87,10 +92,15 @@ def _sizes(options: argparse.Namespace) -> tuple[registry.ModelEntry, int, int |
     return entry, batch_size, registry.sentence_len(options.model, options.sentence_len)
 
 
+def _suffix(dtype: str, tf32: bool) -> str:
+    """Returns the end of a device's name: one device has several sets of profiles."""
+    return "-tf32" if tf32 else "" if dtype == "float32" else f"-{dtype}"
+
+
 def traced_profile(options: argparse.Namespace) -> Profile:
     """Reads the model's layers from a trace; raises `UserError` if they are not in it."""
     for name in _RECORDER:
-        if getattr(options, name) is not None:
+        if getattr(options, name) not in (None, False):
             raise UserError(f"--{name}: has no effect with --from-trace; leave it out")
     import torch
 
@@ -172,6 +182,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available")
     parser.add_argument("--sentence-len", type=int, help="tokens, for models of sentences")
     parser.add_argument("--dtype", help=f"one of {', '.join(registry.DTYPES)} (float32)")
+    parser.add_argument(
+        "--tf32", action="store_true", help="multiply float32 in TensorFloat-32 on a GPU"
+    )
     parser.add_argument("--warmup", type=int, help=f"steps before the timed ones ({_WARMUP})")
     parser.add_argument("--steps", type=int, help=f"timed steps, twice ({_STEPS})")
     parser.add_argument("--from-trace", type=Path, help="trace of torch.profiler to read")

@@ -415,7 +415,7 @@ def _steps(steps, before):
     # Each rank has times of its own; the first step of all does not count.
     rank = communicator.rank
     timed = [StepTimes(forward_s=f + rank, backward_s=b, update_s=u) for f, b, u in before]
-    result = plain_training.slowest_rank(task, optimizer, communicator, timed or times)
+    result = plain_training.slowest_rank(task, optimizer, communicator, (timed or times)[1:])
     moved = any(not torch.equal(start[name], state[name]) for name in state)
     return result, model.calls, moved
 

@@ -148,8 +148,7 @@ WorkPtr CoreBackend::reduce_scatter_tensor_coalesced(TensorList& outputs, Tensor
                                                      const c10d::ReduceScatterOptions& options) {
   expect_count(outputs.size(), int(inputs.size()), "reduce_scatter_tensor_coalesced: outputs");
   const auto one = [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], options); };
-  return each(inputs.size(), one, "reduce_scatter", inputs, OpType::REDUCE_SCATTER_TENSOR_COALESCED,
-              outputs);
+  return each(inputs.size(), one, "reduce_scatter", inputs, OpType::COALESCED, outputs);
 }
 
 }  // namespace comm_core

@@ -25,6 +25,7 @@ from common.harness.worker.checking.forward_passes import ForwardPasses, unlike_
 from common.harness.worker.checking.plain_training import PlainTraining
 from common.harness.worker.checking.recompute import Recomputation, worst_gradient
 from common.harness.worker.checking.recording import Recorder
+from common.harness.worker.checking.repeatable import repeatable
 from common.harness.worker.checking.serial import RecordedJob
 from common.harness.worker.checking.standard import RankReport, Standard
 from common.harness.worker.training import Training, untimed_steps
@@ -114,7 +115,8 @@ class Checker:
         """
         self._recorder.watch_buffers()
         self._recomputation.watch(frozenset(self._plain_pass.shapes))
-        training.unmarked_step()
+        with repeatable(self._recomputation.device):
+            training.unmarked_step()
         self._watched = self._recorder.steps
         self._recomputation.unwatch()
         self._passes.watch(self._recorder.watch_some())

@@ -17,6 +17,7 @@ from common.harness.trial import Trial
 from common.harness.worker.checking import deviation
 from common.harness.worker.checking.deviation import Deviation, worst_deviation
 from common.harness.worker.checking.forward_passes import ForwardPasses
+from common.harness.worker.checking.repeatable import repeatable
 from common.harness.worker.checking.serial import ORDERS, on_the_wire, summed_on_the_wire
 from common.harness.worker.training import Training, finished_s, make_optimizer
 from common.models.replay import pace
@@ -49,15 +50,16 @@ class PlainTraining:
         self._staleness = trial.options.staleness()
         self._steps = steps + self._staleness
         model = workload.model
+        self._device = next(model.parameters()).device
         start = deviation.snapshot(model)
         # Only the first step does this: its time is not used.
         passes = ForwardPasses(model, limit=1)
         # Gradients stay until all steps are timed: new memory for them would take longer.
         optimizer, self._wanted, times = self._train(self._average)
         (self.forward_pass,) = passes.finish()
-        self.compute = slowest_rank(
-            workload, optimizer, runtime.communicator(), times[self._staleness :]
-        )
+        # Repeatable kernels of a GPU may be slower than those of the timed steps.
+        counted = [] if self._device.type == "cuda" else times[self._staleness + 1 :]
+        self.compute = slowest_rank(workload, optimizer, runtime.communicator(), counted)
         """Real seconds that a step takes without communication."""
         optimizer.zero_grad()
         least = deviation.rounding(trial.dtype, self._steps) / tolerance
@@ -75,7 +77,8 @@ class PlainTraining:
         optimizer = make_optimizer(self._trial.optimizer, self._workload.model)
         self._seed()
         steps = self._steps, self._staleness
-        return optimizer, *plain_steps(self._workload, optimizer, *steps, average)
+        with repeatable(self._device):
+            return optimizer, *plain_steps(self._workload, optimizer, *steps, average)
 
     def _allow_sums(self, start: dict[str, torch.Tensor], tolerance: float) -> None:
         """Increases the allowed error of each tensor by the effect of sums in a 16-bit dtype.
@@ -92,8 +95,9 @@ class PlainTraining:
     def repeat(self, training: Training) -> None:
         """Trains the same steps with the algorithm."""
         self._seed()
-        training.run(self._steps)
-        training.synchronize()
+        with repeatable(self._device):
+            training.run(self._steps)
+            training.synchronize()
 
     def deviation(self) -> Deviation:
         """Returns the model's deviation from plain training, for the worst tensor of any rank."""
@@ -221,10 +225,9 @@ def slowest_rank(
     optimizer state, gradients and random state.
 
     Args:
-        steps: times of this rank's steps so far. The first step is left out, because it allocates
-            memory.
+        steps: times of this rank's steps so far, without the first, which allocates memory.
     """
-    counted = list(steps[1:])
+    counted = list(steps)
     # One rank decides, so that all ranks compute at the same time.
     while communicator.broadcast_object(_too_few(counted)):
         communicator.barrier()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from common.harness.worker.checking.deviation import Deviation, worst_deviation
+from common.harness.worker.checking.repeatable import repeatable
 from common.models.workload import Workload
 
 SMALL = 1e-3
@@ -33,6 +34,7 @@ class Recomputation:
 
     def __init__(self, workload: Workload) -> None:
         self._workload, self._model = workload, workload.model
+        self.device = next(workload.model.parameters()).device
         self._original = {
             module: (
                 type(module),
@@ -95,8 +97,9 @@ class Recomputation:
         if device_state:
             torch.cuda.set_rng_state(device_state[0])
         self._workload.model = self._model
-        loss = self._workload.loss()
-        gradients = torch.autograd.grad(loss, list(self._params.values()), allow_unused=True)
+        with repeatable(self.device):
+            loss = self._workload.loss()
+            gradients = torch.autograd.grad(loss, list(self._params.values()), allow_unused=True)
         return dict(zip(self._params, gradients, strict=True))
 
     @property

@@ -6,10 +6,16 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+
+import torch
 
 from common.models import profile as profiles
+from common.models import registry
+from common.models.profile import Profile
+from common.models.workload import Workload
 from common.paths import ROOT
-from common.profiling import modelled, published
+from common.profiling import gpus, modelled, published
 from common.profiling.gpus import DEFAULT, find
 from common.profiling.published import Published
 from common.results.committed.pages import with_block
@@ -101,10 +107,45 @@ def _step_ms(row: Published) -> float:
     return 1e3 * (layers.forward_s * factors.forward + layers.backward_s * factors.backward)
 
 
+def measured() -> str:
+    """Returns a table of measured profiles of GPUs, beside the modelled ones of the same GPU."""
+    lines = [
+        "| profile | batch | measured forward + backward, ms | modelled, ms | off | measured jitter |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for path in sorted(profiles.FOLDER.glob("*/*.json")):
+        profile = profiles.load(path)
+        gpu = gpus.of_device(profile.device_name, profile.dtype)
+        if profile.kind != "measured" or gpu is None:
+            continue
+        model = modelled.profile_of_any(
+            profile.model,
+            partial(_workload, profile),
+            gpu,
+            batch_size=profile.batch_size,
+            sentence_len=profile.sentence_len,
+            sample_unit=profile.sample_unit,
+        )
+        times = [
+            f"{each.forward_s * 1e3:.1f} + {each.backward_s * 1e3:.1f}" for each in (profile, model)
+        ]
+        jitter = f"{profile.jitter.relative_std:.1%}" if profile.jitter else ""
+        lines.append(
+            f"| {profile.model}@{profile.device} | {profile.batch_size} | {times[0]} | {times[1]} | "
+            f"{model.step_s / profile.step_s - 1:+.0%} | {jitter} |"
+        )
+    return "\n".join(lines)
+
+
+def _workload(profile: Profile) -> Workload:
+    generator = torch.Generator().manual_seed(0)
+    return registry.build(profile.model, profile.batch_size, profile.sentence_len, generator)
+
+
 def main() -> int:
     text = PAGE.read_text(encoding="utf-8")
-    for name, block in (("times", times()), ("elsewhere", elsewhere())):
-        text = with_block(text, f"profiles: {name}", block)
+    for name, block in (("times", times), ("elsewhere", elsewhere), ("measured", measured)):
+        text = with_block(text, f"profiles: {name}", block())
     PAGE.write_text(text, encoding="utf-8")
     return 0
 

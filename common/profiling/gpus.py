@@ -107,6 +107,20 @@ def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | N
     return None
 
 
+def of_device(device_name: str, dtype: str) -> Choice | None:
+    """Returns the GPU with the precision of a measured profile; None: not in the table.
+
+    Args:
+        device_name: the device's name, as the manufacturer or CUDA writes it.
+        dtype: dtype of the profile.
+    """
+    precisions = {"float32": "fp32", "float32 (tf32)": "tf32", "float16": "fp16"}
+    for key, gpu in table().items():
+        if device_name in (gpu.name, *gpu.cuda_names) and dtype in precisions:
+            return Choice(key=key, gpu=gpu, precision=precisions[dtype])
+    return None
+
+
 def find(text: str) -> Choice:
     """Returns the GPU `NAME` for float32, `NAME-tf32` or `NAME-fp16`.
 

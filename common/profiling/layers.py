@@ -53,7 +53,9 @@ def record_profile(options: argparse.Namespace) -> Profile:
     tf32 = bool(options.tf32)
     if tf32 and (device, dtype) != ("cuda", "float32"):
         raise UserError("--tf32: is for float32 on a GPU; leave it out")
-    if device == "cuda":  # as in a trial; by default, torch multiplies in float32, but convolves in TF32
+    if (
+        device == "cuda"
+    ):  # as in a trial; by default, torch multiplies in float32, but convolves in TF32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.manual_seed(SEED)
     torch_device = torch.device(device)

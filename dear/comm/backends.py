@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import logging
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -104,10 +104,22 @@ def missing_comm_core() -> str | None:
     built = json.loads(path.read_bytes()) if path.exists() else {"missing": "no build has run"}
     if "missing" in built:
         return f"the comm core is not built: {built['missing']}"
-    here = importlib.metadata.version("torch")
+    here = _torch_version()
     if built["torch"] != here:
         return f"the comm core was built for torch {built['torch']}, but this is torch {here}"
     return None
+
+
+def _torch_version() -> str:
+    """Returns `torch.__version__` without an import of torch, which takes a second.
+
+    The version of the package is not enough: it may lack the part that names CUDA's version.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "not installed"
+    facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return str(facts["__version__"])
 
 
 def core_module() -> ModuleType:

@@ -274,8 +274,8 @@ class NeighborWindow:
     def p_arrived(self) -> float:
         """Returns the sum of p in this rank's slots that was not yet collected."""
         arrived = torch.zeros(len(self.sources), dtype=self.dtype)
-        for source, element in zip(self.sources, arrived.split(1), strict=True):
-            self.slots.peek(source, element, self._numel)
+        for index, source in enumerate(self.sources):
+            self.slots.peek(source, arrived[index : index + 1], self._numel)
         return arrived.double().sum().item()
 
     def free(self) -> None:

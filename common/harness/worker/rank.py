@@ -63,6 +63,7 @@ def main(folder: Path, repeat: int, body: Body | None = None) -> int:
     try:
         rank = rank_facts().rank
         phase("start")
+        faulthandler.enable()  # the stack of a rank that a library's mistake kills
         faulthandler.register(signal.SIGUSR1)  # launchers ask for the stack after a time-out
         trial = Trial.load(folder).of_repeat(repeat)
         result = (body or _run)(trial, Briefing.load(folder), repeat, phase)

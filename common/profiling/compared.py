@@ -110,7 +110,7 @@ def _step_ms(row: Published) -> float:
 def measured() -> str:
     """Returns a table of measured profiles of GPUs, beside the modelled ones of the same GPU."""
     lines = [
-        "| profile | batch | measured forward + backward, ms | modelled, ms | off | measured jitter |",
+        "| profile | batch | measured forward + backward, ms | modelled, ms | off | jitter |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for path in sorted(profiles.FOLDER.glob("*/*.json")):
@@ -130,10 +130,10 @@ def measured() -> str:
             f"{each.forward_s * 1e3:.1f} + {each.backward_s * 1e3:.1f}" for each in (profile, model)
         ]
         jitter = f"{profile.jitter.relative_std:.1%}" if profile.jitter else ""
-        lines.append(
-            f"| {profile.model}@{profile.device} | {profile.batch_size} | {times[0]} | {times[1]} | "
-            f"{model.step_s / profile.step_s - 1:+.0%} | {jitter} |"
-        )
+        off = f"{model.step_s / profile.step_s - 1:+.0%}"
+        name = f"{profile.model}@{profile.device}"
+        cells = (name, str(profile.batch_size), *times, off, jitter)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import socket
@@ -134,6 +135,18 @@ def test_a_missing_comm_core_names_the_command_that_builds_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "comm_core", None)
     with pytest.raises(Unavailable, match="make core"):
         dear.comm.backends.prepare("comm_core")
+
+
+def test_the_comm_core_is_for_torch_whatever_the_name_of_its_package(monkeypatch):
+    # The package of a wheel with CUDA is "2.11.0", and its torch.__version__ "2.11.0+cu130".
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "2.11.0" if name == "torch" else version(name)
+    )
+    assert dear.comm.backends.missing_comm_core() is None
+    monkeypatch.setattr(dear.comm.backends, "_torch_version", lambda: "2.11.0+cu130")
+    text = dear.comm.backends.missing_comm_core()
+    assert f"built for torch {torch.__version__}, but this is torch 2.11.0+cu130" in text
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ucc", "foo", "", "cpu:foo,cuda:gloo", "gloo,"])

@@ -88,6 +88,7 @@ class OnRank:
                 self.scheduler.step()
             after_step(self.script, self.model, step, self.states, dear.rank())
         self.states["end"] = state_of(self.model)
+        self.optimizer.statistics()  # of every algorithm, also where a rank has no neighbour
         self.optimizer.close()
         self.states["closed"] = state_of(self.model)
         return self.states

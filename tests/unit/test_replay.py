@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from common.harness.verbs import validate
 from common.harness.verbs.list import listing
 from common.models import profile as profiles
 from common.models import registry
@@ -18,6 +20,7 @@ from common.models.replay import pace
 from common.models.replay.gradients import SEEN, fingerprint
 from common.models.replay.plan import Body, Work, plan
 from common.models.workload import Workload
+from common.paths import ROOT
 from common.profiling import compared, layers, modelled, published, recorder
 from common.profiling.modelled import Device, Roofline
 from common.profiling.recorder import Stretches
@@ -172,6 +175,19 @@ def test_the_page_has_what_is_counted_for_other_gpus(monkeypatch):
         assert line in compared.PAGE.read_text().splitlines()
 
 
+def test_the_page_has_what_was_measured_beside_what_is_modelled(monkeypatch, tmp_path):
+    # Counting all models would take long.
+    (tmp_path / "h200-tf32").mkdir()
+    for kept in ("resnet50", "vgg16"):
+        file = f"h200-tf32/{kept}-bs64.json"
+        shutil.copy(profiles.FOLDER / file, tmp_path / file)
+    monkeypatch.setattr(profiles, "FOLDER", tmp_path)
+    lines = compared.measured().splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert line in compared.PAGE.read_text().splitlines()
+
+
 @pytest.mark.parametrize(("name", "batch_size"), PROFILES)
 def test_committed_profiles_are_consistent(name, batch_size):
     built = registry.profile_of(name, batch_size)
@@ -182,7 +198,7 @@ def test_committed_profiles_are_consistent(name, batch_size):
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] <= built.backward_s * 1.001
     assert built.forward_s < built.backward_s
-    assert built.jitter is None
+    assert (built.jitter is None) == (built.kind == "modelled")
 
 
 def test_the_committed_profile_is_what_the_rule_makes(tmp_path):
@@ -249,6 +265,7 @@ def test_recording_a_real_model_on_the_cpu(tmp_path, capsys):
         (["--model", "resnt50"], "unknown model 'resnt50'; did you mean 'resnet50'"),
         (["--model", "mnist_cnn", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["--model", "mnist_cnn", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--model", "mnist_cnn", "--device", "cpu", "--tf32"], "--tf32: is for float32 on a GPU"),
         (["--model", "mnist_cnn@rtx2080ti-modelled"], "a replayed model has no compute"),
         (["--model", "mnist_cnn", "--sentence-len", "8"], "sentence_len: model mnist_cnn has no"),
         (["--model", "mnist_cnn", "--device", "tpu"], "invalid choice: 'tpu'"),
@@ -451,3 +468,16 @@ def test_a_step_takes_the_profiles_time_at_least():
     finally:
         pace.set_pace(pace.Pace(1.0, None))
     assert wall_s > 0.98 * 10 * made_up.profile().step_s
+
+
+def test_a_record_of_another_machine_brings_its_modelled_profile(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines = (ROOT / "docs" / "records" / "grid-1gbe" / "records.jsonl").read_text().splitlines()
+    trial = next(
+        trial
+        for trial in (json.loads(line)["trial"] for line in lines)
+        if trial["model"] == "resnet18@rtx2080ti-modelled"
+    )
+    validate._load(trial)
+    assert list(tmp_path.rglob("resnet18-bs64-*.json"))
+    assert registry.profile_of(trial["model"], 64).gradients()

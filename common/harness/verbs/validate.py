@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.harness.verbs import Status
 from common.virtual.pool import mapped
@@ -138,7 +138,6 @@ def keep_predictions(folder: Path, records: Sequence[Record]) -> list[Record]:
 
 def _foreseen(folder: Path, trial: str) -> Foreseen:
     """Predicts the step of a measured trial, given by its hash, in a process of its own."""
-    from common.harness.trial import Trial
     from common.results.records.trust import Foreseen
     from common.results.store import Comparison
     from common.virtual.passes import UnmodelledError
@@ -147,7 +146,7 @@ def _foreseen(folder: Path, trial: str) -> Foreseen:
     records = Comparison.load(folder).results(folder)
     record = next(record for record in records if record.hash == trial)
     try:
-        Trial.from_json(record.trial)  # loads the plugin and the model of the user
+        _load(record.trial)
         setting, donor = _setting(record, records)
         step_s, costs_of = predicted(setting).step_s, donor.trial["model"]
     except (UserError, Unavailable, UnmodelledError) as error:
@@ -163,6 +162,7 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
     from dear.training.algorithm import algorithm_class
 
     trial = record.trial
+    _load(trial)
     measured_s, scales = _measured_s(record, double)
     setting, donor = _setting(record, others)
     error = _cost_error(donor)
@@ -183,6 +183,22 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
         costs_of=donor.trial["model"],
         exact=algorithm_class(trial["algorithm"]).is_exact(setting.options),
     )
+
+
+def _load(trial: Mapping[str, Any]) -> None:
+    """Loads the plugin and the model of the user.
+
+    A modelled profile that this machine does not have is calculated again: records travel.
+    """
+    from common.harness.custom import bring_model
+    from common.harness.trial import Trial
+    from common.profiling.gpus import MODELLED
+
+    gpu = trial["model"].partition("@")[2]
+    if trial.get("brought") and gpu.endswith(MODELLED):
+        sizes = trial["batch_size"], trial["sentence_len"]
+        bring_model(trial["brought"]["source"], *sizes, gpu.removesuffix(MODELLED))
+    Trial.from_json({**trial})
 
 
 def _setting(record: Record, others: Sequence[Record]) -> tuple[Setting, Record]:

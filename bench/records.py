@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import program
 from common.harness.experiment_file import load
-from common.harness.trial import Trial
+from common.harness.trial import Trial, identity
 from common.machine import machine_card
 from common.paths import ROOT
 from common.results import readme, store
@@ -266,9 +266,10 @@ def _sweep_problems(folder: Path, recipe: Recipe, commit: str) -> list[str]:
     if commits := {record.machine["commit"] for record in records} - {commit}:
         wrong.append(f"has trials of other commits: {', '.join(map(str, sorted(commits)))}")
     today = {trial.hash for trial in todays_trials(recipe, records)}
-    if strange := [record.id for record in records if record.hash not in today]:
+    made = {identity(record.trial): record.id for record in records}
+    if strange := [name for trial, name in made.items() if trial not in today]:
         wrong.append(f"has trials that are not today's: {strange[0]} and {len(strange) - 1} more")
-    if lacking := today - {record.hash for record in records}:
+    if lacking := today - made.keys():
         wrong.append(f"lacks {len(lacking)} of today's {len(today)} trials")
     return wrong
 

@@ -255,8 +255,15 @@ def plan(place: Place) -> list[Step]:
         return _sweep(place, title, model, changes, expected_s=expected_s, limit_s=4 * expected_s)
 
     profiles = [_profile(place, *profile) for profile in PROFILES]
+    cpu = {"name": "gpu-check-cpu", "device": "cpu", "backend": "comm_core", "world_sizes": [2]}
+    cpu |= {"models": [{"name": "mnist_cnn", "batch_size": 32}], "baseline": False, "measure": few}
+    any_one = algorithms("cpu")[0]
+    cpu |= {"algorithms": [any_one], "compare_to": any_one}
+    limits = {"expected_s": 8, "limit_s": 60, "after": (build.name,)}
+    # If this fails, too, the GPU has no part in it.
+    on_cpu = _sweep(place, "2 ranks on CPUs, over comm_core", "mnist_cnn", cpu, **limits)
     return [
-        *(build, _tests(place), *profiles, pair("comm_core", (build.name,))),
+        *(build, _tests(place), *profiles, on_cpu, pair("comm_core", (build.name,))),
         *(over_nccl("resnet50", 80, algorithms=algorithms(place.device)), pair("gloo", ())),
         *(horovod, over_nccl("bert_base", 40)),
     ]

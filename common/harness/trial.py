@@ -10,7 +10,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from common.emulation.config import Fault
 from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
@@ -117,17 +117,8 @@ class Trial:
 
     @functools.cached_property
     def hash(self) -> str:
-        """Identity of the trial: a digest of all fields except the label.
-
-        For files, their digest is used, not their path.
-        """
-        values = self.to_json()
-        del values["label"]
-        for key, source in (("plugin", self.sources.plugin), ("brought", self.sources.brought)):
-            if source is not None and source.digest is not None:
-                values[key] = source.digest
-        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """Identity of the trial, as `identity` defines it."""
+        return identity(self.to_json())
 
     @property
     def id(self) -> str:
@@ -238,6 +229,22 @@ class Trial:
     def load(cls, folder: Path) -> Trial:
         """Reads the trial that `save` wrote."""
         return cls.from_json(json.loads((folder / _TRIAL).read_bytes()))
+
+
+def identity(values: Mapping[str, Any]) -> str:
+    """Returns the identity of a trial from its JSON values: a digest of all but the label.
+
+    For files, their digest is used, not their path, which differs between machines.
+    """
+    kept = {key: value for key, value in values.items() if key != "label"}
+    for key in ("plugin", "brought"):
+        source = kept.get(key)
+        if source is not None and source["digest"] is not None:
+            kept[key] = source["digest"]
+        elif source is not None and "profile" in source:  # `profile_digest` stands for it
+            kept[key] = {name: value for name, value in source.items() if name != "profile"}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import records as maker
+from common.harness.trial import identity
 from common.results import readme
 from common.results.committed import catalogue
 from common.results.committed.catalogue import Recipe
@@ -112,7 +113,7 @@ def test_a_record_of_today_has_no_problem_and_one_of_another_definition_is_told(
     _note(record)
     lines = (record / "records.jsonl").read_text().splitlines(keepends=True)
     changed = json.loads(lines[0])
-    changed["hash"] = "0" * 12
+    changed["hash"], changed["trial"]["seed"] = "0" * 12, 2
     trials = json.loads((record / "experiment.json").read_text())["trials"]
     Comparison(compare_to="ddp", trials=("0" * 12, *trials[1:])).save(record)
     (record / "records.jsonl").write_text(json.dumps(changed) + "\n" + "".join(lines[1:]))
@@ -122,6 +123,14 @@ def test_a_record_of_today_has_no_problem_and_one_of_another_definition_is_told(
     assert "not today's" in strange and lacking == f"lacks 1 of today's {len(lines)} trials"
     (record / catalogue.MANIFEST).unlink()
     assert problem() == "was not made by `make records`"
+
+
+def test_a_trial_is_the_same_on_a_machine_that_keeps_profiles_elsewhere():
+    lines = (readme.ROOT / "docs" / "records" / "grid-1gbe" / "records.jsonl").read_text().splitlines()
+    trial = next(t for t in (json.loads(line)["trial"] for line in lines) if t["brought"])
+    elsewhere = {**trial, "brought": {**trial["brought"], "profile": "/elsewhere/profile.json"}}
+    assert identity(elsewhere) == identity(trial)
+    assert identity({**elsewhere, "profile_digest": "another"}) != identity(trial)
 
 
 def test_a_commit_that_git_does_not_know_is_told():

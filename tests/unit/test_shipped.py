@@ -126,8 +126,9 @@ def test_a_record_of_today_has_no_problem_and_one_of_another_definition_is_told(
 
 
 def test_a_trial_is_the_same_on_a_machine_that_keeps_profiles_elsewhere():
-    lines = (readme.ROOT / "docs" / "records" / "grid-1gbe" / "records.jsonl").read_text().splitlines()
-    trial = next(t for t in (json.loads(line)["trial"] for line in lines) if t["brought"])
+    records = readme.ROOT / "docs" / "records" / "grid-1gbe" / "records.jsonl"
+    trials = [json.loads(line)["trial"] for line in records.read_text().splitlines()]
+    trial = next(trial for trial in trials if trial["brought"])
     elsewhere = {**trial, "brought": {**trial["brought"], "profile": "/elsewhere/profile.json"}}
     assert identity(elsewhere) == identity(trial)
     assert identity({**elsewhere, "profile_digest": "another"}) != identity(trial)

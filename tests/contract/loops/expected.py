@@ -70,7 +70,11 @@ REFUSED: dict[Loop, dict[str, str]] = {
     },
     between.batch_left_out: _TOO_LATE,
     passes.gan: {EARLY: "optimizer.no_sync()"},
-    between.lookahead: {**_TOO_LATE, "ddp:zero=True": "use zero=False"},
+    between.lookahead: {
+        **_TOO_LATE,
+        "ddp:zero=True": "use zero=False",
+        "dear:update=sharded": "use update='replicated'",
+    },
     between.clipped: _TOO_LATE,
     between.clipped_by_torch: _TOO_LATE,
     between.clipped_by_value: _TOO_LATE,

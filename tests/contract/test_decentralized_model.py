@@ -76,6 +76,9 @@ class Wrapped(OnRank):
             **self.options,
         )
 
+    def _count(self) -> None:
+        """The wrapper of a model has no statistics."""
+
     def _optimizer(self, params: Any) -> torch.optim.Optimizer:
         """Each parameter with the settings that `make_optimizer` gives it."""
         wanted = make_model(self.script.model)

@@ -88,7 +88,7 @@ class OnRank:
                 self.scheduler.step()
             after_step(self.script, self.model, step, self.states, dear.rank())
         self.states["end"] = state_of(self.model)
-        self.optimizer.statistics()  # of every algorithm, also where a rank has no neighbour
+        self._count()
         self.optimizer.close()
         self.states["closed"] = state_of(self.model)
         return self.states
@@ -113,6 +113,9 @@ class OnRank:
 
     def _wrap(self) -> None:
         dear.DistributedOptimizer(self.optimizer, self.model, algorithm=self.name, **self.options)
+
+    def _count(self) -> None:
+        self.optimizer.statistics()  # of every algorithm, also where a rank has no neighbour
 
     def _move_to_new_objects(self) -> None:
         script, order = self.script, ["model", "optimizer"]

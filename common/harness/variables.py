@@ -33,6 +33,7 @@ from common.launch.hosts import Host, read_envs, read_hostfile
 from common.machine.cgroups import usable_cores
 from common.models.registry import MODELS, profile_of
 from common.paths import CONFIGS
+from common.profiling import gpus
 from common.results.exports.reference_reports import variables
 from dear.algorithms import aliases
 from dear.errors import UserError, one_of, unknown
@@ -114,9 +115,13 @@ def _whole(given: Mapping[str, str], name: str, least: int = 1) -> int:
 
 
 def _replayed(dnn: str) -> str:
-    """Returns the name of the replayed model if there is a profile. (Virtual hosts have no GPU.)"""
+    """Returns the name of the replayed model if there is a profile. (Virtual hosts have no GPU.)
+
+    The usual GPU comes first, so that a profile of another one does not change what is run.
+    """
+    usual = f"{dnn}@{gpus.DEFAULT}{gpus.MODELLED}"
     recorded = [name for name in MODELS if name.startswith(f"{dnn}@")]
-    return recorded[0] if recorded else dnn
+    return usual if usual in recorded else recorded[0] if recorded else dnn
 
 
 def _emulated(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str]:

@@ -24,7 +24,7 @@ help:
 	@echo "make core             build the comm core (part of bench and test)"
 	@echo "make core-tests       the same with the C++ tests (part of test)"
 	@echo "make sanitize         the comm core's C++ tests under ThreadSanitizer and AddressSanitizer"
-	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
+	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 12 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make mutants          small changes of meaning in the code: does a test notice each? (hours)"
 	@echo "make fault-campaign   300 faults drawn at random, and what became of each (up to an hour)"

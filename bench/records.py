@@ -266,10 +266,10 @@ def _sweep_problems(folder: Path, recipe: Recipe, commit: str) -> list[str]:
     if commits := {record.machine["commit"] for record in records} - {commit}:
         wrong.append(f"has trials of other commits: {', '.join(map(str, sorted(commits)))}")
     today = {trial.hash for trial in todays_trials(recipe, records)}
-    made = {identity(record.trial): record.id for record in records}
-    if strange := [name for trial, name in made.items() if trial not in today]:
+    recorded = {identity(record.trial): record.id for record in records}
+    if strange := [name for trial, name in recorded.items() if trial not in today]:
         wrong.append(f"has trials that are not today's: {strange[0]} and {len(strange) - 1} more")
-    if lacking := today - made.keys():
+    if lacking := today - recorded.keys():
         wrong.append(f"lacks {len(lacking)} of today's {len(today)} trials")
     return wrong
 

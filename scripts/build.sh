@@ -32,10 +32,8 @@ echo "== building the comm core (45 s on 2 cores, 3 minutes with its tests; log:
   && cmake --build "$build_dir" \
   && cmake -S "$switch_source" -B "$switch_dir" -G Ninja "-DLINK_SWITCH_TESTS=$with_tests" \
   && cmake --build "$switch_dir"; } > "$log" 2>&1 &
-if ! follow $! "$log" "comm core"; then
-  grep -m 5 -E 'error|Error' "$log" >&2 || tail -n 5 "$log" >&2
-  mistake "the comm core was not built; the whole log is in $log"
-fi
+follow $! "$log" "comm core" \
+  || mistake "the comm core was not built: $(cause "$log") (whole log: $log)"
 # Renamed into place: a process that has the old file mapped keeps it whole, and there is one at
 # any time.
 extension=$(basename "$build_dir"/extensions/_core*.so)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tries everything that needs a GPU, within 8 minutes: scripts/gpu_check.sh [.venv] [--out DIR]
+# Tries everything that needs a GPU, within 12 minutes: scripts/gpu_check.sh [.venv] [--out DIR]
 # [--budget SECONDS]. Uses the torch of PYTHON (python3) if it is 2.11 or newer; needs no network,
 # and no package but torch. What cannot run is skipped and listed in DIR/summary.md
 # (default: $OUT, else logs/gpu-check). Exit status: 1 if a step failed, 2 without a GPU.

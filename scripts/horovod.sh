@@ -43,12 +43,6 @@ install_wheel() {
   "$python" -c 'import torch, horovod.torch as hvd; assert hvd.gloo_built()' 2>> "$log"
 }
 
-cause() {  # the first error of the compiler, of CMake or of setup.py in the log; pip's own says nothing
-  grep -v -e 'subprocess-exited-with-error' -e 'metadata-generation-failed' "$log" \
-    | grep -m 1 -A 3 -oE '((fatal )?error: |CMake Error|[A-Za-z]+Error: ).*' \
-    | tr -s '\n ' ' ' | cut -c 1-300 || echo "see the log"
-}
-
 : > "$log"
 rm -f "$note"
 if install_wheel; then
@@ -81,6 +75,6 @@ MAKEFLAGS="-j$(nproc)"
 export MAKEFLAGS
 "$python" -m pip wheel --disable-pip-version-check -v --no-deps --no-build-isolation \
   -w "$wheels" "$source" >> "$log" 2>&1 &
-follow $! "$log" Horovod || fail "$(cause)"
+follow $! "$log" Horovod || fail "$(cause "$log")"
 install_wheel || fail "the built wheel does not import"
 echo "== Horovod $version built"

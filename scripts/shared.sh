@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: checks of what a user gives, and the progress of a build.
+# Sourced by the other scripts: checks of what a user gives; the progress and the errors of a build.
 
 mistake() {  # WORDS: one line; exit status 2
   echo "error: $*" >&2
@@ -56,4 +56,13 @@ follow() {
   done
   if [[ -n "$shown" ]]; then printf '\r\033[K'; fi
   wait "$pid"
+}
+
+# `cause LOG` prints the first error in the log of a build, and the two lines after it. Messages of
+# pip that only say that a program failed are passed over.
+cause() {
+  awk '/subprocess-exited-with-error|metadata-generation-failed/ { next }
+    !lines && !/(error: |CMake Error|[a-z]Error: )/ { next }
+    lines++ < 3 { text = text " " $0 }
+    END { gsub(/[ \t]+/, " ", text); print lines ? substr(text, 2, 300) : "no error in " FILENAME }' "$1"
 }

@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.machine import version
 from common.models import profile as profiles
@@ -26,12 +25,8 @@ from common.models.registry import FILE, Brought
 from common.profiling import gpus
 from dear.errors import UserError
 
-if TYPE_CHECKING:
-    from common.models.workload import Workload
-
 HERE = "here"
 """Name that means this machine's GPU, on which the model is measured."""
-_SEED = 1
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers")
 _LEAST_S = 1e-6
 _PROFILERS = Path(__file__).parents[1] / "profiling"
@@ -115,23 +110,9 @@ def gpu_available() -> bool:
 
 
 def _modelled(gpu: gpus.Choice, name: str, batch_size: int, sentence_len: int | None) -> Profile:
-    import torch
+    from common.profiling import modelled  # imports torch
 
-    from common.profiling.modelled import profile_of_any
-
-    def build() -> Workload:
-        torch.manual_seed(_SEED)
-        generator = torch.Generator().manual_seed(_SEED)
-        return registry.build(name, batch_size, sentence_len, generator)
-
-    return profile_of_any(
-        name,
-        build,
-        gpu,
-        batch_size=batch_size,
-        sentence_len=sentence_len,
-        sample_unit=registry.model_entry(name).sample_unit,
-    )
+    return modelled.profile_on(gpu, name, batch_size, sentence_len)
 
 
 def _measured(name: str, batch_size: int, sentence_len: int | None) -> Profile:

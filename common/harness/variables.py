@@ -115,13 +115,14 @@ def _whole(given: Mapping[str, str], name: str, least: int = 1) -> int:
 
 
 def _replayed(dnn: str) -> str:
-    """Returns the name of the replayed model if there is a profile. (Virtual hosts have no GPU.)
+    """Returns the name of the replayed model, or `dnn` if it has no profile.
 
-    The usual GPU comes first, so that a profile of another one does not change what is run.
+    Virtual hosts have no GPU. Of several profiled devices, the default GPU is chosen, so a new
+    profile does not change what is run.
     """
-    usual = f"{dnn}@{gpus.DEFAULT}{gpus.MODELLED}"
-    recorded = [name for name in MODELS if name.startswith(f"{dnn}@")]
-    return usual if usual in recorded else recorded[0] if recorded else dnn
+    default = f"{dnn}@{gpus.find(gpus.DEFAULT).folder_name}"
+    recorded = [default, *(name for name in MODELS if name.startswith(f"{dnn}@"))]
+    return next((name for name in recorded if name in MODELS), dnn)
 
 
 def _emulated(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str]:

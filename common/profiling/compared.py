@@ -6,14 +6,8 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
-
-import torch
 
 from common.models import profile as profiles
-from common.models import registry
-from common.models.profile import Profile
-from common.models.workload import Workload
 from common.paths import ROOT
 from common.profiling import gpus, modelled, published
 from common.profiling.gpus import DEFAULT, find
@@ -115,17 +109,10 @@ def measured() -> str:
     ]
     for path in sorted(profiles.FOLDER.glob("*/*.json")):
         profile = profiles.load(path)
-        gpu = gpus.of_device(profile.device_name, profile.dtype)
+        gpu = gpus.choice_of(profile.device_name, profile.dtype)
         if profile.kind != "measured" or gpu is None:
             continue
-        model = modelled.profile_of_any(
-            profile.model,
-            partial(_workload, profile),
-            gpu,
-            batch_size=profile.batch_size,
-            sentence_len=profile.sentence_len,
-            sample_unit=profile.sample_unit,
-        )
+        model = modelled.profile_on(gpu, profile.model, profile.batch_size, profile.sentence_len)
         times = [
             f"{each.forward_s * 1e3:.1f} + {each.backward_s * 1e3:.1f}" for each in (profile, model)
         ]
@@ -135,11 +122,6 @@ def measured() -> str:
         cells = (name, str(profile.batch_size), *times, off, jitter)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _workload(profile: Profile) -> Workload:
-    generator = torch.Generator().manual_seed(0)
-    return registry.build(profile.model, profile.batch_size, profile.sentence_len, generator)
 
 
 def main() -> int:

@@ -17,6 +17,8 @@ DEFAULT = "rtx2080ti"
 """GPU that is modelled by default: for it, published times of training steps are known."""
 PRECISIONS = ("fp32", "tf32", "fp16")
 """Precisions of matrix products; with `fp16`, all other operations have 16 bits, too."""
+DTYPES = {"fp32": "float32", "tf32": "float32 (tf32)", "fp16": "float16"}
+"""Dtype of a profile by precision."""
 MODELLED = "-modelled"
 """Suffix of the names of devices that were not measured."""
 
@@ -93,32 +95,42 @@ def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | N
         dtype: dtype of a trial or a profile; mixed precision multiplies in 16 bits.
         tf32: True if products of float32 may use units for tf32.
     """
-    for gpu in table().values():
-        if device_name in (gpu.name, *gpu.cuda_names):
-            # Devices with units for tf32 have units for bfloat16 at the rate of float16.
-            rates = {
-                "float32": (tf32 and gpu.tf32_tflops) or gpu.fp32_tflops,
-                "float32 (tf32)": gpu.tf32_tflops,
-                "float16": gpu.fp16_tflops,
-                "bfloat16": gpu.tf32_tflops and gpu.fp16_tflops,
-            }
-            tflops = rates.get(dtype.replace("amp-bf", "bfloat").replace("amp-fp", "float"))
-            return tflops and tflops * 1e12
-    return None
+    key = key_of(device_name)
+    if key is None:
+        return None
+    gpu = table()[key]
+    # Devices with units for tf32 have units for bfloat16 at the rate of float16.
+    rates = {
+        "float32": (tf32 and gpu.tf32_tflops) or gpu.fp32_tflops,
+        "float32 (tf32)": gpu.tf32_tflops,
+        "float16": gpu.fp16_tflops,
+        "bfloat16": gpu.tf32_tflops and gpu.fp16_tflops,
+    }
+    tflops = rates.get(dtype.replace("amp-bf", "bfloat").replace("amp-fp", "float"))
+    return tflops and tflops * 1e12
 
 
-def of_device(device_name: str, dtype: str) -> Choice | None:
-    """Returns the GPU with the precision of a measured profile; None: not in the table.
+def key_of(device_name: str) -> str | None:
+    """Returns the key of a GPU in the table by the name that the manufacturer or CUDA gives it.
 
-    Args:
-        device_name: the device's name, as the manufacturer or CUDA writes it.
-        dtype: dtype of the profile.
+    None: it is not in the table.
     """
-    precisions = {"float32": "fp32", "float32 (tf32)": "tf32", "float16": "fp16"}
-    for key, gpu in table().items():
-        if device_name in (gpu.name, *gpu.cuda_names) and dtype in precisions:
-            return Choice(key=key, gpu=gpu, precision=precisions[dtype])
-    return None
+    named = (k for k, gpu in table().items() if device_name in (gpu.name, *gpu.cuda_names))
+    return next(named, None)
+
+
+def choice_of(device_name: str, dtype: str) -> Choice | None:
+    """Returns the GPU and precision of a profile with this dtype; None: none are in the table."""
+    key = key_of(device_name)
+    precision = next((name for name, of_profile in DTYPES.items() if of_profile == dtype), None)
+    if key is None or precision is None:
+        return None
+    return Choice(key=key, gpu=table()[key], precision=precision)
+
+
+def choice_in(folder_name: str) -> str | None:
+    """Returns the text for `find` of a `Choice.folder_name`; None: it is not of a modelled GPU."""
+    return folder_name.removesuffix(MODELLED) if folder_name.endswith(MODELLED) else None
 
 
 def find(text: str) -> Choice:

@@ -50,12 +50,11 @@ def record_profile(options: argparse.Namespace) -> Profile:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    tf32 = bool(options.tf32)
+    tf32 = options.tf32 is True
     if tf32 and (device, dtype) != ("cuda", "float32"):
         raise UserError("--tf32: is for float32 on a GPU; leave it out")
-    if (
-        device == "cuda"
-    ):  # as in a trial; by default, torch multiplies in float32, but convolves in TF32
+    if device == "cuda":
+        # As in a trial. By default, torch multiplies in float32, but convolves in TF32.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.manual_seed(SEED)
     torch_device = torch.device(device)
@@ -73,7 +72,7 @@ def record_profile(options: argparse.Namespace) -> Profile:
         batch_size=batch_size,
         sentence_len=sentence_len,
         sample_unit=entry.sample_unit,
-        dtype=f"{dtype} (tf32)" if tf32 else dtype,
+        dtype=gpus.DTYPES["tf32"] if tf32 else dtype,
         rule=(
             f"medians of {steps} steps after {warmup}, torch {torch.__version__}, "
             f"{'CUDA events' if device == 'cuda' else f'{torch.get_num_threads()} threads'}; "
@@ -102,7 +101,7 @@ def _suffix(dtype: str, tf32: bool) -> str:
 def traced_profile(options: argparse.Namespace) -> Profile:
     """Reads the model's layers from a trace; raises `UserError` if they are not in it."""
     for name in _RECORDER:
-        if getattr(options, name) not in (None, False):
+        if getattr(options, name) is not None:
             raise UserError(f"--{name}: has no effect with --from-trace; leave it out")
     import torch
 
@@ -154,9 +153,9 @@ def _bandwidth(options: argparse.Namespace, traced: Traced, device_name: str) ->
     updated = traced.updated_bytes_per_s()
     if updated is not None:
         return updated, f"from an update of {traced.update_s * 1e3:.4f} ms"
-    for gpu in gpus.table().values():
-        if device_name in (gpu.name, *gpu.cuda_names):
-            return gpu.memory_gb_per_s * 1e9, "the GPU's peak"
+    key = gpus.key_of(device_name)
+    if key is not None:
+        return gpus.table()[key].memory_gb_per_s * 1e9, "the GPU's peak"
     raise UserError(
         f"trace {options.from_trace}: has no update of SGD, Adam or AdamW, and the memory "
         f"bandwidth of {device_name} is not known; give --memory-gb-per-s"
@@ -185,7 +184,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sentence-len", type=int, help="tokens, for models of sentences")
     parser.add_argument("--dtype", help=f"one of {', '.join(registry.DTYPES)} (float32)")
     parser.add_argument(
-        "--tf32", action="store_true", help="multiply float32 in TensorFloat-32 on a GPU"
+        "--tf32",
+        action="store_true",
+        default=None,
+        help="multiply float32 in TensorFloat-32 on a GPU",
     )
     parser.add_argument("--warmup", type=int, help=f"steps before the timed ones ({_WARMUP})")
     parser.add_argument("--steps", type=int, help=f"timed steps, twice ({_STEPS})")

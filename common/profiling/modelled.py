@@ -73,6 +73,8 @@ class Efficiency:
     backward: float
 
 
+_SEED = 1
+
 EFFICIENCIES = {
     "resnet50-bs64": Efficiency(forward=1.1719, backward=1.4460),
     "densenet201-bs32": Efficiency(forward=1.5613, backward=1.7207),
@@ -168,7 +170,7 @@ def _profile(
         batch_size=batch_size,
         sentence_len=sentence_len,
         sample_unit=sample_unit,
-        dtype={"fp32": "float32", "tf32": "float32 (tf32)", "fp16": "float16"}[gpu.precision],
+        dtype=gpus.DTYPES[gpu.precision],
         rule=f"{counted}; {reason}",
         **layers.fields(),
     )
@@ -289,6 +291,24 @@ def profile_of_any(
         batch_size=batch_size,
         sentence_len=sentence_len,
         sample_unit=sample_unit,
+    )
+
+
+def profile_on(gpu: gpus.Choice, name: str, batch_size: int, sentence_len: int | None) -> Profile:
+    """Returns `profile_of_any` for a model of the registry."""
+
+    def build() -> Workload:
+        torch.manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(_SEED)
+        return registry.build(name, batch_size, sentence_len, generator)
+
+    return profile_of_any(
+        name,
+        build,
+        gpu,
+        batch_size=batch_size,
+        sentence_len=sentence_len,
+        sample_unit=registry.model_entry(name).sample_unit,
     )
 
 

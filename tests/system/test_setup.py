@@ -43,6 +43,27 @@ def test_a_failed_horovod_build_is_one_line_and_no_failure(tmp_path, bare_path):
     assert (venv / "horovod-build-failed.txt").read_text() == "no C++ compiler (g++) found\n"
 
 
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            "Building errors.cc.o\n  error: subprocess-exited-with-error\n"
+            "  CMake Error at CMakeLists.txt:3:\n    Compatibility with\n    CMake < 3.5.\n more\n",
+            "CMake Error at CMakeLists.txt:3: Compatibility with CMake < 3.5.",
+        ),
+        ("a.cc:1:2: error: no\n" + "x\n" * 100_000, "a.cc:1:2: error: no x x"),
+        ("ModuleNotFoundError: No module named 'wheel'\n", "ModuleNotFoundError: No module named"),
+        ("all is well\n", "no error in "),
+    ],
+)
+def test_a_failed_build_names_its_first_error(tmp_path, log, cause):
+    (tmp_path / "log").write_text(log)
+    text = 'set -euo pipefail; source "$1"; cause "$2"'
+    words = ["bash", "-c", text, "_", str(ROOT / "scripts" / "shared.sh"), str(tmp_path / "log")]
+    done = finished(words)
+    assert done.returncode == 0 and done.stdout.startswith(cause), done.stdout
+
+
 def test_horovod_says_why_it_is_missing(tmp_path, monkeypatch):
     horovod = algorithm_class("horovod")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

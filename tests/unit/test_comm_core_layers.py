@@ -33,6 +33,11 @@ def _included(path: Path) -> set[str]:
     return set(re.findall(r'#include "(\w+)/', path.read_text()))
 
 
+def test_no_source_uses_streams_which_a_second_copy_of_the_library_breaks():
+    header = re.compile(r"#include <(\w*stream|iomanip|locale)>")
+    assert [str(path) for path in _sources() if header.search(path.read_text())] == []
+
+
 def test_every_folder_is_a_library():
     assert set(_layers()) == {path.name for path in SRC.iterdir()}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +36,7 @@ from dear.cost.bounds import StepTimes
 from dear.cost.measurement import Measurement
 from dear.training.algorithm import algorithm_class, algorithm_options
 from tests.system.made import make_trial
+from tests.system.processes import finished
 
 
 @pytest.mark.parametrize(("options", "untimed"), [({}, 3), ({"delay": 3}, 5)])
@@ -589,3 +592,16 @@ def test_the_first_of_two_passes_in_a_step_is_made_afresh():
     for got, want in zip(recomputation.gradients().values(), wanted, strict=True):
         assert torch.equal(got, want)
     assert torch.equal(model[0].running_mean, running_mean)
+
+
+def test_a_rank_that_a_signal_kills_leaves_its_stack(tmp_path):
+    make_trial("ddp").save(tmp_path)
+    text = (
+        "import os, signal; from pathlib import Path; from common.harness.worker import rank\n"
+        "def crashes(*given): os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "rank.Briefing.load = lambda folder: None\n"
+        f"rank.main(Path({str(tmp_path)!r}), 0, crashes)\n"
+    )
+    done = finished([sys.executable, "-c", text])
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr and "in crashes" in done.stderr

@@ -2,11 +2,13 @@
 // the same on all ranks.
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 
 #include "base/errors.h"
+#include "base/text.h"
 #include "engine/options.h"
 #include "run_tests.h"
 #include "transport/address.h"
@@ -132,6 +134,24 @@ void addresses() {
   expect_error<InvalidRequestError>([] { address_towards("no such host."); }, "cannot resolve");
 }
 
+void texts() {
+  const std::vector<std::string> parts = split("a  b", ' ');
+  expect(parts.size() == 3 && parts[0] == "a" && parts[1].empty() && parts[2] == "b", "split");
+  expect(split("", ' ').size() == 1, "parts of nothing");
+
+  size_t size = 0;
+  int number = 0;
+  expect(read_numbers("4096 -7", size, number) && size == 4096 && number == -7, "numbers");
+  for (const char* wrong :
+       {"", "1", "1 ", "1 2 ", "1 2 3", "1  2", " 1 2", "-1 2", "1 x", "1 99999999999"}) {
+    expect(!read_numbers(wrong, size, number), "takes '" + std::string(wrong) + "'");
+  }
+
+  errno = 0;
+  expect(content_of_file("/nowhere").empty() && errno == ENOENT, "a file that is not there");
+  expect(content_of_file("/proc/self/comm") == "settings_test\n", "content");
+}
+
 void what_is_thrown_keeps_its_kind() {
   const auto prefixed = with_context(std::make_exception_ptr(TimeoutError("late")), "it: ");
   expect(is<TimeoutError>(prefixed) && message_of(prefixed) == "it: late", message_of(prefixed));
@@ -149,5 +169,6 @@ int main(int argc, char** argv) {
                     {"shared", what_ranks_must_share_is_told_apart},
                     {"secret", a_secret_is_compared_and_not_told},
                     {"addresses", addresses},
+                    {"texts", texts},
                     {"errors", what_is_thrown_keeps_its_kind}});
 }

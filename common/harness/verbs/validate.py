@@ -186,18 +186,18 @@ def _check(record: Record, double: Record | None, others: Sequence[Record], swee
 
 
 def _load(trial: Mapping[str, Any]) -> None:
-    """Loads the plugin and the model of the user.
+    """Loads what a trial needs besides the project: a user's plugin, and a model's profile.
 
-    A modelled profile that this machine does not have is calculated again: records travel.
+    A record may come from another machine. If it used a modelled profile that this machine does
+    not have, the profile is calculated again.
     """
     from common.harness.custom import bring_model
     from common.harness.trial import Trial
-    from common.profiling.gpus import MODELLED
+    from common.profiling.gpus import choice_in
 
-    gpu = trial["model"].partition("@")[2]
-    if trial.get("brought") and gpu.endswith(MODELLED):
-        sizes = trial["batch_size"], trial["sentence_len"]
-        bring_model(trial["brought"]["source"], *sizes, gpu.removesuffix(MODELLED))
+    gpu = choice_in(trial["model"].partition("@")[2])
+    if trial.get("brought") and gpu is not None:
+        bring_model(trial["brought"]["source"], trial["batch_size"], trial["sentence_len"], gpu)
     Trial.from_json({**trial})
 
 

@@ -6,11 +6,10 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <utility>
 
 #include "base/errors.h"
+#include "base/text.h"
 #include "secret/sha256.h"
 
 namespace comm_core {
@@ -38,9 +37,8 @@ constexpr size_t kLeastSecret = 16;
 
 std::string content_of(const std::string& path) {
   if (path.empty()) return "";
-  std::ifstream file(path, std::ios::binary);
-  const std::string content{std::istreambuf_iterator<char>(file), {}};
-  if (!file || content.size() < kLeastSecret) {
+  const std::string content = content_of_file(path);
+  if (content.size() < kLeastSecret) {
     throw InvalidRequestError("COMM_CORE_SECRET_FILE=" + path +
                               " cannot be read or has less than " + std::to_string(kLeastSecret) +
                               " bytes");
@@ -115,9 +113,8 @@ std::string host_identity(const Options& options) {
   if (!options.host_id.empty()) return options.host_id;
   // The host name distinguishes containers, the boot id machines of the same name, and the network
   // namespace virtual hosts of one machine.
-  std::string boot;
   errno = 0;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  const std::string boot = split(content_of_file("/proc/sys/kernel/random/boot_id"), '\n')[0];
   // Without a boot id, no rank of the host has one. But a rank that is only out of descriptors must
   // not count as another host.
   if (boot.empty() && (errno == EMFILE || errno == ENFILE)) throw_errno("boot_id");

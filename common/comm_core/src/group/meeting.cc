@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cstdio>
 #include <functional>
-#include <sstream>
 #include <thread>
 
 #include "base/clock.h"
+#include "base/text.h"
 #include "group/control.h"
 #include "group/group.h"
 #include "messages/messenger.h"
@@ -44,12 +44,12 @@ std::string accepted(const std::string& note) {
 
 // Returns the words in which two texts differ: "A=1 and A=2".
 std::string difference(const std::string& one, const std::string& other) {
-  std::istringstream words(one), others(other);
-  std::string mine, theirs, ours, all;
-  while (words >> mine) {
-    others >> theirs;
-    if (mine == theirs) continue;
-    ours += (ours.empty() ? "" : " ") + mine;
+  const std::vector<std::string> words = split(one, ' '), others = split(other, ' ');
+  std::string ours, all;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string theirs = i < others.size() ? others[i] : "";
+    if (words[i] == theirs) continue;
+    ours += (ours.empty() ? "" : " ") + words[i];
     all += (all.empty() ? "" : " ") + theirs;
   }
   return ours + " and " + all;

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <thread>
+
+#include "base/errors.h"
+#include "base/text.h"
 
 namespace comm_core {
 
@@ -30,6 +32,10 @@ constexpr size_t kLeastSlot = 64 << 10;
 constexpr int kSeveral = 8, kMany = 64;
 std::atomic<int> live_groups{0};
 
+SystemError malformed(const std::string& told) {
+  return SystemError("malformed store entry '" + told + "'");
+}
+
 }  // namespace
 
 struct ShmStreams::Facts {
@@ -49,11 +55,13 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
   } else {
     const std::string told = store.get(key);
     if (told[0] == kFailed) throw SystemError(told.substr(1));
-    std::istringstream words(told);
     Segment segment;
-    words >> slot_bytes >> segment.place.pid >> segment.place.fd >> segment.id >> segment.bytes;
+    if (!read_numbers(told, slot_bytes, segment.place.pid, segment.place.fd, segment.id,
+                      segment.bytes)) {
+      throw malformed(told);
+    }
     lay_out(slot_bytes);
-    if (!words || segment.bytes < total_) throw SystemError("malformed store entry '" + told + "'");
+    if (segment.bytes < total_) throw malformed(told);
     mapping_ = open_segment(segment);
   }
   int ends[2];
@@ -82,19 +90,17 @@ void ShmStreams::make(Store& store, const std::string& key, size_t slot_bytes) {
     store.set(key, kFailed + std::string(error.what()));
     throw;
   }
-  std::ostringstream words;
-  words << slot_bytes_ << " " << segment.place.pid << " " << segment.place.fd << " " << segment.id
-        << " " << segment.bytes;
-  store.set(key, words.str());
+  store.set(key, std::to_string(slot_bytes_) + " " + std::to_string(segment.place.pid) + " " +
+                     std::to_string(segment.place.fd) + " " + std::to_string(segment.id) + " " +
+                     std::to_string(segment.bytes));
 }
 
 void ShmStreams::connect(Store& store, const std::vector<int>& ranks) {
   for (int rank : ranks) {
     const std::string told = store.get("bell" + std::to_string(rank));
     if (told[0] == kFailed) throw SystemError(told.substr(1));
-    std::istringstream words(told);
     RemoteFd ring;
-    words >> ring.pid >> ring.fd;
+    if (!read_numbers(told, ring.pid, ring.fd)) throw malformed(told);
     // Opened for reading too: writing to a pipe without a reader raises SIGPIPE.
     bells_.push_back(ring.open(O_RDWR | O_NONBLOCK));
   }

@@ -1,9 +1,9 @@
 #include "transport/topology.h"
 
 #include <algorithm>
-#include <sstream>
 
 #include "base/errors.h"
+#include "base/text.h"
 
 namespace comm_core {
 
@@ -13,18 +13,15 @@ std::string PeerInfo::serialize() const {
 }
 
 PeerInfo PeerInfo::parse(int rank, const std::string& text) {
-  std::istringstream lines(text);
-  std::string host, port, pid;
+  std::vector<std::string> lines = split(text, '\n');
+  lines.resize(6);
   PeerInfo info;
-  std::getline(lines, host);
-  std::getline(lines, port);
-  std::getline(lines, pid);
-  std::getline(lines, info.host_name);
-  std::getline(lines, info.host_id);
-  std::getline(lines, info.settings);
+  info.host_name = lines[3];
+  info.host_id = lines[4];
+  info.settings = lines[5];
   try {
-    info.address = Address::parse(host, std::stoi(port));
-    info.pid = std::stoi(pid);
+    info.address = Address::parse(lines[0], std::stoi(lines[1]));
+    info.pid = std::stoi(lines[2]);
   } catch (const std::exception&) {
     throw MismatchError("rank " + std::to_string(rank) +
                         " left a malformed address in the store: '" + text.substr(0, 100) + "'");

@@ -15,8 +15,8 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
     Many kernels, such as those of a convolution's gradients, add in the order in which their
     threads end. Networks magnify that rounding: without this, two plain trainings of ResNet-18
-    from the same start differ by 2 % of the distance that a tensor moves in five steps. The
-    other kernels may be slower, so nothing is timed in this block.
+    from the same start may differ by 2 % of the distance that a tensor moves in three steps.
+    Repeatable kernels may be slower, so nothing is timed in this block.
 
     Operations without a repeatable kernel run as always.
     """

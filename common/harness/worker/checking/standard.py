@@ -99,8 +99,6 @@ class Standard:
         trial = self._trial
         computed = computed and not is_replay(trial.model)
         least = (COMPUTED_TOLERANCE if computed else TOLERANCE)[trial.dtype]
-        if computed and trial.cuda.tf32:  # products of few bits, as with bfloat16
-            least = max(least, COMPUTED_TOLERANCE["bfloat16"])
         return max(least, WIRE_TOLERANCE.get(getattr(trial.options, "compression", "none"), 0.0))
 
     def judge(

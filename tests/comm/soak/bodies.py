@@ -1,4 +1,4 @@
-"""What the ranks of a soak do: random collectives, and a training that is compared as it goes on.
+"""Bodies of a soak's ranks: random collectives, and a training that is compared as it goes on.
 
 The functions run in the processes of a `RankPool`; `Reference` is the same training in one process.
 """

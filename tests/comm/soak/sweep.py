@@ -92,7 +92,7 @@ def _swept(folder: Path, trials: int) -> dict[str, Any]:
 
 
 def _used(pid: int, driver: Driver) -> dict[str, int]:
-    """What the driver holds; its ranks come and go."""
+    """Returns what the driver holds; its ranks come and go."""
     process = psutil.Process(pid)
     records = driver.sweep / "records.jsonl"
     return {

@@ -235,8 +235,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self._sizes = {task: part.nbytes for task, part in enumerate(self._partitions)}
 
     def ready(self, unit: int) -> None:
-        if unit == self.schedule.order[0]:
-            self.drop()  # a pass that ended with an error, without `zero_grad()` since
+        if not self._in_pass:
             self._in_pass = True
             self.averaged = False
             # Finishes layers that did not run since the last step, and a pass that this replaces.

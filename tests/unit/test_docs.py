@@ -17,10 +17,11 @@ from tests.unit import dry_runs
 
 _TRACKED = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
 _FILES = [ROOT / name for name in subprocess.check_output(_TRACKED, text=True).splitlines()]
+_ELSEWHERE = ("docs/records/", "docs/site/", "unit/shown/")  # MkDocs checks those of the site
 PAGES = [
     path
     for path in _FILES
-    if path.suffix == ".md" and "docs/records" not in str(path) and "shown" not in path.parts
+    if path.suffix == ".md" and not any(folder in str(path) for folder in _ELSEWHERE)
 ]
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _FOLDERS = "bench|common|configs|dear|docs|examples|plots|scripts|tests"

@@ -15,7 +15,7 @@ CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc
 
 # Each of them uses all cores.
 .NOTPARALLEL:
-.PHONY: bench predicted first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants fault-campaign records docs site lint system-packages clean help
+.PHONY: bench predicted first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants fault-campaign soak records docs site lint system-packages clean help
 
 help:
 	@echo "make bench            set up, a predicted table of 64 GPUs, then the default sweep"
@@ -29,6 +29,7 @@ help:
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make mutants          small changes of meaning in the code: does a test notice each? (hours)"
 	@echo "make fault-campaign   300 faults drawn at random, and what became of each (up to an hour)"
+	@echo "make soak             four ranks exchange and train for 2 hours, then a sweep of 1,000 trials"
 	@echo "make records          docs/records anew, from a clean commit (hours); ONLY=NAME for one"
 	@echo "make docs             the numbers, tables and figures of all documents, from docs/records"
 	@echo "make site             build/site: all documents and the API of the library as HTML"
@@ -81,6 +82,11 @@ mutants: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 # FAULTS_ARGS="--seed 7" draws others; "--only 7:41" repeats one, "--backend gloo" compares.
 fault-campaign: $(CORE)
 	$(PY) -m tests.faults --faults 300 --json build/faults.json $(FAULTS_ARGS)
+
+# SOAK_ARGS="--seconds 600 --period 60" is a short one.
+soak: $(CORE)
+	$(PY) -m tests.comm.soak --json build/soak.json $(SOAK_ARGS)
+	$(PY) -m tests.comm.soak.sweep --json build/soak-sweep.json
 
 records: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 	$(PY) bench/records.py $(ONLY)

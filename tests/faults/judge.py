@@ -47,7 +47,7 @@ def goes_on(fault: Fault, seen: Seen) -> bool:
     Rank 0 writes the result, and the first step makes the memory that others write to.
     """
     promised = fault.program == "asyncddp" and fault.victim != 0 and fault.step > 0
-    return promised and fault.kind == "killed"
+    return promised and fault.kind in ("killed", "stopped")
 
 
 def _of_the_outcome(fault: Fault, seen: Seen) -> Iterator[str]:

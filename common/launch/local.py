@@ -16,6 +16,7 @@ from typing import Any
 from common.launch.hosts import Block, Host, NetworkOptions, are_virtual, blocks, network_env
 from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
 from common.launch.ranks import Ranks, rank_env
+from common.machine import fork_server
 from dear.errors import UserError
 
 STACKS_S = 0.5
@@ -35,7 +36,8 @@ class LocalLauncher(Launcher):
                 "launcher local runs on this machine only and does not support a hostfile; use "
                 "ssh, torchrun or mpirun"
             )
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(self._preload))
+        modules = [*self._preload, fork_server.__name__]
+        multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
 
     def command(self, job: Job) -> str:
         worker = f"-m {job.worker_module} {job.folder} {job.repeat}"

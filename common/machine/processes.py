@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
+from common.machine import fork_server
 from common.machine.cgroups import usable_cores
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ def started(
     # A fork of this process could not use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("forkserver")
     if preload:
-        context.set_forkserver_preload(list(preload))
+        context.set_forkserver_preload([*preload, fork_server.__name__])
     count = usable_cores() if most is None else max(1, min(usable_cores(), most))
     given = (dict(os.environ), begin)  # the fork server has the environment of its start
     with ProcessPoolExecutor(count, context, initializer=_begin, initargs=given) as pool:

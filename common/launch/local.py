@@ -64,6 +64,7 @@ class LocalLauncher(Launcher):
                     job.timeout_s,
                     # If the job may lose ranks, the others continue without a killed rank.
                     matters=lambda code: code > 0 or (code < 0 and not job.may_lose_ranks),
+                    left_behind=job.left_behind if job.may_lose_ranks else None,
                 )
                 if not in_time:
                     ranks.signal(signal.SIGUSR1)

@@ -12,7 +12,8 @@ launcher closes it or ends, or the network fails), or on SIGTERM, SIGINT or SIGH
 of this process are killed. The line `stacks` in the pipe makes the workers print their stacks.
 
 With `--kept`, this process stands for a rank of a job that goes on if the rank is killed: it runs
-`python ARGUMENTS`. If a signal kills that, it writes the signal into a file, and ends with 0.
+`python ARGUMENTS`. If a signal kills that, it writes the signal into a file, and ends with 0. It
+kills it itself when the others have come to their end without it.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def _keep(folder: Path, repeat: int, arguments: Sequence[str]) -> int:
             return numbers != {signal.SIGUSR1}
 
         ranks.command([sys.executable, *arguments])
-        ended = ranks.wait(watch={woken: must_end})
+        ended = ranks.wait(
+            watch={woken: must_end}, left_behind=lambda _: job.left_behind(facts.rank)
+        )
         ranks.stop(STOP_S, ask=signal.SIGTERM)
     code = ranks.codes[0] if ended else CUT
     if code < 0:

@@ -212,7 +212,7 @@ def test_what_is_sent_does_not_depend_on_when_messages_end(name, options, script
 
 @pytest.mark.parametrize("options", [{"levels": 1}, CREDIT])
 def test_parts_that_never_start_hold_up_no_close(options, waits):
-    """Messages take longer than passes, so the parts of the first layer go before those of others."""
+    """Messages take longer than passes: the parts of the first layer go before those of others."""
     network = Paced(native=True, alpha_s=1.0)
     waits(network)
     with on(network):

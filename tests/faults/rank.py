@@ -26,6 +26,7 @@ from tests.faults.drawing import COLLECTIVES, Fault
 
 OWN_PACE_S = 4.0
 """Time for which ranks at their own pace train."""
+ENDLESS_S = 600.0
 AT = "fault-at"
 """File with the time of the fault (time.time_ns) and the victim's PID."""
 
@@ -60,7 +61,8 @@ def _body(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Traine
     communicator.barrier()
     phase("measuring")
     if trial.own_pace:
-        steps = run_for(OWN_PACE_S, step, communicator).steps
+        endless = victim.fault.kind == "endless"
+        steps = run_for(ENDLESS_S if endless else OWN_PACE_S, step, communicator).steps
     else:
         steps = 0
         while steps < victim.fault.steps or victim.fault.kind == "endless":

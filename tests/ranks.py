@@ -16,14 +16,16 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from common.machine import fork_server
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
+from common.machine import fork_server
 from dear.training.algorithm import algorithm_names, load_plugin, plugin_of
 
 # The first optimizer takes dynamo.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "dear.optimizer", "dear.comm.communicator"]
-    + [fork_server.__name__]
+    [
+        *("torch", "torch.distributed", "torch._dynamo", "dear.optimizer"),
+        *("dear.comm.communicator", fork_server.__name__),
+    ]
 )
 
 

@@ -147,7 +147,9 @@ def test_who_loses_a_rank_learns_for_which_error_of_another_group_it_has_ended(n
         for rank in (0, 1):
             right, text = ranks.pipes[rank].recv()
             assert right and "the ranks disagree: " in text, text
-        assert re.search(r"recv #\d.* rank 2 .* reported: all_reduce #1 .*; lost rank 2 ", text), text
+        assert re.search(r"recv #\d.* rank 2 .* reported: all_reduce #1 .*; lost rank 2 ", text), (
+            text
+        )
 
 
 def _stopped(operation: str) -> str:

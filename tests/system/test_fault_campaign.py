@@ -95,7 +95,7 @@ def test_algorithms_that_promise_to_go_on_must_do_so():
     seen = dataclasses.replace(SEEN, outcome=went_on, may_lose_ranks=True, reports={})
     assert list(misses(fault, seen)) == []
     alone = dataclasses.replace(seen, outcome=Outcome(status="ok", result={}))
-    assert any("names lost ranks None" in miss for miss in misses(fault, alone))
+    assert any("does not name the lost rank" in miss for miss in misses(fault, alone))
     stopped = dataclasses.replace(fault, kind="stopped")
     assert list(misses(stopped, seen)) == []
     without_rank_0 = dataclasses.replace(stopped, victim=0)

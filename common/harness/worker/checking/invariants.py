@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.harness.trial import Trial
-from common.harness.worker.checking.deviation import rounding
+from common.harness.worker.checking.deviation import Deviation, rounding
 from common.harness.worker.checking.serial import RecordedJob, Reference, isolated
 from common.results.records.trust import Check
 from dear.cost.bounds import Message
@@ -63,10 +63,7 @@ def check_invariants(
     trial, start, end = job.trial, job.start, job.end
     alone = job.end_of(isolated)
     distance = job.norms(_from_mean(alone)).max(axis=0)
-    moved = job.norms(np.broadcast_to(alone.mean(0) - start.mean(0), end.shape))
-    drift = job.worst(
-        job.norms(np.broadcast_to(end.mean(0) - alone.mean(0), end.shape)), moved + distance
-    )
+    drift = _drift(job, alone, distance)
     in_step = 0.0
     if reference is not None:
         in_step = _spread(job.norms(_from_mean(job.end_of(reference))), distance)
@@ -106,6 +103,12 @@ def check_invariants(
         worst_tensor=drift.tensor,
         end_error=drift.error,
     )
+
+
+def _drift(job: RecordedJob, alone: np.ndarray, distance: np.ndarray) -> Deviation:
+    moved = job.norms(np.broadcast_to(alone.mean(0) - job.start.mean(0), job.end.shape))
+    off = job.norms(np.broadcast_to(job.end.mean(0) - alone.mean(0), job.end.shape))
+    return job.worst(off, moved + distance)
 
 
 def _too_stale(trial: Trial, statistics: Sequence[Statistics]) -> str | None:

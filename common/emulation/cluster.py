@@ -144,6 +144,7 @@ class EmulatedCluster:
     def _build(self) -> None:
         self.links = choose(self._asked, self._networks)
         holders = self._holders = Holders(self._count)
+        network.clear(self._devices())
         network.batch("ip", self.links.commands(holders.pids))
         parts = []
         for index, pid in enumerate(holders.proc_pids):
@@ -166,11 +167,13 @@ class EmulatedCluster:
         self._holders.clear()
         self.links.close()
         # Removed explicitly, because the kernel removes links later than their namespaces.
-        ports = map(network.port_of, range(self._count))
-        network.remove([*self.links.devices, *ports])
+        network.remove(self._devices())
         self._holders.close()
         self._holders, self.hosts = None, ()
         network.withdraw()
+
+    def _devices(self) -> list[str]:
+        return [*self.links.devices, *map(network.port_of, range(self._count))]
 
     def _set_routes(self) -> None:
         ends = [(host.ifname, host.address, host.pid) for host in self.hosts]

@@ -130,10 +130,22 @@ class Peers:
 
     def _new_group(self, ranks: list[int], *, mine: bool = True) -> Any:
         backend = self.communicator.window_backend
-        group = dist.new_group(ranks, timeout=self.communicator.timeout, backend=backend)
+        try:
+            group = dist.new_group(ranks, timeout=self.communicator.timeout, backend=backend)
+        except dist.DistStoreError as error:
+            others = " or ".join(self._label(rank) for rank in ranks if rank != self.rank)
+            names = ", ".join(map(str, ranks))
+            raise RuntimeError(
+                f"{others} has not joined the group of ranks {names}: {error}"
+            ) from None
         if mine:
             self._made.append(group)
         return group
+
+    def _label(self, rank: int) -> str:
+        """Returns a rank's number, with its host and address if the job's backend knows them."""
+        backend = self.group._get_backend(torch.device("cpu"))
+        return backend.label(rank) if hasattr(backend, "label") else f"rank {rank}"
 
     def attempt(self, peer: Peer, call: Callable[..., T], *args: Any) -> T | None:
         """Returns `call(*args)`; with `apart`, returns None if `peer` is lost or the call fails.

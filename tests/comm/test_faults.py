@@ -244,6 +244,29 @@ def test_a_rank_that_stops_or_leaves_its_group_is_named_and_the_world_goes_on(na
             assert any(re.search(r"waiting for .*rank 1 \(host", text) for text in others), texts
 
 
+def _behind_another_operation() -> str:
+    """Rank 1 does not call; returns rank 0's error of the second operation."""
+    group, text = dist.new_group(timeout=timedelta(seconds=1)), ""
+    if me()[0] == 0:
+        works = [dist.all_reduce(torch.zeros(9), group=group, async_op=True) for _ in range(2)]
+        try:
+            works[1].wait()
+        except dist.DistBackendError as error:
+            text = str(error)
+    bodies.unharmed()
+    dist.destroy_process_group(group)
+    return text
+
+
+@pytest.mark.parametrize("name", ["shm3", "tcp3"])
+def test_an_operation_behind_another_one_tells_for_whom_that_waits(name: str):
+    with pool(name) as ranks:
+        text = ranks.run(_behind_another_operation)[0]
+    first = r"all_reduce #1 \(float32, sum, 36 bytes\) on rank 0"
+    assert re.match(rf"all_reduce #2 .*: it waits for {first} .*: waiting for ", text), text
+    assert "timed out after 1.0" in text
+
+
 def _late_barrier(wait_all: bool) -> str:
     """The last two ranks do not come before the others have given up."""
     rank, n = me()

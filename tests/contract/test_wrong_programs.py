@@ -160,6 +160,12 @@ def test_training_for_a_time_is_judged_before_it_begins(world):
     assert (wrong.verdict, wrong.judged_by) == ("NO", "reference")
 
 
+def test_training_of_shards_for_a_time_is_judged_too(world):
+    skip_if_unavailable("fsdp")
+    check = check_of(world(2, "fsdp"), "fsdp", "mnist_cnn", learn=RATES)
+    assert (check.verdict, check.finding) == ("yes", None)
+
+
 def test_that_leaves_nothing_behind(world):
     trial = make_trial("dear", world=2, backend="comm_core", optimizer=SGD, learn=RATES)
     judged, plain = (world(2).run(begun, trial.to_json(), repeat) for repeat in (0, 1))

@@ -9,9 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from tests.faults.drawing import COLLECTIVES, Fault
 
 OWN_PACE_S = 4.0
 """Time for which ranks at their own pace train."""
+ENDLESS_S = 600.0
 AT = "fault-at"
 """File with the time of the fault (time.time_ns) and the victim's PID."""
 
@@ -43,6 +45,8 @@ class Trained:
     """Result of a job that ends well."""
 
     steps: int
+    lost_peers: list[int]
+    """Ranks without which rank 0 went on."""
 
 
 def main(folder: Path, repeat: int) -> int:
@@ -56,11 +60,12 @@ def _body(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Traine
     communicator = runtime.communicator()
     victim = Victim(Fault.load(briefing.folder), briefing.folder, communicator)
     phase("building the model")
-    step, close = _steps(trial, victim, communicator)
+    step, statistics, close = _steps(trial, victim, communicator)
     communicator.barrier()
     phase("measuring")
     if trial.own_pace:
-        steps = run_for(OWN_PACE_S, step, communicator).steps
+        endless = victim.fault.kind == "endless"
+        steps = run_for(ENDLESS_S if endless else OWN_PACE_S, step, communicator).steps
     else:
         steps = 0
         while steps < victim.fault.steps or victim.fault.kind == "endless":
@@ -68,13 +73,15 @@ def _body(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Traine
         communicator.barrier()
     phase("leaving")
     close()
-    return Trained(steps)
+    # Only these counts can still be read, and only these ranks go on without others.
+    lost = statistics()["lost"] if victim.fault.program == "asyncddp" else []
+    return Trained(steps, lost)
 
 
 def _steps(
     trial: Trial, victim: Victim, communicator: Communicator
-) -> tuple[Callable[[], int], Callable[[], None]]:
-    """Functions that train a step, and end the training."""
+) -> tuple[Callable[[], int], Callable[[], Mapping[str, Any]], Callable[[], None]]:
+    """Functions that train a step, tell the algorithm's counts, and end the training."""
     if victim.fault.program == COLLECTIVES:
         calls = Calls(communicator, victim.fault)
 
@@ -83,18 +90,19 @@ def _steps(
             calls.step()
             return 1
 
-        return call, int
+        return call, dict, int
     workload = worker.make_workload(trial, torch.device("cpu"))
     first = next(module for module in workload.model.modules() if not list(module.children()))
     first.register_forward_hook(lambda *call: _within_backward(call[-1], victim))
     training = Training(trial, workload)
+    engine = training.engine._engine  # its counts outlive the training
 
     def step() -> int:
         victim.step()
         training.step()
         return 1
 
-    return step, training.close
+    return step, engine.statistics, training.close
 
 
 def _within_backward(output: torch.Tensor, victim: Victim) -> None:

@@ -199,13 +199,14 @@ def test_output_into_a_closed_pipe_is_no_traceback():
     listing.wait(timeout=30)
 
 
-def test_ctrl_c_while_modules_are_imported_is_one_line():
-    interrupted = """
+@pytest.mark.parametrize("raised", ["KeyboardInterrupt", "RuntimeError from KeyboardInterrupt()"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(raised):
+    interrupted = f"""
 import runpy, sys
 class Finder:
     def find_spec(self, name, *_):
         if name == "common.harness.cli":
-            raise KeyboardInterrupt
+            raise {raised}
 sys.meta_path.insert(0, Finder())
 runpy.run_path("benchmarks.py", run_name="__main__")
 """

@@ -95,9 +95,13 @@ def test_algorithms_that_promise_to_go_on_must_do_so():
     seen = dataclasses.replace(SEEN, outcome=went_on, may_lose_ranks=True, reports={})
     assert list(misses(fault, seen)) == []
     alone = dataclasses.replace(seen, outcome=Outcome(status="ok", result={}))
-    assert any("names lost ranks None" in miss for miss in misses(fault, alone))
+    assert any("does not name the lost rank" in miss for miss in misses(fault, alone))
     stopped = dataclasses.replace(fault, kind="stopped")
     assert list(misses(stopped, seen)) == []
+    cut = dataclasses.replace(fault, kind="cut link", launcher="local")
+    for lost_peers, named in ([1], True), ([], False), ([0], False):
+        outcome = Outcome(status="ok", result={"lost_peers": lost_peers})
+        assert (list(misses(cut, dataclasses.replace(seen, outcome=outcome))) == []) is named
     without_rank_0 = dataclasses.replace(stopped, victim=0)
     assert any("ended as ok, expected failed" in miss for miss in misses(without_rank_0, seen))
     lost = dataclasses.replace(seen, outcome=Outcome.of("failed", "rank 0 was killed", 0))

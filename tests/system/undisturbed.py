@@ -18,5 +18,7 @@ if __name__ == "__main__":
 
         notes.FOREIGN_CORES = notes.STEAL_CORES = notes.THROTTLED_S = math.inf
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # as benchmarks.py does
+    except (KeyboardInterrupt, RuntimeError) as error:  # as benchmarks.py does
+        if not any(isinstance(e, KeyboardInterrupt) for e in (error, error.__cause__)):
+            raise
         sys.exit(130)

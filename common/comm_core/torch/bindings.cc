@@ -71,6 +71,7 @@ PYBIND11_MODULE(_core, m) {
           "announce", [](CoreBackend& b) { b.group()->engine().announce(); },
           "Lets the engine take operations that were submitted with asyncOp=False.")
       .def("number", [](CoreBackend& b) { return b.group()->number(); })
+      .def("label", [](CoreBackend& b, int rank) { return b.group()->peer(rank).label; })
       .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
       .def(
           "dropped_connections", [](CoreBackend& b) { return b.group()->dropped_connections(); },

@@ -9,12 +9,14 @@ rate, with 24 more bytes for preamble, checksum and gap, it is 94.1 %.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from common.emulation.hosts.namespaces import LOCALHOST, SWITCH, enter, proc_pid
@@ -30,6 +32,8 @@ _RTO_MIN_MS = 200
 
 TABLE = "DEAR_VIRTUAL_HOSTS"  # environment variable with the path of the host table, for rsh.py
 _HOSTS = Path("/etc/hosts")
+_TABLES = Path("/dev/shm")
+_TRIES = 100
 
 
 def address_of(host: int) -> str:
@@ -86,6 +90,20 @@ def remove(devices: Iterable[str]) -> None:
     lines = Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines()[2:]
     existing = {line.partition(":")[0].strip() for line in lines}
     batch("ip", [f"link del dev {name}" for name in sorted(existing.intersection(devices))])
+
+
+def clear(devices: Collection[str]) -> None:
+    """Removes what a program that was killed in this sandbox has left: devices, and its table. Has
+    no effect on the devices while a cluster exists."""
+    tables = list(_TABLES.glob("virtual-hosts-*.json"))
+    dead = [path for path in tables if not Path("/proc", path.stem.rpartition("-")[2]).exists()]
+    for path in dead:
+        path.unlink(missing_ok=True)
+    tries = range(0 if len(dead) < len(tables) else _TRIES)
+    for _ in tries:
+        with contextlib.suppress(RuntimeError):  # the kernel was about to remove one, too
+            return remove(devices)
+        time.sleep(0.05)
 
 
 def check_congestion(name: str) -> str:
@@ -222,7 +240,7 @@ def no_ipv6() -> str:
 
 
 def _table() -> Path:
-    return Path("/dev/shm", f"virtual-hosts-{os.getpid()}.json")
+    return _TABLES / f"virtual-hosts-{proc_pid()}.json"
 
 
 def _write_hosts(lines: list[str]) -> None:

@@ -211,8 +211,10 @@ void Group::fail(std::exception_ptr error, bool tell) {
   // Before its caller hears of it, who may end this process at once.
   if (tell && control_ != nullptr) control_->tell_failure(told, holds<MismatchError>(error));
   engine_->warn(told, this);
+  std::string behind;  // what the operations after the first wait for
   for (const OpPtr& op : ending) {
-    engine_->complete(op, with_context(error, op->describe() + ": " + std::exchange(progress, "")));
+    engine_->complete(op, with_context(error, op->describe() + ": " + behind + progress));
+    behind = "it waits for " + ending.front()->describe() + ": ";
   }
   for (const OpPtr& op : std::exchange(held_messages_, {})) {
     engine_->complete(op, with_context(error, op->describe() + ": "));

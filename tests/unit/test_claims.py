@@ -192,16 +192,18 @@ def test_trainings_are_compared_by_accuracy_throughput_or_time_to_the_target(tmp
         ("1.5", 1.60, 1.70, "undecided"),
         ("1.5", 1.10, 1.30, "less"),
         ("1.5", 0.98, 1.30, "less"),
-        ("1.5", 0.80, 0.99, "differs"),
+        ("1.5", 0.90, 0.99, "less"),
+        ("1.5", 0.80, 0.90, "differs"),
         ("1.5", 1.70, 1.80, "more"),
         ("0.5", 0.60, 0.70, "more"),
-        ("0.5", 1.01, 1.30, "differs"),
+        ("0.5", 1.03, 1.30, "differs"),
         ("3 / 2", 1.45, 1.55, "agrees"),
         ("1.2 to 1.8", 1.10, 1.97, "agrees"),
         ("1.2 to 1.8", 1.05, 1.50, "undecided"),
         ("below 1", 0.90, 1.00, "agrees"),
         ("below 1", 0.99, 1.01, "undecided"),
-        ("below 1", 1.01, 1.02, "differs"),
+        ("below 1", 1.01, 1.02, "more"),
+        ("below 1", 1.03, 1.04, "differs"),
         ("below 1.25", 1.26, 1.30, "more"),
         ("at least 1", 1.00, 9.00, "agrees"),
         ("at least 1", 0.99, 1.01, "undecided"),
@@ -283,7 +285,8 @@ def test_a_table_has_figures_and_words_and_nothing_of_a_withdrawn_record(tmp_pat
 
 
 def test_the_word_of_a_row_is_that_of_the_claims_own_setting(tmp_path):
-    folder = shelf(tmp_path, ROWS, [record("ddp", 0.4), record("dear", 0.2)])
+    doubted = [row("ddp", 2.0, model="o@gpu", event_model_s=9.0), row("dear", 1.0, model="o@gpu")]
+    folder = shelf(tmp_path, ROWS + doubted, [record("ddp", 0.4), record("dear", 0.2)])
     near, far = Source(**PREDICTED, model="m"), Source(record=SWEPT, of="dear", over=("ddp",))
     scaled = replace(far, what="two hosts")
     claim = Claim(**ENTRY, emulated=far, predicted=near)
@@ -291,6 +294,11 @@ def test_the_word_of_a_row_is_that_of_the_claims_own_setting(tmp_path):
     assert replace(claim, emulated=scaled).standing(folder) == "less"
     (folder / catalogue.WITHDRAWN).write_text(f"{SWEPT}: it is old\n")
     assert claim.standing(folder) == "less", "predicted, since nothing is emulated"
+    (folder / catalogue.WITHDRAWN).write_text(f"{COMPUTED}: it is old\n")
+    assert replace(claim, emulated=scaled).standing(folder) == "not yet", "its own setting first"
+    doubted = replace(claim, emulated=scaled, predicted=replace(near, model="o"))
+    (folder / catalogue.WITHDRAWN).write_text("")
+    assert doubted.standing(folder) == "agrees", "what is predicted in its setting decides nothing"
 
 
 def test_claimed_ratios_are_read():

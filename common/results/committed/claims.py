@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import yaml
 
 from common.paths import CONFIGS
+from common.results import stats
 from common.results.committed import catalogue
 from common.results.committed.ratios import Figure, Source, figure, missing
 from common.results.tables.table import markdown
@@ -26,6 +27,8 @@ from dear.errors import UserError, one_of
 from dear.options import build_options
 
 PATH = CONFIGS / "published" / "claims.yaml"
+NOTABLE = 1 + stats.NOTABLE
+"""Smallest ratio that makes an algorithm faster."""
 EVERY = "all"
 """Name of the block that counts the rows of all systems by word."""
 NEAR = 0.1
@@ -116,18 +119,23 @@ class Claim:
         if least / near <= figure.low and figure.high <= most * near:
             return "agrees"
         if figure.high < least / near:
-            return "differs" if figure.high < 1 <= least else "less"
+            return "differs" if figure.high < 1 / NOTABLE and least >= 1 else "less"
         if figure.low > most * near:
-            return "differs" if figure.low > 1 >= most else "more"
+            return "differs" if figure.low > NOTABLE and most <= 1 else "more"
         return "undecided"
 
     def standing(self, folder: Path) -> Word:
-        """Returns the word of the row: emulated in the setting of the claim, else predicted in it,
-        else predicted or emulated in another one."""
-        known = [(s, s.what) for s in (self.emulated, self.predicted) if s is not None]
-        exact = [source for source, what in known if not what]
-        figures = [figure(s, folder) for s in exact or [s for s, _ in reversed(known)]]
-        return self.word(next((each for each in figures if each is not None), None))
+        """Returns the word of the row: of the figure that is emulated in the setting of the claim,
+        else predicted in it, else predicted or emulated in another one. A figure that decides
+        nothing comes last."""
+        given = [source for source in (self.emulated, self.predicted) if source is not None]
+        exact = [source for source in given if not source.what]
+        known = [each for each in (figure(s, folder) for s in exact) if each is not None]
+        if known or not exact:
+            others = [figure(s, folder) for s in reversed(given) if s.what]
+            known += [each for each in others if each is not None]
+        sure = [each for each in known if each.doubt is None]
+        return self.word(next(iter([*sure, *known]), None))
 
 
 def claims(path: Path = PATH) -> dict[str, list[Claim]]:

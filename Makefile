@@ -10,11 +10,12 @@ CORE := $(VENV)/comm-core-built
 CORE_TESTS := $(VENV)/comm-core-tests-built
 NOTEBOOKS := $(VENV)/notebooks-ready
 MUTANTS := $(VENV)/mutants-ready
+SITE := $(VENV)/site-ready
 CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
 # Each of them uses all cores.
 .NOTPARALLEL:
-.PHONY: bench predicted first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants fault-campaign soak records docs lint system-packages clean help
+.PHONY: bench predicted first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants fault-campaign soak records docs site lint system-packages clean help
 
 help:
 	@echo "make bench            set up, a predicted table of 64 GPUs, then the default sweep"
@@ -31,6 +32,7 @@ help:
 	@echo "make soak             four ranks exchange and train for 2 hours, then a sweep of 1,000 trials"
 	@echo "make records          docs/records anew, from a clean commit (hours); ONLY=NAME for one"
 	@echo "make docs             the numbers, tables and figures of all documents, from docs/records"
+	@echo "make site             build/site: all documents and the API of the library as HTML"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
 	@echo "make lint             ruff, import-linter, mypy, clang-format and shellcheck"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
@@ -50,7 +52,7 @@ first-table: $(READY) $(CORE)
 test: $(READY) $(CORE_TESTS) $(HOROVOD) lint
 	scripts/test.sh $(VENV)
 
-test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) $(MUTANTS) lint
+test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) $(MUTANTS) $(SITE) lint
 	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
@@ -94,6 +96,10 @@ docs: $(READY)
 	$(PY) -m common.profiling.compared
 	$(PY) -m common.harness.verbs.list
 
+site: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -f docs/site/mkdocs.yml
+	@echo "build/site/index.html"
+
 horovod:
 	rm -f $(HOROVOD)
 	$(MAKE) $(HOROVOD)
@@ -122,6 +128,10 @@ $(NOTEBOOKS): $(READY) examples/requirements.txt
 
 $(MUTANTS): $(READY) tests/mutants/requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q -r tests/mutants/requirements.txt
+	touch $@
+
+$(SITE): $(READY) docs/site/requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -q -r docs/site/requirements.txt
 	touch $@
 
 lint: $(READY)

@@ -6,7 +6,7 @@ A place is a comment in the Markdown that says what follows, for a record NAME (
     <!-- table of NAME -->         the table of its sweep, and the sentences below it
     <!-- table of NAME: speedup, of_bound -->     these fields by cell and algorithm
     <!-- output of NAME: FILE -->  a file of the record, unchanged
-    <!-- figure of NAME: FILE | WHAT IT SHOWS -->
+    <!-- figure of NAME: FILE | WHAT IT SHOWS -->     with a caption
     <!-- withdrawn records -->     the withdrawn (outdated) records, with the reasons
     <!-- claims of SYSTEM -->      the table of a system of claims.yaml; of `all`: counts of words
 
@@ -29,6 +29,7 @@ from pathlib import Path
 
 from common.paths import ROOT
 from common.results.committed import catalogue, claims
+from common.results.committed.captions import caption
 from common.results.committed.pages import with_block
 from common.results.learning.summary import LearnRow
 from common.results.records import Record, grouped
@@ -254,7 +255,11 @@ def _figure(folder: Path, what: str | None, place: Path) -> str:
     path = (folder / name).resolve()
     if not path.is_file():
         raise PlaceError(f"there is no figure {name} in {folder.name}")
-    return f"![{shows}]({_way(path, place)})\n"
+    try:
+        text = caption(path)
+    except UserError as error:
+        raise PlaceError(f"figure {name}: {error}") from None
+    return f"![{shows}]({_way(path, place)})\n\n*{shows}. {text}*\n"
 
 
 def _way(path: Path, place: Path) -> str:

@@ -12,15 +12,17 @@ import dear
 from common.harness.verbs import MEANINGS, Status
 from common.machine.processes import started
 from common.paths import ROOT
+from common.results.records import SCHEMA
 from common.virtual.pool import PRELOAD
 from tests.unit import dry_runs
 
 _TRACKED = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
 _FILES = [ROOT / name for name in subprocess.check_output(_TRACKED, text=True).splitlines()]
+_ELSEWHERE = ("docs/records/", "docs/site/", "unit/shown/")  # MkDocs checks those of the site
 PAGES = [
     path
     for path in _FILES
-    if path.suffix == ".md" and "docs/records" not in str(path) and "shown" not in path.parts
+    if path.suffix == ".md" and not any(folder in str(path) for folder in _ELSEWHERE)
 ]
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _FOLDERS = "bench|common|configs|dear|docs|examples|plots|scripts|tests"
@@ -94,6 +96,17 @@ def test_the_version_is_in_one_place_and_has_a_changelog():
     assert f"\n## {dear.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     for name in ("pyproject.toml", "setup.py", "CITATION.cff", "README.md"):
         assert dear.__version__ not in (ROOT / name).read_text(), name
+
+
+def test_the_table_of_versions_begins_with_this_one_and_what_it_needs():
+    changes, package = (ROOT / "CHANGELOG.md").read_text(), (ROOT / "pyproject.toml").read_text()
+    rows = [line.strip("| ").split(" | ") for line in changes.splitlines() if line[:1] == "|"][2:]
+    assert [row[0] for row in rows] == re.findall(r"^## (.+)", changes, re.MULTILINE)
+    version, date, python, torch, schema, _ = rows[0]
+    assert version == dear.__version__ and re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+    assert f'requires-python = ">={python.removesuffix(" or newer")}"' in package
+    assert f'"torch>={torch.removesuffix(" or newer")}"' in package
+    assert int(schema) == SCHEMA
 
 
 def test_the_environment_and_the_package_require_the_same_versions():

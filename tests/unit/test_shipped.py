@@ -13,10 +13,11 @@ from common.harness.trial import identity
 from common.results import readme
 from common.results.committed import catalogue
 from common.results.committed.catalogue import Recipe
-from common.results.records import Failure, Record
+from common.results.records import FabricFacts, Failure, Record
 from common.results.store import Comparison, append
 from dear.errors import UserError
 from plots import gallery
+from tests.unit import made_record
 
 RECIPES = catalogue.recipes()
 HEAD = maker._git("rev-parse", "--short=12", "HEAD").strip() or "0123456789ab"
@@ -214,6 +215,51 @@ def test_a_link_leads_to_the_record_from_wherever_a_text_stands(folder):
     text = "<!-- standing of quick -->\n<!-- end -->\n"
     assert "this [record](quick) again" in readme.filled(text, folder, folder)
     assert "this [record](../quick) again" in readme.filled(text, folder / "docs", folder)
+
+
+def figure_of(folder, name, **facts):
+    """Returns the text of a figure's place in the record `it`."""
+    (folder / "it" / name).write_bytes(b"")
+    _note(folder / "it", **facts)
+    return readme.filled(f"<!-- figure of it: {name} | It -->\n<!-- end -->\n", folder, folder)
+
+
+def test_a_figure_of_a_sweep_has_the_facts_of_its_trials(tmp_path):
+    emulated = FabricFacts(kind="emulated", time_scale=4.0)
+    records = [
+        made_record.record("ddp", world=2, network="10gbe", ranks_per_host=1, fabric=emulated),
+        made_record.record("dear", world=4, network="10gbe", ranks_per_host=1, fabric=emulated),
+        made_record.record("wfbp", world=8, network="1gbe", status="failed"),
+    ]
+    made_record.sweep(tmp_path / "it", records)
+    caption = figure_of(tmp_path, "throughput.png").splitlines()[3]
+    batch = records[0].trial["batch_size"]
+    assert caption == (
+        f"*It. Model: `mnist_cnn`, batch {batch}. Network: 10gbe. Workers: 2 to 4. "
+        "n = 3 repeats. Fabric: emulated, 4 virtual hosts, time scale 4, over gloo. "
+        f"Commit: {HEAD}.*"
+    )
+
+
+def test_a_computed_figure_has_the_facts_of_its_data_or_of_its_rows(tmp_path):
+    (tmp_path / "it").mkdir()
+    data = tmp_path / "it" / "curve.csv"
+    data.write_text(
+        "axis,value,model,batch,world_size,network\nlatency,1,m,8,64,10gbe\nlatency,50,m,8,64,10gbe\n"
+    )
+    expected = (
+        "*It. Model: `m`, batch 8. Network: 10gbe. Workers: 64. Latency of a host's link: 1 to 50 "
+        "us. n = 1, computed. Fabric: a virtual clock and network. "
+    )
+    assert expected in figure_of(tmp_path, "curve.png", computed=True)
+    data.write_text("assumption,gain\nalpha,1.1\n")
+    with pytest.raises(readme.PlaceError, match=r"curve\.csv needs rows with the columns model, "):
+        figure_of(tmp_path, "curve.png", computed=True)
+    row = {"model": "m", "batch": 8, "world_size": 64, "network": "10gbe"}
+    points = [{"axis": "latency", "value": value} for value in (1, 50)]
+    rows = [{**row, "point": point} for point in points]
+    (tmp_path / "it" / "rows.json").write_text(json.dumps(rows))
+    assert expected in figure_of(tmp_path, "curve.png", computed=True)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ A place is a comment in the Markdown that says what follows, for a record NAME (
     <!-- output of NAME: FILE -->  a file of the record, unchanged
     <!-- figure of NAME: FILE | WHAT IT SHOWS -->     with a caption
     <!-- withdrawn records -->     the withdrawn (outdated) records, with the reasons
+    <!-- claims of SYSTEM -->      the table of a system of claims.yaml; of `all`: counts of words
 
 The generated text ends at `<!-- end -->`. A number in a sentence is followed by its source, as in
 `1.84<!-- delayed: speedup of dadt, bert -->`: the record, the field, and words that choose the row;
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.paths import ROOT
-from common.results.committed import catalogue
+from common.results.committed import catalogue, claims
 from common.results.committed.captions import caption
 from common.results.committed.pages import with_block
 from common.results.learning.summary import LearnRow
@@ -41,7 +42,7 @@ from common.results.timed.rows import Row
 from dear.errors import UserError
 
 _BLOCK = re.compile(
-    r"(?P<head><!-- (?P<kind>standing|table|output|figure) of (?P<name>[\w-]+)"
+    r"(?P<head><!-- (?P<kind>standing|table|output|figure|claims) of (?P<name>[\w-]+)"
     r"(?:: (?P<what>[^>]+?))? -->\n)(?P<body>.*?)(?P<end><!-- end -->)",
     re.DOTALL,
 )
@@ -84,7 +85,9 @@ def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
 
     def block(match: re.Match[str]) -> str:
         kind, name = match["kind"], match["name"]
-        if name in withdrawn:
+        if kind == "claims":
+            body = claims.section(name, place, folder)
+        elif name in withdrawn:
             body = ""
         elif kind == "standing":
             body = standing(name, place, folder)
@@ -142,9 +145,9 @@ def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
 
 
 def places(text: str) -> list[Place]:
-    """Returns all places of a text, numbers included."""
+    """Returns all places of a text that show one record, numbers included."""
     blocks = [Place(match["kind"], match["name"], match["what"]) for match in _BLOCK.finditer(text)]
-    return blocks + [
+    return [block for block in blocks if block.kind != "claims"] + [
         Place("number", match["name"], match["what"]) for match in _NUMBER.finditer(text)
     ]
 

@@ -6,7 +6,6 @@ import functools
 import gc
 import importlib
 import inspect
-import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable
@@ -17,10 +16,11 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
+from common.machine.processes import preload_in_fork_server
 from dear.training.algorithm import algorithm_names, load_plugin, plugin_of
 
 # The first optimizer takes dynamo.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
+preload_in_fork_server(
     ["torch", "torch.distributed", "torch._dynamo", "dear.optimizer", "dear.comm.communicator"]
 )
 

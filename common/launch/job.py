@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import pkgutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,11 @@ import common.launch
 from common.launch.hosts import Host, require_slots
 from dear.errors import UserError, unknown
 from dear.options import build_options
+
+DONE = "done"
+ENDS = ("judging", DONE)
+"""Phases of a rank that has trained to the end."""
+LEFT_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +51,13 @@ class Job:
     def clear(self) -> None:
         """Removes the files of an earlier launch of this repeat."""
         self.result_path.unlink(missing_ok=True)
-        for kind in ("error", "exit", "killed"):
+        for kind in ("error", "exit", "killed", "phase"):
             for path in self.folder.glob(f"{kind}-{self.repeat}-rank*"):
                 path.unlink()
+
+    def phase_path(self, rank: int) -> Path:
+        """Returns the path of the PID and the present phase of a rank, which it writes."""
+        return self.folder / f"phase-{self.repeat}-rank{rank}"
 
     def log_path(self, rank: int) -> Path:
         """Returns the path of the output of rank `rank`."""
@@ -61,6 +71,18 @@ class Job:
         """Returns the path of the signal that killed a rank, which `common.launch.node --kept`
         writes."""
         return self.folder / f"killed-{self.repeat}-rank{rank}"
+
+    def left_behind(self, rank: int) -> bool:
+        """Returns True if the rank has not come to its end, but another one did `LEFT_S` ago.
+
+        In a job that may lose ranks, a rank comes to its end when all others have, or are lost to
+        it: a rank that still runs then is stopped, or cut off.
+        """
+        if ranks_phase(self, rank) in ENDS:
+            return False
+        paths = [self.phase_path(other) for other in range(self.world_size)]
+        ended = [path for path in paths if _phase(path) in ENDS]
+        return any(time.time() - path.stat().st_mtime > LEFT_S for path in ended)
 
     @property
     def worker(self) -> list[str]:
@@ -149,8 +171,11 @@ class Launcher(ABC):
 
 def ranks_phase(job: Job, rank: int) -> str:
     """Returns the last phase that the rank has reported."""
-    path = job.folder / f"phase-{job.repeat}-rank{rank}"
-    return path.read_text(encoding="utf-8").partition(" ")[2] if path.exists() else "starting"
+    return _phase(job.phase_path(rank)) or "starting"
+
+
+def _phase(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition(" ")[2] if path.exists() else ""
 
 
 def outcome_of(

@@ -8,7 +8,6 @@ of them.
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from common.launch.hosts import Block, Host, NetworkOptions, are_virtual, blocks, network_env
 from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
 from common.launch.ranks import Ranks, rank_env
+from common.machine.processes import preload_in_fork_server
 from dear.errors import UserError
 
 STACKS_S = 0.5
@@ -35,7 +35,7 @@ class LocalLauncher(Launcher):
                 "launcher local runs on this machine only and does not support a hostfile; use "
                 "ssh, torchrun or mpirun"
             )
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(self._preload))
+        preload_in_fork_server(self._preload)
 
     def command(self, job: Job) -> str:
         worker = f"-m {job.worker_module} {job.folder} {job.repeat}"
@@ -64,6 +64,7 @@ class LocalLauncher(Launcher):
                     job.timeout_s,
                     # If the job may lose ranks, the others continue without a killed rank.
                     matters=lambda code: code > 0 or (code < 0 and not job.may_lose_ranks),
+                    left_behind=job.left_behind if job.may_lose_ranks else None,
                 )
                 if not in_time:
                     ranks.signal(signal.SIGUSR1)

@@ -12,7 +12,8 @@ launcher closes it or ends, or the network fails), or on SIGTERM, SIGINT or SIGH
 of this process are killed. The line `stacks` in the pipe makes the workers print their stacks.
 
 With `--kept`, this process stands for a rank of a job that goes on if the rank is killed: it runs
-`python ARGUMENTS`. If a signal kills that, it writes the signal into a file, and ends with 0.
+`python ARGUMENTS`. If a signal kills that, it writes the signal into a file, and ends with 0. It
+kills it itself when the others have come to their end without it.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
             return 2
         # This process needs neither the module nor the time limit.
         job = Job(folder=folder, repeat=repeat, world_size=size, timeout_s=0.0, worker_module="")
-    # Descendants that lose their parent become children of this process, which can then kill them.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _adopt()
     watch = {_signals(): lambda: True}
     if options.tied:
         watch[0] = _read_pipe
@@ -93,6 +93,7 @@ def _keep(folder: Path, repeat: int, arguments: Sequence[str]) -> int:
     job = Job(
         folder=folder, repeat=repeat, world_size=facts.world_size, timeout_s=0.0, worker_module=""
     )
+    _adopt()
     woken = _signals()
     signal.signal(signal.SIGUSR1, lambda *_: None)  # for the worker, which prints its stacks
     with Ranks() as ranks:
@@ -104,12 +105,20 @@ def _keep(folder: Path, repeat: int, arguments: Sequence[str]) -> int:
             return numbers != {signal.SIGUSR1}
 
         ranks.command([sys.executable, *arguments])
-        ended = ranks.wait(watch={woken: must_end})
+        ended = ranks.wait(
+            watch={woken: must_end}, left_behind=lambda _: job.left_behind(facts.rank)
+        )
         ranks.stop(STOP_S, ask=signal.SIGTERM)
+        _kill_all_below()
     code = ranks.codes[0] if ended else CUT
     if code < 0:
         job.killed_path(facts.rank).write_text(str(-code), encoding="utf-8")
     return max(code, 0)
+
+
+def _adopt() -> None:
+    """Makes descendants that lose their parent children of this process, which can kill them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _signals() -> int:

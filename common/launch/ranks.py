@@ -33,6 +33,7 @@ from common.machine.folders import removed_at_last
 
 # Time after the first failure of a rank in which the others may report errors.
 GRACE_S = 2.0
+LOOK_S = 1.0
 
 
 def rank_env(
@@ -160,6 +161,7 @@ class Ranks:
         grace_s: float = GRACE_S,
         matters: Callable[[int], bool] = bool,
         watch: Mapping[int, Callable[[], bool]] | None = None,
+        left_behind: Callable[[int], bool] | None = None,
     ) -> bool:
         """Waits for all ranks to end, but at most `grace_s` after the first failure.
 
@@ -167,6 +169,8 @@ class Ranks:
             matters: returns True for an exit status that is a failure.
             watch: functions by file descriptor, called when the descriptor is readable; a function
                 that returns True ends the wait.
+            left_behind: returns True for a rank to kill, which then counts as killed by somebody
+                else; called every second for the running ranks.
 
         Returns:
             False if time ran out without a failure, or a function of `watch` ended the wait.
@@ -181,6 +185,10 @@ class Ranks:
             left = deadline - time.monotonic()
             if left <= 0:
                 return failing
+            if left_behind is not None:
+                left = min(left, LOOK_S)
+                for rank in filter(left_behind, running):
+                    self.signal(signal.SIGKILL, rank)
             sentinels = [self._processes[rank].sentinel for rank in running]
             ready = wait([*sentinels, *watch], None if left == math.inf else left)
             if any(watch[fd]() for fd in watch if fd in ready):

@@ -48,11 +48,20 @@ def started(
     # A fork of this process could not use torch if this process has done so, as in a test.
     context = multiprocessing.get_context("forkserver")
     if preload:
-        context.set_forkserver_preload(list(preload))
+        preload_in_fork_server(preload)
     count = usable_cores() if most is None else max(1, min(usable_cores(), most))
     given = (dict(os.environ), begin)  # the fork server has the environment of its start
     with ProcessPoolExecutor(count, context, initializer=_begin, initargs=given) as pool:
         yield pool
+
+
+def preload_in_fork_server(modules: Sequence[str]) -> None:
+    """Has this process's fork server import the modules, if it has not started yet.
+
+    The server is the parent of the processes that `multiprocessing` starts by "forkserver".
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([*modules, "common.machine.fork_server_end"])
 
 
 def _begin(environment: Mapping[str, str], begin: Callable[[], object] | None) -> None:

@@ -406,6 +406,21 @@ class SubCommunicator(Communicator):
         super().close()
 
 
+class OwnQueue(SubCommunicator):
+    """Communicator of all ranks of a parent, for transfers that a backend's thread starts.
+
+    Such transfers may start at other moments on each rank, so they need a queue in which nothing
+    else starts. The constructor is collective.
+    """
+
+    def __init__(self, parent: Communicator) -> None:
+        ranks = dist.get_process_group_ranks(parent.groups[0])
+        super().__init__(parent, dist.new_group(ranks, timeout=parent.timeout))
+
+    def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
+        return self._parent._summand(tensor, op)
+
+
 def sub_communicators(
     parent: Communicator, members: Iterable[Sequence[int]]
 ) -> dict[tuple[int, ...], SubCommunicator]:

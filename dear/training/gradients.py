@@ -9,7 +9,8 @@ An algorithm overrides these methods. Those marked with * exist only in a `Defer
     optimizer.step()      apply(update) * gradients are final or still travel: update, or begin to
     optimizer.synchronize()  arrive() *   set `p.grad` to the mean
     model(x)              finish(unit) *  a module is about to read parameters that `apply` deferred
-    optimizer.zero_grad() drop()          forget the transfers of a pass that ended with an error
+    optimizer.zero_grad() drop()          forget the transfers of a pass that ended with an error;
+                                          also before a pass that follows it without `zero_grad()`
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class BackwardSchedule:
 
     Args:
         finish: called when a pass has ended and every unit is launched.
+        drop: called if a pass begins after one that ended with an error.
         arrived: called first for each gradient that arrives, also under `paused`.
         learn: True takes the order from the first pass; False: the owner calls `regroup`.
         sparse: True if the owner communicates sparse gradients, too; False refuses them.
@@ -64,6 +66,7 @@ class BackwardSchedule:
         *,
         launch: Callable[[int], None],
         finish: Callable[[], None] = lambda: None,
+        drop: Callable[[], None] = lambda: None,
         arrived: Callable[[torch.nn.Parameter], None] | None = None,
         learn: bool = True,
         sparse: bool = False,
@@ -71,13 +74,15 @@ class BackwardSchedule:
         self._communicator = communicator
         self._launch = launch
         self._finish = finish
+        self._drop = drop
         self._arrived = arrived
         self._sparse = sparse
         self._set_units(units)
         self.order: Sequence[int] = list(reversed(range(len(units))))
         """Units in the order in which all ranks launch them."""
         self._learnt = not learn
-        self._in_pass = False
+        self._in_pass = self._unfinished = False
+        """`_unfinished`: the last pass has not ended, or has ended with an error."""
         self._awaited: dict[torch.nn.Parameter, int] = {}
         """Units of the parameters whose gradients have not arrived in this pass."""
         self._paused = False
@@ -119,7 +124,7 @@ class BackwardSchedule:
         """Forgets discarded gradients, also those of a pass that ended with an error."""
         if self._in_pass:
             self._communicator.follow(False)
-        self._in_pass = self.passed = self.unsent = False
+        self._in_pass = self._unfinished = self.passed = self.unsent = False
 
     def run_if_missing(self) -> None:
         """Communicates the current gradients unless a pass since `restart` has sent all of them.
@@ -136,7 +141,9 @@ class BackwardSchedule:
         self._unit_of = {param: i for i, unit in enumerate(units) for param in unit}
 
     def _begin(self) -> None:
-        self._in_pass = True
+        if self._unfinished:
+            self._drop()
+        self._in_pass = self._unfinished = True
         self._communicator.follow(True)
         self.unsent = False
         self._next = 0
@@ -167,7 +174,8 @@ class BackwardSchedule:
             raise UserError(
                 f"a parameter of shape {tuple(param.shape)} got its gradient twice in one backward "
                 "pass (reentrant checkpointing?); use torch.utils.checkpoint with "
-                "use_reentrant=False"
+                "use_reentrant=False. After a pass that ended with an error, call "
+                "optimizer.zero_grad()"
             )
         self._missing[unit] -= 1
         if self._missing[unit] == 0:
@@ -185,7 +193,7 @@ class BackwardSchedule:
         while self._next < len(self.order):
             self._launch_next()
         self._communicator.follow(False)
-        self._in_pass = False
+        self._in_pass = self._unfinished = False
         self.passed = True
         self._finish()
         if not self._learnt:
@@ -248,6 +256,7 @@ class GradientEngine(Engine[OptionsT_co]):
             self.communicator,
             launch=self.ready,
             finish=self.passed,
+            drop=self.drop,
             arrived=self.arrived,
             learn=learn,
             sparse=sparse,

@@ -122,6 +122,35 @@ def test_what_a_rank_sent_before_it_ended_still_arrives():
     assert any(_resumes_when_rank_1_has_ended() == [(True, [1.0])] * 2 for _ in range(4))
 
 
+def _ends_for_an_error_in_another_group() -> str | None:
+    """Rank 2 disagrees with rank 0 in a group of the two, and ends at once; returns the error."""
+    rank, _n = me()
+    pair, text = dist.new_group([0, 2]), None
+    dist.barrier()
+    try:
+        if rank == 1:
+            dist.recv(torch.zeros(5), 2)
+        else:
+            dist.all_reduce(torch.zeros(rank + 1), group=pair)
+    except dist.DistBackendError as error:
+        text = str(error)
+    if rank == 2:
+        os._exit(1)
+    return text
+
+
+@pytest.mark.parametrize("name", ["shm3", "tcp3"])
+def test_who_loses_a_rank_learns_for_which_error_of_another_group_it_has_ended(name: str):
+    with pool(name) as ranks:
+        for pipe in ranks.pipes.values():
+            pipe.send((_ends_for_an_error_in_another_group, ()))
+        for rank in (0, 1):
+            right, text = ranks.pipes[rank].recv()
+            assert right and "the ranks disagree: " in text, text
+        pattern = r"recv #\d.* rank 2 .* reported: all_reduce #1 .*; lost rank 2 "
+        assert re.search(pattern, text), text
+
+
 def _stopped(operation: str) -> str:
     """Rank 1 stops in the middle of an operation, until rank 0 has its time-out."""
     rank, _n = me()

@@ -153,7 +153,8 @@ class Bare(LocalLauncher):
                 env = {**rank_env(rank, job.world_size, store=store), **job.env}
                 log = job.log_path(rank)
                 ranks.function(ranks_program.main, job.folder, 0, env=env, log=log)
-            in_time = ranks.wait(job.timeout_s, grace_s=BARE_GRACE_S)
+            left_behind = job.left_behind if job.may_lose_ranks else None
+            in_time = ranks.wait(job.timeout_s, grace_s=BARE_GRACE_S, left_behind=left_behind)
         codes = {rank: ranks.codes.get(rank) for rank in range(job.world_size)}
         return outcome_of(job, codes) if in_time else timed_out(job)
 

@@ -41,20 +41,19 @@ def slowest_report_s(fault: Fault, seen: Seen) -> float | None:
     return max(others, default=None)
 
 
-def goes_on(fault: Fault, seen: Seen) -> bool:
-    """True for a job that promises to go on without the rank, see docs/emulation.md.
+def goes_on(fault: Fault) -> bool:
+    """True for a job whose ranks promise to go on without this one, see docs/emulation.md.
 
-    Rank 0 writes the result, and the first step makes the memory that others write to.
+    The first step makes the memory that others write to.
     """
-    promised = fault.program == "asyncddp" and fault.victim != 0 and fault.step > 0
-    return promised and fault.kind == "killed"
+    return fault.program == "asyncddp" and fault.step > 0 and fault.kind in ("killed", "stopped")
 
 
 def _of_the_outcome(fault: Fault, seen: Seen) -> Iterator[str]:
     outcome, fate = seen.outcome, fault.how.fate
     message = (outcome.error or {}).get("message", "")
     status = _STATUS.get(fault.kind, "ok" if fate == "unharmed" else "failed")
-    if goes_on(fault, seen):
+    if goes_on(fault) and fault.victim != 0:  # rank 0 writes the result
         status = "ok"
         lost = (outcome.result or {}).get("lost_ranks")
         if lost != [fault.victim]:
@@ -63,7 +62,7 @@ def _of_the_outcome(fault: Fault, seen: Seen) -> Iterator[str]:
         yield f"ended as {outcome.status}, expected {status}: {message}"
         return
     named = f"rank {fault.victim}" in message or (outcome.error or {}).get("rank") == fault.victim
-    if status == "failed" and fate == "dead" and not named:
+    if status == "failed" and (fate == "dead" or goes_on(fault)) and not named:
         yield f"the job's error does not name rank {fault.victim}: {message}"
     if _CAUSES.get(fault.kind, "") not in message and status != "ok":
         yield f"the job's error does not name the cause: {message}"
@@ -72,7 +71,7 @@ def _of_the_outcome(fault: Fault, seen: Seen) -> Iterator[str]:
 
 
 def _of_the_survivors(fault: Fault, seen: Seen) -> Iterator[str]:
-    if goes_on(fault, seen) or (seen.may_lose_ranks and fault.how.fate == "dead"):
+    if goes_on(fault) or (seen.may_lose_ranks and fault.how.fate == "dead"):
         return  # they need nothing of each other
     limit_s = REPORT_S
     if fault.how.fate == "silent":

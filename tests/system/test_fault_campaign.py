@@ -96,6 +96,12 @@ def test_algorithms_that_promise_to_go_on_must_do_so():
     assert list(misses(fault, seen)) == []
     alone = dataclasses.replace(seen, outcome=Outcome(status="ok", result={}))
     assert any("names lost ranks None" in miss for miss in misses(fault, alone))
+    stopped = dataclasses.replace(fault, kind="stopped")
+    assert list(misses(stopped, seen)) == []
+    without_rank_0 = dataclasses.replace(stopped, victim=0)
+    assert any("ended as ok, expected failed" in miss for miss in misses(without_rank_0, seen))
+    lost = dataclasses.replace(seen, outcome=Outcome.of("failed", "rank 0 was killed", 0))
+    assert list(misses(without_rank_0, lost)) == []
 
 
 def test_a_miss_is_printed_with_the_command_that_repeats_it():

@@ -258,9 +258,10 @@ def test_undo_runs_only_if_the_tether_is_cut(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "status", "signal_"),
-    [("kill -9 $$", 0, "9"), ("kill -TERM $PPID; sleep 100", 143, None), ("exit 3", 3, None)],
+    [("kill -9 $$", 0, "9"), ("kill -TERM $PPID; sleep 10000", 143, None), ("exit 3", 3, None)],
 )
 def test_only_what_kills_a_kept_rank_is_hidden_from_its_launcher(tmp_path, code, status, signal_):
+    """The second rank's child holds the output; what waits for its end would wait for hours."""
     job = stub_job(tmp_path, "ok", world_size=2)
     words = [
         "--kept",

@@ -152,3 +152,32 @@ def test_a_rank_reacts_to_sigint_where_its_starter_does_not(tmp_path):
             assert ranks.wait(LIMIT_S) and ranks.codes == {0: 0}
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+_SERVED = """
+import multiprocessing.forkserver
+from common.machine.processes import preload_in_fork_server
+preload_in_fork_server(["taken_down"])
+process = multiprocessing.get_context("forkserver").Process(target=print)
+process.start()
+process.join()
+print(process.exitcode, multiprocessing.forkserver._forkserver._forkserver_pid)
+"""
+_TAKEN_DOWN = """
+import atexit, pathlib
+atexit.register(pathlib.Path(__file__).with_suffix(".down").touch)
+pathlib.Path(__file__).with_suffix(".imported").touch()
+"""
+
+
+def test_a_fork_server_ends_without_taking_down_what_it_has_imported(tmp_path):
+    module = tmp_path / "taken_down.py"
+    module.write_text(_TAKEN_DOWN)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-c", f"if __name__ == '__main__':\n  exec({_SERVED!r})"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    status, server = map(int, done.stdout.split())
+    assert status == 0
+    wait_for(lambda: not alive(server))
+    assert module.with_suffix(".imported").exists()
+    assert not module.with_suffix(".down").exists()

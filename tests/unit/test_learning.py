@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from common.harness.trial import Trial
 from common.harness.worker import rank as worker
 from common.harness.worker.loop import Loop, Schedule, TrainingClock
 from common.launch.job import Job, outcome_of
+from common.launch.ranks import Ranks
 from common.models import datasets
 from common.models.datasets.batches import Batches
 from common.models.datasets.tensors import Tensors
@@ -320,6 +322,25 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
         assert outcome.result == {"lost_ranks": [1]}
     else:
         assert "rank 1 " in outcome.error["message"]
+
+
+@pytest.mark.parametrize("phase", ["measuring", "judging"])
+def test_a_rank_without_which_the_others_have_ended_is_killed(tmp_path, phase):
+    job = Job(folder=tmp_path, repeat=0, world_size=3, timeout_s=9, worker_module="worker")
+    job.phase_path(1).write_text("1 done")
+    job.phase_path(0).write_text(f"1 {phase}")
+    left = [rank for rank in range(3) if job.left_behind(rank)]
+    assert left == []  # the others have only just ended
+    os.utime(job.phase_path(1), (0, 0))
+    left = [rank for rank in range(3) if job.left_behind(rank)]
+    assert left == ([0, 2] if phase == "measuring" else [2])
+    with Ranks() as ranks:
+        for rank in range(3):
+            ranks.command(["sleep", "600" if rank in left else "0"])
+        assert ranks.wait(60, left_behind=left.__contains__, matters=lambda _: False)
+        assert ranks.codes == {rank: -signal.SIGKILL if rank in left else 0 for rank in range(3)}
+    job.clear()
+    assert not job.left_behind(2)
 
 
 def test_the_oldest_error_is_the_cause_of_the_others(tmp_path):

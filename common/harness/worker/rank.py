@@ -29,6 +29,7 @@ from common.harness.trial import Briefing, Trial
 from common.harness.worker.checking.checker import check_training
 from common.harness.worker.learning import learn, load_data
 from common.harness.worker.throughput import Phase, gradient_bytes, say, time_steps
+from common.launch.job import DONE
 from common.models.registry import build, precision
 from common.models.replay.pace import set_pace
 from common.models.workload import Workload
@@ -69,6 +70,7 @@ def main(folder: Path, repeat: int, body: Body | None = None) -> int:
         result = (body or _run)(trial, Briefing.load(folder), repeat, phase)
         if rank == 0:
             _write(folder / f"repeat-{repeat}.json", dataclasses.asdict(result))
+        phase(DONE)
     except BaseException as error:
         traceback.print_exc()
         message = " ".join(f"{type(error).__name__}: {error}".split())[:MESSAGE]

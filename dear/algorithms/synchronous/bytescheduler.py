@@ -15,7 +15,7 @@ from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import packed_bucket, with_gradients
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, fuse, layers
 from dear.buckets.updates import PartialUpdate
-from dear.comm.communicator import Batch, Communicator
+from dear.comm.communicator import Batch, Communicator, OwnQueue
 from dear.comm.work import Work
 from dear.cost.collectives import measured_costs
 from dear.cost.overlap import Overlap, Transfer
@@ -187,6 +187,13 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         )
         self._levels = 1 if one_queue else options.levels or LEVELS
         self._limited = one_queue and kind not in communicator.streamed
+        self._sender: Communicator = communicator
+        if self._limited:
+            # Parts start whenever others end, so in no fixed order with what else is sent.
+            self._sender = OwnQueue(communicator)
+        else:
+            # Channel 0 of the communicator is left to all other communication.
+            communicator.ensure_channels(self._levels + 1)
         self._rule = tuning(options, communicator)
         self._steps_left = options.profile_steps
         self._cut(self._rule.options)
@@ -204,8 +211,6 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         """Tasks (partitions) of each issuer, in the order in which they start."""
         self._level_of: list[int] = []
         """Queue of each group; 0 is the most urgent."""
-        # Channel 0 of the communicator is left to all other communication.
-        communicator.ensure_channels(self._levels + 1)
 
     def _cut(self, options: ByteScheduler.Options) -> None:
         """Makes the partitions, of which none may be under way, and sets the credit."""
@@ -221,7 +226,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
             limit = max(1, int(options.partition_mb * MIB // width))
             first = len(self._partitions)
             for piece in data.split(lengths(data.numel(), limit)):
-                carrier = make_carrier(options, self.communicator, piece)
+                carrier = make_carrier(options, self._sender, piece)
                 nbytes = float(int(piece.numel() * width))
                 self._partitions.append(
                     Partition(group=index, piece=piece, carrier=carrier, nbytes=nbytes)
@@ -304,10 +309,13 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         }
 
     def close(self) -> None:
+        self.drop()  # or what follows would wait for parts that never start
         super().close()
         self._await_all()  # a pass without a step may be under way
         if self._times is not None:
             self._times.stop()
+        if self._limited:
+            self._sender.close()
 
     def _await_all(self) -> None:
         for index in range(len(self.buckets)):
@@ -397,7 +405,8 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
             return
         level = self._level_of[part.group]
         priority = self._levels - 1 - level
-        work = part.carrier.send(part.piece, channel=level + 1, priority=priority)
+        channel = 0 if self._limited else level + 1
+        work = part.carrier.send(part.piece, channel=channel, priority=priority)
         self._works[task] = work
         if self._credit < math.inf:
             issuer = self._issuers[level]
@@ -566,20 +575,25 @@ class OrderedIssuer(Generic[Task]):
                 self._raise()
 
     def drop(self) -> None:
-        """Discards the tasks that have not been started."""
+        """Starts the tasks that lack only credit, and discards those after them.
+
+        How many have started depends on when others ended, and differs between ranks. How many may
+        start depends on what is ready, which all ranks have in common.
+        """
         with self._lock:
+            self._start(limited=False)
             self._order = self._order[: self._next]
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _start(self) -> None:
+    def _start(self, *, limited: bool = True) -> None:
         if self._issuing or self._error is not None:
             return
         self._issuing = True
         try:
-            while self._next < len(self._order) and self._credit > 0:
+            while self._next < len(self._order) and (self._credit > 0 or not limited):
                 task = self._order[self._next]
                 if task not in self._ready:
                     break

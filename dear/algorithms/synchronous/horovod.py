@@ -261,7 +261,10 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
 
     def drop(self) -> None:
         if self._horovod._handles:  # of a pass that ended with an error
-            self._horovod.synchronize()
+            without = [param for param in self.params if param.grad is None]
+            self._horovod.synchronize()  # gives all parameters a gradient
+            for param in without:
+                param.grad = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -170,6 +170,7 @@ class OverlappedInBackward(Overlapped):
             self.communicator,
             launch=self._unit_complete,
             finish=self._pass_over,
+            drop=self._refuse_half,
             arrived=self._gradient_arrived,
             learn=False,
         )
@@ -216,6 +217,13 @@ class OverlappedInBackward(Overlapped):
         """Raises `UserError`; if the script catches it, the last updates count as a step."""
         self._applied = False
         raise UserError(f"{reason}; use the option update='step'")
+
+    def _refuse_half(self) -> None:
+        """Raises `UserError` if a pass that ended with an error has updated parameters."""
+        if self._applied:
+            self._refuse(
+                "the last backward pass ended with an error after it had updated parameters"
+            )
 
     def _gradient_arrived(self, param: torch.nn.Parameter) -> None:
         if torch._C._autograd._get_current_graph_task_keep_graph():

@@ -29,6 +29,8 @@ GROWTH = 0.02
 RECORD_BYTES = 64 << 10
 """Memory that a record may take in the driver."""
 EVERY_S = 1.0
+CACHE = "torchinductor_"
+"""Part of the name of a folder that torch keeps in the temporary folder, for later processes."""
 
 _SWEEP = """
 name: tiny
@@ -55,7 +57,7 @@ def main() -> int:
         Path(tempfile.tempdir).mkdir()
         traces = Traces()
         facts = _swept(Path(folder), options.trials)
-        facts["left"] = traces.left()
+        facts["left"] = [trace for trace in traces.left() if CACHE not in trace]
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(facts, indent=1))

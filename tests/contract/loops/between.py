@@ -198,7 +198,12 @@ def batch_left_out(run: Run) -> None:
     run.see(model)
 
 
-def failed_batch(run: Run) -> None:
+def failed_batch_kept(run: Run) -> None:
+    """A backward pass ends with an error; the script steps with the gradients that it has."""
+    failed_batch(run, kept=True)
+
+
+def failed_batch(run: Run, *, kept: bool = False) -> None:
     """A backward pass ends with an error; the script goes on with the next batch."""
     model = make_model()
     optimizer = run.wrap(model)
@@ -217,7 +222,8 @@ def failed_batch(run: Run) -> None:
             loss_of(run, model, step).backward()
         except MemoryError:
             failing.remove()
-            continue
+            if not kept:
+                continue
         optimizer.step()
     run.see(model)
 

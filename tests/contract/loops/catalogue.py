@@ -49,6 +49,7 @@ LOOPS: dict[Loop, str] = {
     between.zeroed_by_model: "",
     between.batch_left_out: "",
     between.failed_batch: "",
+    between.failed_batch_kept: "",
     between.autocast: "",
     between.scaled: "",
     between.scaled_and_clipped: "",

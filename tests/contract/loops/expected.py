@@ -68,6 +68,10 @@ REFUSED: dict[Loop, dict[str, str]] = {
         "fsdp": "the last backward pass ended with an error",
         **_TOO_LATE,
     },
+    between.failed_batch_kept: {
+        "ddp fsdp": "the last backward pass ended with an error",
+        **_TOO_LATE,
+    },
     between.batch_left_out: _TOO_LATE,
     passes.gan: {EARLY: "optimizer.no_sync()"},
     between.lookahead: {
@@ -108,6 +112,7 @@ REFUSED: dict[Loop, dict[str, str]] = {
 
 
 UNDEFINED: dict[Loop, str] = {
+    between.failed_batch_kept: "dadt",
     states.frozen_later: TRACKING,
     states.used_by_turns: TRACKING,
 }

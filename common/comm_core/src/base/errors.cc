@@ -21,16 +21,6 @@ std::exception_ptr with_context(const std::exception_ptr& error, const std::stri
   }
 }
 
-bool is_mismatch(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const MismatchError&) {
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
 std::string message_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

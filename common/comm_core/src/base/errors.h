@@ -55,8 +55,17 @@ struct SystemError : KindOfError<SystemError> {
 
 // Calls CommError::with on `error`. Any other std::exception becomes a SystemError.
 std::exception_ptr with_context(const std::exception_ptr& error, const std::string& prefix);
-// Returns whether `error` is a MismatchError.
-bool is_mismatch(const std::exception_ptr& error);
+// Returns whether `error` is an `Error`.
+template <typename Error>
+bool holds(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error&) {
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
 // Returns the text of `error`, which must be a std::exception.
 std::string message_of(const std::exception_ptr& error);
 

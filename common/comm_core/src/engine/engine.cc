@@ -69,6 +69,12 @@ void Engine::rank_by_priority() {
 
 void Engine::remove(OpQueue* queue) { std::erase(queues_, queue); }
 
+void Engine::warn(const std::string& reason, const OpQueue* except) {
+  for (OpQueue* queue : queues_) {
+    if (queue != except) queue->warn(reason);
+  }
+}
+
 void Engine::post(std::function<void()> work, bool wake) {
   {
     std::lock_guard<std::mutex> lock(incoming_mutex_);

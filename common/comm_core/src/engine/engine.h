@@ -96,6 +96,8 @@ class Engine {
   // Queues are not owned: each must remove itself before its end.
   void add(OpQueue* queue);
   void remove(OpQueue* queue);
+  // Calls `warn` of all queues but `except`.
+  void warn(const std::string& reason, const OpQueue* except = nullptr);
   // Ends `op` with `error` (null: success) after its epilogue, and calls its callbacks.
   void complete(const OpPtr& op, std::exception_ptr error);
   // Called when an operation has a priority other than 0. From now on less urgent operations are

@@ -36,6 +36,8 @@ class OpQueue {
   virtual void announce_sleep(bool asleep) = 0;
   // Returns whether a thread that waits for this queue should spin before it sleeps.
   virtual bool spins() const = 0;
+  // Tells the other ranks of a failure for which this process may end.
+  virtual void warn(const std::string& reason) = 0;
   // Fails operations whose timeout has passed. Returns the next deadline, in seconds of now_s().
   virtual double next_deadline_s(double now_s) = 0;
 

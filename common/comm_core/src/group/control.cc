@@ -41,7 +41,7 @@ class Control::Line : public Watcher {
       if (!lane_->ready()) return;
       greeted_ = true;
       flush();
-      while (receive()) {
+      while (!closed_ && receive()) {
       }
     } catch (const CommError& error) {
       close();
@@ -80,7 +80,8 @@ class Control::Line : public Watcher {
     size_t wanted = sizeof message;
     if (heard_.size() >= sizeof message) {
       memcpy(&message, heard_.data(), sizeof message);
-      if (message.magic != kMagic || message.kind > Kind::lost || message.text_bytes > kMostText) {
+      if (message.magic != kMagic || message.kind > Kind::trouble ||
+          message.text_bytes > kMostText) {
         throw MismatchError("malformed control message from " + lane_->peer());
       }
       wanted += message.text_bytes;
@@ -110,7 +111,8 @@ Control::Control(Group& group)
     : group_(group),
       lines_(size_t(group.size())),
       left_(size_t(group.size())),
-      lost_(size_t(group.size())) {
+      lost_(size_t(group.size())),
+      troubled_(size_t(group.size())) {
   for (int hub = 0; hub < std::min(kHubs, group.rank()); ++hub) {
     lines_[size_t(hub)] = std::make_unique<Line>(*this, hub);
   }
@@ -140,8 +142,20 @@ void Control::tell_failure(const std::string& reason, bool mismatch) {
   send_all(mismatch ? Kind::mismatch : Kind::failure, group_.rank(), reason, -1);
 }
 
+void Control::tell_trouble(const std::string& reason) {
+  if (failed_ || troubled_[size_t(group_.rank())]) return;
+  troubled_[size_t(group_.rank())] = true;
+  send_all(Kind::trouble, group_.rank(), reason, -1);
+}
+
 void Control::tell_goodbye(uint64_t finished) {
   send_all(Kind::goodbye, group_.rank(), std::to_string(finished), -1);
+}
+
+void Control::listen() {
+  for (const auto& line : lines_) {
+    if (line != nullptr) line->on_event();
+  }
 }
 
 void Control::show(const FrameHeader& frame) {
@@ -175,8 +189,14 @@ void Control::heard(int line, Kind kind, int from, const std::string& text) {
   // A report arrives from both hubs. Only the first is handled and forwarded.
   if (kind == Kind::goodbye ? left_[size_t(from)] : failed_) return;
   if (kind == Kind::lost && lost_[size_t(from)]) return;
+  if (kind == Kind::trouble && troubled_[size_t(from)]) return;
   if (passes_on()) send_all(kind, from, text, line);
   if (kind == Kind::lost) return told_lost(from, text);
+  if (kind == Kind::trouble) {
+    troubled_[size_t(from)] = true;
+    group_.peer_in_trouble(from, text);
+    return;
+  }
   if (kind == Kind::goodbye) {
     left_[size_t(from)] = true;
     group_.peer_left(from, strtoull(text.c_str(), nullptr, 10));

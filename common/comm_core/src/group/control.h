@@ -31,6 +31,11 @@ class Control {
   // Reports to all ranks that the group has failed, with the reason, which they get as a
   // MismatchError or as an AbortedError.
   void tell_failure(const std::string& reason, bool mismatch);
+  // Reports to all ranks a failure for which this process may end. Whoever loses this rank later
+  // knows why.
+  void tell_trouble(const std::string& reason);
+  // Handles the reports that have arrived.
+  void listen();
   // Reports to rank 0 the collective in which this rank has been waiting for long.
   void show(const FrameHeader& frame);
   // Reports to all ranks that this rank leaves, after the collective with sequence number
@@ -40,7 +45,7 @@ class Control {
  private:
   class Line;
   friend class Line;
-  enum class Kind : uint8_t { failure, goodbye, waiting, mismatch, lost };
+  enum class Kind : uint8_t { failure, goodbye, waiting, mismatch, lost, trouble };
   struct Message {
     uint32_t magic;
     Kind kind;
@@ -60,6 +65,7 @@ class Control {
   Group& group_;
   std::vector<std::unique_ptr<Line>> lines_;  // by rank; only hubs have more than two
   std::vector<bool> left_, lost_;             // by rank: with a farewell, or without
+  std::vector<bool> troubled_;                // by rank: it has reported trouble
   bool failed_ = false;                       // the failure has been reported to all
   std::string farewells_;  // sent again to ranks that connect after others have left
 };

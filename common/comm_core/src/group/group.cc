@@ -78,7 +78,9 @@ std::unique_ptr<Messenger> Group::messenger() {
         return connect(peer, LaneKind::messages, watching);
       },
       [this](const OpPtr& op, const std::exception_ptr& error) { engine_->complete(op, error); },
-      [this](const std::exception_ptr& error) { fail(error, true); }};
+      [this](const std::exception_ptr& error) { fail(error, true); },
+      [this](const std::string& reason) { engine_->warn(reason); },
+      [this](const std::exception_ptr& error) { return explained(error); }};
   return std::make_unique<Messenger>(std::move(group));
 }
 
@@ -111,6 +113,21 @@ void Group::peer_left(int peer, uint64_t finished) {
 void Group::peer_lost(std::exception_ptr error) {
   if (!lost_) lost_at_s_ = now_s();
   if (!lost_) lost_ = error;
+}
+
+void Group::peer_in_trouble(int peer, const std::string& reason) {
+  if (trouble_.empty()) trouble_ = peers_[size_t(peer)].label + " reported: " + reason + "; ";
+}
+
+// What a peer has reported before its end has arrived, but may not have been read.
+std::exception_ptr Group::explained(const std::exception_ptr& error) {
+  if (control_ == nullptr || !holds<PeerLostError>(error)) return error;
+  if (trouble_.empty()) control_->listen();
+  return with_context(error, trouble_);
+}
+
+void Group::warn(const std::string& reason) {
+  if (control_ != nullptr && !error_) control_->tell_trouble(reason);
 }
 
 // Ranks that disagree about sizes may choose different algorithms, one in shared memory and one
@@ -184,17 +201,18 @@ void Group::fail(std::exception_ptr error, bool tell) {
     if (op.state().stage < op.state().stages.size())
       progress = op.state().stages[op.state().stage]->status() + "; ";
   }
+  error = explained(error);
   error_ = error;
   suspicion_ = nullptr;
-  std::string told = message_of(error);
-  bool first = true;
   std::deque<OpPtr> ending;
   ending.swap(queue_);
+  std::string told = message_of(error);
+  if (!ending.empty()) told = ending.front()->describe() + ": " + progress + told;
+  // Before its caller hears of it, who may end this process at once.
+  if (tell && control_ != nullptr) control_->tell_failure(told, holds<MismatchError>(error));
+  engine_->warn(told, this);
   for (const OpPtr& op : ending) {
-    const std::string prefix = op->describe() + ": " + (first ? progress : "");
-    if (first) told = prefix + told;
-    first = false;
-    engine_->complete(op, with_context(error, prefix));
+    engine_->complete(op, with_context(error, op->describe() + ": " + std::exchange(progress, "")));
   }
   for (const OpPtr& op : std::exchange(held_messages_, {})) {
     engine_->complete(op, with_context(error, op->describe() + ": "));
@@ -202,7 +220,6 @@ void Group::fail(std::exception_ptr error, bool tell) {
   if (messenger_ != nullptr) messenger_->fail(error);
   if (shm_ != nullptr) shm_->fail();
   keep_none();
-  if (tell && control_ != nullptr) control_->tell_failure(told, is_mismatch(error));
 }
 
 void Group::abort(const std::string& reason) {

@@ -87,6 +87,7 @@ class Group : public OpQueue, public std::enable_shared_from_this<Group> {
   void limit_unsent() override { lanes_.limit_unsent(); }
   void announce_sleep(bool asleep) override;
   bool spins() const override;
+  void warn(const std::string& reason) override;
   double next_deadline_s(double now_s) override;
 
   // For its control connections:
@@ -97,6 +98,8 @@ class Group : public OpQueue, public std::enable_shared_from_this<Group> {
   void peer_left(int peer, uint64_t finished);
   // Handles the end of a peer without a farewell, of which all ranks hear.
   void peer_lost(std::exception_ptr error);
+  // Handles a failure for which the process of `peer` may end.
+  void peer_in_trouble(int peer, const std::string& reason);
   // Compares, on rank 0, the collective in which `peer` waits with the one of the same number here.
   // Fails the group if they differ.
   void compare(int peer, const FrameHeader& theirs);
@@ -114,6 +117,7 @@ class Group : public OpQueue, public std::enable_shared_from_this<Group> {
   void enter(const LaneName& name, std::unique_ptr<Arrival> arrival);
   void leave();
   std::unique_ptr<Messenger> messenger();
+  std::exception_ptr explained(const std::exception_ptr& error);
   void expect_everybody(const Op& op) const;
   bool advance(const OpPtr& op);
   void start(const OpPtr& op, bool wake);
@@ -153,6 +157,7 @@ class Group : public OpQueue, public std::enable_shared_from_this<Group> {
   // reason, which is the better error.
   std::exception_ptr suspicion_;
   double suspicion_until_s_ = 0;
+  std::string trouble_;      // the first failure for which a peer may end
   std::exception_ptr lost_;  // a peer has ended without a farewell, at lost_at_s_; null: none has
   double lost_at_s_ = 0;
   std::atomic<bool> closed_{false};

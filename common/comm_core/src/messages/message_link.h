@@ -28,6 +28,10 @@ struct MessageGroup {
   std::function<void(const OpPtr& op, const std::exception_ptr& error)> complete;
   // Fails the group on all ranks.
   std::function<void(const std::exception_ptr& error)> fail;
+  // Tells all ranks why this process may end.
+  std::function<void(const std::string& reason)> warn;
+  // Returns the loss of a peer with what was heard of its reason.
+  std::function<std::exception_ptr(const std::exception_ptr& error)> explained;
 
   int size() const { return int(labels.size()); }
 };

@@ -44,7 +44,7 @@ void Messenger::start(const OpPtr& op) {
   live_.push_back(op);
   if (op->spec().kind == OpKind::recv) return receive(op);
   if (const auto error = gone(op->spec().peer)) {
-    return finished(op, with_context(error, op->describe() + ": "));
+    return hurt(op, error);
   }
   if (op->spec().kind == OpKind::send) return send(op);
   windows_.start(op);
@@ -87,7 +87,7 @@ void Messenger::receive(const OpPtr& op) {
   }
   // Checked last, because the peer may have sent the message before it was lost.
   if (const auto error = gone(spec.peer)) {
-    return finished(op, with_context(error, op->describe() + ": "));
+    return hurt(op, error);
   }
   posted_.push_back(op);
 }
@@ -191,7 +191,7 @@ void Messenger::held(int peer, const MessageHeader& header, std::string payload)
 
 void Messenger::matched(const OpPtr& op, int peer, const MessageHeader& announcement) {
   if (const auto error = gone(peer)) {
-    return finished(op, with_context(error, op->describe() + ": "));
+    return hurt(op, error);
   }
   expected_[{peer, announcement.id}] = op;
   MessageHeader request;
@@ -227,22 +227,28 @@ void Messenger::left(int peer) {
                  PeerLostError("lost " + group_.labels[size_t(peer)] + ": it left the group")));
 }
 
-void Messenger::lost(int peer, const std::exception_ptr& error) {
+void Messenger::lost(int peer, const std::exception_ptr& loss) {
+  const std::exception_ptr error = group_.explained(loss);
   if (!gone_[size_t(peer)]) gone_[size_t(peer)] = error;
   const bool all = gone(-1) != nullptr;
-  std::vector<OpPtr> hurt;
+  std::vector<OpPtr> ending;
   for (const OpPtr& op : live_) {
     const bool waits = all && op->spec().peer < 0 && op->state().source < 0;
-    if (op->spec().peer == peer || op->state().source == peer || waits) hurt.push_back(op);
+    if (op->spec().peer == peer || op->state().source == peer || waits) ending.push_back(op);
   }
   posted_.remove_if(
       [&](const OpPtr& op) { return op->spec().peer == peer || (all && op->spec().peer < 0); });
   windows_.lost(peer);
   if (senders_[size_t(peer)] != nullptr) senders_[size_t(peer)]->break_off();
   if (receivers_[size_t(peer)] != nullptr) receivers_[size_t(peer)]->break_off();
-  for (const OpPtr& op : hurt) {
-    finished(op, with_context(error, op->describe() + ": "));
-  }
+  for (const OpPtr& op : ending) hurt(op, error);
+}
+
+// Fails an operation whose peer is lost. The process may end for that, and the others ask why.
+void Messenger::hurt(const OpPtr& op, const std::exception_ptr& loss) {
+  const std::exception_ptr error = with_context(loss, op->describe() + ": ");
+  group_.warn(message_of(error));
+  finished(op, error);
 }
 
 void Messenger::fail(const std::exception_ptr& error) {

@@ -43,7 +43,7 @@ class Messenger {
   // Handles a payload that was buffered and is complete.
   void held(int peer, const MessageHeader& header, std::string payload);
   // Handles the loss of `peer`: fails all operations that need it.
-  void lost(int peer, const std::exception_ptr& error);
+  void lost(int peer, const std::exception_ptr& loss);
   // Completes an operation: its payload was sent or has arrived, a window has replied, or it
   // failed.
   void finished(const OpPtr& op, std::exception_ptr error = nullptr);
@@ -56,6 +56,7 @@ class Messenger {
     std::string payload;
   };
 
+  void hurt(const OpPtr& op, const std::exception_ptr& loss);
   void send(const OpPtr& op);
   void receive(const OpPtr& op);
   void matched(const OpPtr& op, int peer, const MessageHeader& announcement);

@@ -44,6 +44,7 @@ class Steps : public OpQueue {
   void limit_unsent() override { limits_unsent_ = true; }
   void announce_sleep(bool) override {}
   bool spins() const override { return false; }
+  void warn(const std::string&) override {}
   double next_deadline_s(double now) override {
     if (ops_.empty()) return kNever;
     const OpPtr op = ops_.front();

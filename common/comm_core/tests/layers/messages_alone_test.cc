@@ -26,6 +26,7 @@ class NoQueue : public OpQueue {
   void limit_unsent() override {}
   void announce_sleep(bool) override {}
   bool spins() const override { return false; }
+  void warn(const std::string&) override {}
   double next_deadline_s(double) override { return kNever; }
 };
 
@@ -59,17 +60,18 @@ class Members {
     for (int r = 0; r < size; ++r) {
       Member& member = members_[size_t(r)];
       member.queue = std::make_shared<NoQueue>("g", r, size);
-      member.messenger = std::make_unique<Messenger>(
-          MessageGroup{r, labels, kEager, poller_,
-                       [this, r](int to, const Watching& watching) {
-                         watchers_.push_back(watching.watcher);
-                         connected_.emplace_back(r, to);
-                         return wires_.lane(r, to, "rank " + std::to_string(to));
-                       },
-                       [&member](const OpPtr& op, const std::exception_ptr& error) {
-                         member.ended[op.get()] = error;
-                       },
-                       [&member](const std::exception_ptr& error) { member.failure = error; }});
+      member.messenger = std::make_unique<Messenger>(MessageGroup{
+          r, labels, kEager, poller_,
+          [this, r](int to, const Watching& watching) {
+            watchers_.push_back(watching.watcher);
+            connected_.emplace_back(r, to);
+            return wires_.lane(r, to, "rank " + std::to_string(to));
+          },
+          [&member](const OpPtr& op, const std::exception_ptr& error) {
+            member.ended[op.get()] = error;
+          },
+          [&member](const std::exception_ptr& error) { member.failure = error; },
+          [](const std::string&) {}, [](const std::exception_ptr& error) { return error; }});
     }
   }
 

@@ -55,6 +55,7 @@ def check_training(trial: Trial, workload: Workload) -> Check:
         checker.train_watched_step(training)
     training.run(steps - watched)
     check = checker.finish(training, (communicator.bytes_sent - before) // steps)
+    training.synchronize()  # FSDP's parameters are whole then
     agreement = deviation.agreement(workload.model, training.consistency, communicator)
     training.close()
     return deviation.with_agreement(checker.recompute(check), agreement)

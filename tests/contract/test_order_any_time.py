@@ -1,0 +1,221 @@
+"""Order of collectives: whenever messages end, all ranks make the same calls in the same order.
+
+A rank's script runs several times on a `Network` whose messages end at other moments each time.
+What it sends must be the same, since two of the runs could be two ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+
+from dear.algorithms.synchronous import bytescheduler
+from dear.errors import UserError
+from tests.contract.algorithms import algorithm_class, algorithm_options
+from tests.contract.logged import Program
+from tests.contract.network import Network, on
+from tests.contract.test_order import LAYER_MB, cases
+
+CREDIT = {"partition_mb": LAYER_MB, "credit_mb": 0.0003, "profile_steps": 1}
+CREDITS = [
+    pytest.param("bytescheduler", {**CREDIT, **more}, id="-".join(["bytescheduler-credit", *more]))
+    for more in ({}, {"compression": "fp16"}, {"credit_mb": 1e-6})
+]
+ONE_SIDED = ("put", "get")
+"""Messages that need no call of another rank."""
+Sent = dict[Hashable, list[tuple[Any, ...]]]
+
+
+def by_chance() -> bool:
+    return random.random() < 0.4
+
+
+PACES = {"late": lambda: False, "early": lambda: True, "mixed": by_chance}
+"""Functions that return whether the oldest message ends now, though nobody waits for it."""
+
+
+class Paced(Network):
+    """Network whose messages also end while layers run, at its pace."""
+
+    def __init__(self, *, native: bool, alpha_s: float = 1e-9) -> None:
+        super().__init__(native=native, alpha_s=alpha_s)
+        self.ends = PACES["late"]
+
+    def compute(self, seconds: float, part: Any = None) -> None:
+        super().compute(seconds, part)
+        while self.under_way and self.ends():
+            self.end(self.under_way[0])
+
+    def sent(self) -> Sent:
+        """Returns the messages of each channel that all ranks must send in the same order."""
+        sent: Sent = {}
+        for m in [event.message for event in self.log if event.what == "start"]:
+            if m is not None and m.operation not in ONE_SIDED:
+                sent.setdefault(m.channel, []).append((m.operation, m.nbytes, sorted(m.layers)))
+        return sent
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise MemoryError
+
+
+def failed(program: Program, layer: int) -> None:
+    """A backward pass ends with an error before a layer has its gradient."""
+    program.optimizer.zero_grad()
+    failing = program.model[layer].register_forward_hook(
+        lambda *given: given[-1].register_hook(fail) and None
+    )
+    with pytest.raises(MemoryError):
+        program.backward()
+    failing.remove()
+
+
+def failed_and_updated(program: Program) -> None:
+    failed(program, 1)
+    program.update()
+
+
+def left_out(program: Program) -> None:
+    """A batch is left out after its backward pass."""
+    program.optimizer.zero_grad()
+    program.backward()
+
+
+def without_a_layer(program: Program) -> None:
+    """A layer gets no gradient in one step."""
+    weight = program.model[2].weight.requires_grad_(False)
+    program.train(1)
+    weight.requires_grad_(True)
+
+
+def twice(program: Program) -> None:
+    """Gradients add up over two passes, both of which are averaged."""
+    program.optimizer.zero_grad()
+    program.backward()
+    program.backward()
+    program.update()
+
+
+def synchronized(program: Program) -> None:
+    program.optimizer.zero_grad()
+    program.backward()
+    program.optimizer.synchronize()
+    program.update()
+
+
+def no_pass(program: Program) -> None:
+    program.optimizer.zero_grad()
+    program.update()
+
+
+def accumulated(program: Program) -> None:
+    program.train(1, paused=True)
+
+
+PARTS: list[Callable[[Program], object]] = [
+    accumulated,
+    without_a_layer,
+    synchronized,
+    no_pass,
+    left_out,
+    twice,
+    *[lambda program, layer=layer: failed(program, layer) for layer in range(4)],
+    failed_and_updated,
+]
+
+
+def settled(name: str, options: dict[str, Any], network: Paced) -> Program:
+    typed = algorithm_options(name, options)
+    ends, network.ends = network.ends, PACES["late"]  # measured times are rank 0's in every run
+    program = Program(algorithm_class(name)(), typed, network)
+    program.train(typed.settling_steps() + 2)
+    network.ends = ends
+    return program
+
+
+def all_parts(name: str, options: dict[str, Any], network: Paced) -> list[str]:
+    """Runs a script with ordinary steps between `PARTS`; returns the errors that it met."""
+    errors = []
+    program = settled(name, options, network)
+    for part in PARTS:
+        try:
+            part(program)
+            program.train(2)
+        except UserError as error:
+            errors.append(str(error))
+            with contextlib.suppress(UserError):
+                program.optimizer.close()
+            program = settled(name, options, network)
+    program.optimizer.close()
+    return errors
+
+
+def two_optimizers(name: str, options: dict[str, Any], network: Paced) -> list[str]:
+    """Runs a script that trains two models by a common loss, as one that trains a GAN."""
+    programs = [settled(name, options, network) for _ in range(2)]
+    for _ in range(3):
+        for program in programs:
+            program.optimizer.zero_grad()
+        sum(program.model(torch.zeros(())) for program in programs).backward()
+        for program in programs:
+            program.update()
+    for program in programs:
+        program.optimizer.close()
+    return []
+
+
+def matched() -> list[Any]:
+    """Returns the cases of algorithms whose messages need calls of other ranks."""
+    kind = lambda case: algorithm_class(case.values[0]).capabilities.consistency  # noqa: E731
+    return [case for case in cases() if kind(case) != "asynchronous"]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Network], None]:
+    """Function that lets messages end on a network while somebody waits for a part to start."""
+
+    def on_network(network: Network) -> None:
+        class Meanwhile(threading.Condition):
+            def wait_for(self, started: Callable[[], bool], timeout: float | None = None) -> bool:
+                while not started():
+                    network.pause(0.0)
+                return True
+
+        monkeypatch.setattr(bytescheduler.threading, "Condition", Meanwhile)
+
+    return on_network
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("script", [all_parts, two_optimizers])
+@pytest.mark.parametrize(("name", "options"), [*CREDITS, *matched()])
+def test_what_is_sent_does_not_depend_on_when_messages_end(name, options, script, native, waits):
+    if not native and "levels" in options:
+        pytest.skip("refused: priorities are the comm core's")
+    random.seed(0)
+    runs = {}
+    for pace, ends in PACES.items():
+        network = Paced(native=native)
+        network.ends = ends
+        waits(network)
+        with on(network):
+            errors = script(name, options, network)
+        runs[pace] = network.sent(), errors
+    assert runs["early"] == runs["late"] == runs["mixed"]
+
+
+@pytest.mark.parametrize("options", [{"levels": 1}, CREDIT])
+def test_parts_that_never_start_hold_up_no_close(options, waits):
+    """Messages take longer than passes: the parts of the first layer go before those of others."""
+    network = Paced(native=True, alpha_s=1.0)
+    waits(network)
+    with on(network):
+        program = settled("bytescheduler", options, network)
+        failed(program, 0)
+        program.optimizer.close()

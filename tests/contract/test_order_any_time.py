@@ -179,9 +179,19 @@ def two_optimizers(name: str, options: dict[str, Any], network: Paced) -> list[s
 
 
 def matched() -> list[Any]:
-    """Returns the cases of algorithms whose messages need calls of other ranks."""
-    kind = lambda case: algorithm_class(case.values[0]).capabilities.consistency  # noqa: E731
-    return [case for case in cases() if kind(case) != "asynchronous"]
+    """Returns the cases of algorithms whose messages need calls of other ranks.
+
+    Marked `full` are those after the first of each algorithm, and those that measure much. Horovod
+    has a network of its own.
+    """
+    chosen, seen = [], {"auto"}
+    for case in cases():
+        name, options = case.values
+        if name != "horovod" and algorithm_class(name).capabilities.consistency != "asynchronous":
+            marks = [pytest.mark.full] if name in seen else []
+            chosen.append(pytest.param(name, options, id=case.id, marks=marks))
+            seen.add(name)
+    return chosen
 
 
 @pytest.fixture
@@ -223,7 +233,7 @@ def test_what_is_sent_does_not_depend_on_when_messages_end(name, options, script
 
 @pytest.mark.parametrize("options", [{"levels": 1}, CREDIT])
 def test_parts_that_never_start_hold_up_no_close(options, waits):
-    """Messages take longer than passes, so the parts of the first layer go before those of others."""
+    """Messages take longer than passes, so parts of the first layer go before those of others."""
     network = Paced(native=True, alpha_s=1.0)
     waits(network)
     with on(network):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dear.algorithms.synchronous import bytescheduler
+from dear.buckets import parts
 from dear.errors import UserError
 from tests.contract.algorithms import algorithm_class, algorithm_options
 from tests.contract.logged import Program
@@ -205,7 +205,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Network], None]:
                     network.pause(0.0)
                 return True
 
-        monkeypatch.setattr(bytescheduler.threading, "Condition", Meanwhile)
+        monkeypatch.setattr(parts.threading, "Condition", Meanwhile)
 
     return on_network
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.algorithms.synchronous.bytescheduler import OrderedIssuer, lengths, planned_order
+from dear.buckets.parts import OrderedIssuer, lengths, planned_order
 from dear.cost.fit import AlphaBeta
 
 COST = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1.0)

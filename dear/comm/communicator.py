@@ -6,6 +6,7 @@ bytes and which hosts take part. Times come from `Communicator.clock`, never fro
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,8 @@ class Communicator(Account):
 
     _backends: Sequence[Any] = ()
     """The groups' backends for CPU tensors, if these backends are the comm core's."""
+    owned = False
+    """True if `close` destroys the process groups."""
     _more_follow = False
     _held = 0
     window_backend = "comm_core"
@@ -213,8 +216,24 @@ class Communicator(Account):
         """Returns once every rank has called it."""
         dist.barrier(group=self.groups[0])
 
+    def apart(self) -> Communicator:
+        """Returns a communicator of the same ranks with a queue in which nothing else starts.
+
+        For transfers that a backend's thread starts: this may be at other moments on each rank, so
+        other transfers would come between them. Bytes and waits are counted here. Collective.
+        """
+        ranks, other = dist.get_process_group_ranks(self.groups[0]), copy.copy(self)
+        other.groups, other.owned = [dist.new_group(ranks, timeout=self.timeout)], True
+        other._more_follow = False
+        other._work = self._work  # type: ignore[method-assign]
+        other.ensure_channels(1)
+        return other
+
     def close(self) -> None:
         """Releases the process groups; no call is possible afterwards."""
+        if self.owned:
+            for group in self.groups:
+                dist.destroy_process_group(group)
         self.groups.clear()
         self._backends = ()
 
@@ -389,6 +408,8 @@ def _reduce_op(op: Op) -> Any:
 class SubCommunicator(Communicator):
     """Communicator of some ranks of a parent; bytes and waits are counted on the parent."""
 
+    owned = True
+
     def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._parent = parent
@@ -398,27 +419,6 @@ class SubCommunicator(Communicator):
         self, name: str, handle: Any, channel: int, queue: object, *tensors: torch.Tensor
     ) -> Work:
         return self._parent._work(name, handle, channel, queue, *tensors)
-
-    def close(self) -> None:
-        """Destroys the process group, which belongs to this communicator."""
-        for group in self.groups:
-            dist.destroy_process_group(group)
-        super().close()
-
-
-class OwnQueue(SubCommunicator):
-    """Communicator of all ranks of a parent, for transfers that a backend's thread starts.
-
-    Such transfers may start at other moments on each rank, so they need a queue in which nothing
-    else starts. The constructor is collective.
-    """
-
-    def __init__(self, parent: Communicator) -> None:
-        ranks = dist.get_process_group_ranks(parent.groups[0])
-        super().__init__(parent, dist.new_group(ranks, timeout=parent.timeout))
-
-    def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        return self._parent._summand(tensor, op)
 
 
 def sub_communicators(

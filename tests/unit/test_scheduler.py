@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.algorithms.synchronous.bytescheduler import OrderedIssuer, lengths, planned_order
+from dear.buckets.parts import OrderedIssuer, lengths, planned_order
 from dear.cost.fit import AlphaBeta
 
 COST = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1.0)
@@ -88,3 +88,18 @@ def test_issuer_keeps_the_order_and_the_credit():
         issuer.begin([0], sizes)
     issuer.drop()
     issuer.begin([], {})
+
+
+def test_what_a_dropped_pass_has_started_depends_on_what_is_ready_alone():
+    """Two ranks, on one of which a task ends before the pass is dropped."""
+    started: list[list[int]] = [[], []]
+    for rank in range(2):
+        issuer: OrderedIssuer[int] = OrderedIssuer(started[rank].append, credit=1)
+        issuer.begin([0, 1, 2, 3, 4], dict.fromkeys(range(5), 1.0))
+        for task in (0, 1, 2, 4):
+            issuer.ready(task)
+        if rank == 1:
+            issuer.finished(1)
+        assert started[rank] == [0, 1][: rank + 1]
+        issuer.drop()
+    assert started == [[0, 1, 2]] * 2

@@ -221,9 +221,7 @@ class OverlappedInBackward(Overlapped):
     def _refuse_half(self) -> None:
         """Raises `UserError` if a pass that ended with an error has updated parameters."""
         if self._applied:
-            self._refuse(
-                "the last backward pass ended with an error after it had updated parameters"
-            )
+            self._refuse("the last backward pass ended with an error, but has updated parameters")
 
     def _gradient_arrived(self, param: torch.nn.Parameter) -> None:
         if torch._C._autograd._get_current_graph_task_keep_graph():

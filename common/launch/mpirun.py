@@ -53,7 +53,7 @@ class MpirunLauncher(RemoteLauncher):
         return shlex.join(self._command(job, self._options.port or PRINTED_PORT))
 
     def run(self, job: Job) -> Outcome:
-        command = self._command(job, self._options.port)
+        command = self._command(job, self._options.port, _TIED)
         if self._hosts is not None:
             lines = [f"{host.login} slots={host.slots}\n" for host in self._hosts]
             (job.folder / "hostfile").write_text("".join(lines), encoding="utf-8")
@@ -78,7 +78,7 @@ class MpirunLauncher(RemoteLauncher):
         otherwise = f"mpirun ended with status {code}: {last_line}" if code else None
         return outcome_of(job, _first_failure(log) if code else {}, otherwise=otherwise)
 
-    def _command(self, job: Job, port: int | None) -> list[str]:
+    def _command(self, job: Job, port: int | None, before: Sequence[str] = ()) -> list[str]:
         options = self._options
         env = {**self._envs.rank_env, **job.env}
         chosen: dict[str, str] = {}
@@ -101,14 +101,19 @@ class MpirunLauncher(RemoteLauncher):
         command = [*self._mpirun.words(job.world_size, chosen, agent), *host_words]
         for name, value in env.items():
             command += ["-x", f"{name}={value}"]
-        return [*command, self._envs.python, *job.worker]
+        return [*command, *before, self._envs.python, *job.worker]
 
     def _agent_for(self, host: Host) -> list[str] | None:
         return None if host.here else self._agent
 
 
+_TIED = ("setpriv", "--pdeathsig", "KILL")
+"""Words (of util-linux) before a rank's command. The rank is then killed when mpirun, or its daemon
+on another host, is killed."""
+
+
 class _Started(Ranks):
-    """Running mpirun: it passes SIGTERM on to all ranks; after SIGKILL they would continue."""
+    """Running mpirun, which passes SIGTERM on to all ranks."""
 
     def stop(self, patience_s: float = STOP_S, ask: int | None = signal.SIGTERM) -> None:
         super().stop(patience_s, ask)

@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.harness.running.fabric import WORKER
@@ -160,6 +162,19 @@ def test_a_failed_rank_ends_a_job_whose_mpirun_does_not_end(tmp_path, monkeypatc
     job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=300, worker_module="stub")
     outcome = make_launcher("mpirun", hosts=None, world_size=2).run(job)
     assert (outcome.status, outcome.error["message"]) == ("failed", "lost rank 1")
+
+
+@needs_mpirun
+def test_ranks_end_when_their_mpirun_is_killed(tmp_path):
+    job = stub_job(tmp_path, "hang", world_size=2)
+    launcher = make_launcher("mpirun", hosts=None, world_size=2)
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(launcher.run, job)
+        wait_for(lambda: all((tmp_path / f"place-{rank}.json").exists() for rank in (0, 1)))
+        ranks = [place(tmp_path, rank)["pid"] for rank in (0, 1)]
+        psutil.Process(psutil.Process(ranks[0]).ppid()).kill()
+        assert outcome.result().status == "failed"
+    wait_for(lambda: not any(map(alive, ranks)))
 
 
 def test_ranks_that_mpirun_leaves_behind_are_ended(tmp_path, monkeypatch):

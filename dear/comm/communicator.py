@@ -216,19 +216,6 @@ class Communicator(Account):
         """Returns once every rank has called it."""
         dist.barrier(group=self.groups[0])
 
-    def apart(self) -> Communicator:
-        """Returns a communicator of the same ranks with a queue in which nothing else starts.
-
-        For transfers that a backend's thread starts: this may be at other moments on each rank, so
-        other transfers would come between them. Bytes and waits are counted here. Collective.
-        """
-        ranks, other = dist.get_process_group_ranks(self.groups[0]), copy.copy(self)
-        other.groups, other.owned = [dist.new_group(ranks, timeout=self.timeout)], True
-        other._more_follow = False
-        other._work = self._work  # type: ignore[method-assign]
-        other.ensure_channels(1)
-        return other
-
     def close(self) -> None:
         """Releases the process groups; no call is possible afterwards."""
         if self.owned:
@@ -419,6 +406,20 @@ class SubCommunicator(Communicator):
         self, name: str, handle: Any, channel: int, queue: object, *tensors: torch.Tensor
     ) -> Work:
         return self._parent._work(name, handle, channel, queue, *tensors)
+
+
+def apart(parent: Communicator) -> Communicator:
+    """Returns a communicator of the same ranks with a queue in which nothing else starts.
+
+    For transfers that a backend's thread starts: this may be at other moments on each rank, so
+    other transfers would come between them. Bytes and waits are counted on the parent. Collective.
+    """
+    ranks, queue = dist.get_process_group_ranks(parent.groups[0]), copy.copy(parent)
+    queue.groups, queue.owned = [dist.new_group(ranks, timeout=parent.timeout)], True
+    queue._more_follow = False
+    queue._work = parent._work  # type: ignore[method-assign]
+    queue.ensure_channels(1)
+    return queue
 
 
 def sub_communicators(

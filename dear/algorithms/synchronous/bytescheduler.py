@@ -13,7 +13,7 @@ from dear.buckets.flat import packed_bucket, with_gradients
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, fuse, layers
 from dear.buckets.parts import OrderedIssuer, lengths, planned_order
 from dear.buckets.updates import PartialUpdate
-from dear.comm.communicator import Batch, Communicator
+from dear.comm.communicator import Batch, Communicator, apart
 from dear.comm.work import Work
 from dear.cost.collectives import measured_costs
 from dear.cost.overlap import Overlap, Transfer
@@ -188,7 +188,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self._sender: Communicator = communicator
         if self._limited:
             # Parts start whenever others end, so in no fixed order with what else is sent.
-            self._sender = communicator.apart()
+            self._sender = apart(communicator)
         else:
             # Channel 0 of the communicator is left to all other communication.
             communicator.ensure_channels(self._levels + 1)

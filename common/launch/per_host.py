@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from abc import abstractmethod
@@ -31,6 +30,7 @@ from common.launch.hosts import (
 from common.launch.job import Job, Launcher, Outcome, timed_out
 from common.launch.ranks import Ranks
 from common.paths import ROOT
+from dear.comm.environment import free_port
 from dear.errors import UserError
 
 PRINTED_PORT = 29500
@@ -233,13 +233,7 @@ def meeting_point(blocks: Sequence[Block], port: int | None) -> dict[str, str]:
         )
     else:
         address = first.reached_at
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port or _free_port())}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port())}
 
 
 def probe(hosts: Sequence[Host], agent: Sequence[str]) -> None:

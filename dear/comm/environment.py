@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import socket
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 from dear.errors import UserError
 
+_TEMPORARY_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Launcher, and its variables of rank, world size, local rank and local size (on this host). If a
 # launcher also sets the variables of another, or runs inside the other's job, it stands first.
 _VARIABLES = (
@@ -236,7 +239,7 @@ def assign_ranks(client: Any) -> list[int]:
     shared = {
         "WORLD_SIZE": len(order),
         "MASTER_ADDR": hosts[0] if len(hosts) > 1 else "127.0.0.1",
-        "MASTER_PORT": client[order[0]].apply_sync(_free_port),
+        "MASTER_PORT": client[order[0]].apply_sync(free_port),
     }
     for rank, number in enumerate(order):
         local = [other for other in order if places[other][0] == places[number][0]]
@@ -251,12 +254,21 @@ def _place() -> tuple[str, bool]:
     return socket.gethostname(), runtime is not None and runtime.is_initialized()
 
 
-def _free_port() -> int:
-    """Returns a free port of this engine's host; rank 0 will open it in `dear.init`."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Draws a free port of this host, for a store that rank 0 opens later.
+
+    The system gives ports of a range to whoever asks for any port, such as the daemons of mpirun;
+    a free one of these could be taken by then.
+    """
+    first, last = map(int, _TEMPORARY_PORTS.read_text(encoding="utf-8").split())
+    others = [port for port in range(10_000, 1 << 16) if not first <= port <= last]
+    draw = random.SystemRandom()
+    for port in draw.sample(others, len(others)) or [0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            chosen: int = probe.getsockname()[1]
+            return chosen
+    raise UserError("no port of this host is free from 10000 on; end what uses them")
 
 
 def _enter(variables: dict[str, str]) -> None:

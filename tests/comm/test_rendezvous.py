@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from common.launch.ranks import Ranks, gather
-from dear.comm import rendezvous, runtime
+from dear.comm import environment, rendezvous, runtime
 from dear.comm.environment import RankFacts
 from dear.comm.peers import Departures
 from dear.comm.rendezvous import MeetingPoint, call_roll, meet, meeting_point
@@ -311,3 +311,16 @@ def _never() -> str:
 
 def test_a_rank_that_never_comes_is_named(world):
     assert world(2).run(_never)[0] == "rank 0 is done, but after 0.7 s rank 1 is not"
+
+
+def test_a_port_for_later_is_free_and_none_that_the_system_gives_to_others(tmp_path, monkeypatch):
+    first, last = map(int, environment._TEMPORARY_PORTS.read_text().split())
+    assert not any(first <= environment.free_port() <= last for _ in range(20))
+    ports = tmp_path / "range"
+    monkeypatch.setattr(environment, "_TEMPORARY_PORTS", ports)
+    ports.write_text("1024\t65533\n")
+    with socket.socket() as taken:
+        taken.bind(("", 65534))
+        assert {environment.free_port() for _ in range(8)} == {65535}
+    ports.write_text("1024\t65535\n")
+    assert environment.free_port() > 0

@@ -109,8 +109,12 @@ def _of_the_survivors(fault: Fault, seen: Seen) -> Iterator[str]:
                 yield f"rank {rank} does not name {what}: {text}"
     if fault.how.fate == "silent":
         name = f"rank {fault.victim} (host {seen.hosts[fault.victim]}"
-        if not any(name in text for _, text in seen.reports.values()):
-            yield f"no survivor names rank {fault.victim}"
+        texts = [text for _, text in seen.reports.values()]
+        if not texts:  # the launcher ended them, and says which host or rank it has lost
+            name = seen.hosts[fault.victim]
+            texts = [(seen.outcome.error or {}).get("message", "")]
+        if not any(name in text for text in texts):
+            yield f"nobody names rank {fault.victim}: {texts}"
 
 
 def _named(fault: Fault, seen: Seen) -> dict[str, str]:

@@ -108,6 +108,15 @@ def test_algorithms_that_promise_to_go_on_must_do_so():
     assert list(misses(without_rank_0, lost)) == []
 
 
+def test_somebody_names_a_rank_that_answers_no_more():
+    fault = dataclasses.replace(FAULT, kind="cut link", launcher="ssh", fabric="emulated")
+    hosts = ("node0", "node1", "node2")
+    quiet = dataclasses.replace(SEEN, hosts=hosts, reports={}, outcome=Outcome.of("failed", "", 0))
+    assert list(misses(fault, quiet)) == ["nobody names rank 1: ['']"]
+    outcome = Outcome.of("failed", "ssh to node1 ended with status 255", 0)
+    assert list(misses(fault, dataclasses.replace(quiet, outcome=outcome))) == []
+
+
 def test_a_miss_is_printed_with_the_command_that_repeats_it():
     result = {"fault": dataclasses.asdict(FAULT), "missed": ["late"], "report_s": 7.0}
     facts = {"seed": 1, "flags": " --backend gloo", "seconds": 3.0, "lanes": 2, "load": (0, 1)}

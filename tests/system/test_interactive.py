@@ -31,7 +31,7 @@ class Engine:
     def apply_sync(self, function, *args):
         if function is interactive._place:
             return self.host, self.joined
-        if function is interactive._free_port:
+        if function is interactive.free_port:
             return function()
         assert function is interactive._enter
         self.environment.update(*args)

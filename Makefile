@@ -28,7 +28,7 @@ help:
 	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 12 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make mutants          small changes of meaning in the code: does a test notice each? (hours)"
-	@echo "make fault-campaign   300 faults drawn at random, and what became of each (up to an hour)"
+	@echo "make fault-campaign   300 faults drawn at random, and what became of each (15 minutes)"
 	@echo "make soak             four ranks exchange and train for 2 hours, then a sweep of 1,000 trials"
 	@echo "make records          docs/records anew, from a clean commit (hours); ONLY=NAME for one"
 	@echo "make docs             the numbers, tables and figures of all documents, from docs/records"

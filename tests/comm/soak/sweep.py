@@ -1,7 +1,7 @@
 """`python -m tests.comm.soak.sweep`: a sweep of a thousand short trials; nothing grows or is left.
 
 The trials differ in algorithm, batch size and world size. While `benchmarks.py` runs them, the
-memory and the descriptors of the driver are sampled. The status is 1 if a trial lacks a valid
+memory and the descriptors of the driver are sampled. The status is 3 if a trial lacks a valid
 record, if the driver grew, or if a process, a port or a file is left.
 """
 
@@ -63,7 +63,7 @@ def main() -> int:
         options.json.write_text(json.dumps(facts, indent=1))
     misses = _misses(facts, options.trials)
     print(_summary(facts), *misses, sep="\n")
-    return int(bool(misses))
+    return 3 if misses else 0
 
 
 def _swept(folder: Path, trials: int) -> dict[str, Any]:

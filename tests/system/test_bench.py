@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import fault_reports
 from bench.rig.table import OPS
 from tests.system.processes import ROOT, python
 from tests.system.sandboxes import Outside, needs_sandbox
@@ -102,3 +103,12 @@ def test_every_script_prints_a_table_and_writes_its_numbers(script, arguments, k
         for case in record["cases"]:
             assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
             assert "decent-dp" not in case["step_s"]
+
+
+def test_what_ranks_report_of_a_killed_one_names_it_and_the_operation():
+    result = fault_reports.observe("comm_core", "killed")
+    assert result["reported"] == 2
+    assert result["names_rank"] and result["names_operation"], result["texts"]
+    assert fault_reports._cell(result).endswith("s, names rank and operation")
+    silent = {**result, "reported": 1, "ended_by_signal": 1}
+    assert fault_reports._cell(silent) == "1 of 2 within 25 s, 1 crashed"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What ranks report if another one is lost or disagrees: the comm core, Gloo and Horovod.
+"""Reports of ranks if another one is lost or disagrees: the comm core, Gloo and Horovod.
 
   python bench/fault_reports.py --json build/fault_reports.json
 

@@ -104,13 +104,13 @@ def missing_comm_core() -> str | None:
     built = json.loads(path.read_bytes()) if path.exists() else {"missing": "no build has run"}
     if "missing" in built:
         return f"the comm core is not built: {built['missing']}"
-    here = _torch_version()
+    here = torch_version()
     if built["torch"] != here:
         return f"the comm core was built for torch {built['torch']}, but this is torch {here}"
     return None
 
 
-def _torch_version() -> str:
+def torch_version() -> str:
     """Returns `torch.__version__` without an import of torch, which takes a second.
 
     The version of the package is not enough: it may lack the part that names CUDA's version.

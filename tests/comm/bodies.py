@@ -138,7 +138,9 @@ def futures() -> None:
     assert called.wait(20) and len(seen) == 10
     for work in [dist.all_reduce(torch.ones(10000), async_op=True) for _ in range(50)][::-1]:
         assert work.wait() and work.is_completed() and work.is_success()
-        assert work.exception() is None and work.get_future().done()
+        assert work.get_future().done()
+        if torch.__version__ >= (2, 12):  # torch 2.11 cannot convert its own result
+            assert work.exception() is None
         work.get_future().wait()
     dist.barrier()
 

@@ -144,9 +144,9 @@ def test_the_comm_core_is_for_torch_whatever_the_name_of_its_package(monkeypatch
         importlib.metadata, "version", lambda name: "2.11.0" if name == "torch" else version(name)
     )
     assert dear.comm.backends.missing_comm_core() is None
-    monkeypatch.setattr(dear.comm.backends, "_torch_version", lambda: "2.11.0+cu130")
+    monkeypatch.setattr(dear.comm.backends, "torch_version", lambda: "2.10.0+cu130")
     text = dear.comm.backends.missing_comm_core()
-    assert f"built for torch {torch.__version__}, but this is torch 2.11.0+cu130" in text
+    assert f"built for torch {torch.__version__}, but this is torch 2.10.0+cu130" in text
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ucc", "foo", "", "cpu:foo,cuda:gloo", "gloo,"])

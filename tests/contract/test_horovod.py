@@ -267,3 +267,14 @@ def test_a_horovod_for_cpus_says_so_of_a_model_on_a_gpu(monkeypatch):
     monkeypatch.setattr(horovod, "_moves_cuda_tensors", lambda: False)
     with pytest.raises(Unavailable, match=r"built for CPU tensors.*make horovod"):
         horovod.Horovod().refuse(replica)
+
+
+def test_a_horovod_of_another_torch_is_to_be_rebuilt(tmp_path):
+    metadata = tmp_path / "metadata.json"
+    assert horovod._other_torch(metadata) is None
+    metadata.write_text(json.dumps({"pytorch": torch.__version__, "dummy": "none"}))
+    assert horovod._other_torch(metadata) is None
+    metadata.write_text(json.dumps({"pytorch": "2.10.0+cpu"}))
+    message = horovod._other_torch(metadata)
+    words = f"built for torch 2.10.0+cpu, but this is torch {torch.__version__}; rebuild it with"
+    assert words in message

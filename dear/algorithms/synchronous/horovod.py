@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import itertools
+import json
 import os
 import socket
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_count
+from dear.comm.backends import torch_version
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts
 from dear.comm.runtime import address_of
@@ -167,8 +169,9 @@ class Horovod(Algorithm["Horovod.Options"]):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        if importlib.util.find_spec("horovod") is not None:
-            return None
+        spec = importlib.util.find_spec("horovod")
+        if spec is not None and spec.origin is not None:
+            return _other_torch(Path(spec.origin).with_name("metadata.json"))
         note = Path(sys.prefix, "horovod-build-failed.txt")
         reason = note.read_text(encoding="utf-8").strip() if note.exists() else "not installed"
         return f"Horovod is missing ({reason}); build it with `make horovod`"
@@ -368,6 +371,22 @@ _AUTOTUNE = {
 """Options of Horovod's tuner, with their smallest values."""
 _running: dict[str, object] = {}
 """Option values with which Horovod was started in this process."""
+
+
+def _other_torch(metadata: Path) -> str | None:
+    """Returns what is wrong if Horovod was built for another torch: its operations would fail.
+
+    Args:
+        metadata: file of Horovod's build, if there is one.
+    """
+    built = json.loads(metadata.read_text(encoding="utf-8")) if metadata.exists() else {}
+    here = torch_version()
+    if built.get("pytorch", here) == here:
+        return None
+    return (
+        f"this Horovod was built for torch {built['pytorch']}, but this is torch {here}; rebuild "
+        "it with `make horovod`"
+    )
 
 
 def start(communicator: Communicator, options: Horovod.Options) -> None:

@@ -76,8 +76,11 @@ class Module(nn.Module):
         return x
 
 
-class List(Module, nn.ModuleList):
-    """Module that is a list or a sequence in the real model; algorithms may iterate over it."""
+class List(Module, nn.Sequential):
+    """Module that is a list or a sequence in the real model; algorithms may iterate over it.
+
+    It runs, so it is no ModuleList: torch 2.11 refuses to shard these, whatever their forward is.
+    """
 
 
 class Replay(Module):

@@ -60,7 +60,7 @@ def rank(folder: Path, system: str, kind: str) -> int:
         for step in range(10 * STEP):
             tensor = torch.ones(NUMEL)
             if me == VICTIM and step == STEP:
-                (folder / "fault").write_text(str(time.time()))
+                (folder / "fault").write_text(str(time.time()), encoding="utf-8")
                 tensor = _meet(kind, tensor)
             (gather if me == VICTIM and step == STEP and kind == "operation" else reduce)(tensor)
             time.sleep(0.01)
@@ -68,7 +68,7 @@ def rank(folder: Path, system: str, kind: str) -> int:
     except Exception as error:  # whatever it is, it is what a user sees
         text = f"{type(error).__name__}: {error}"
     partial = folder / f"partial-{me}"
-    partial.write_text(json.dumps({"at": time.time(), "text": text}))
+    partial.write_text(json.dumps({"at": time.time(), "text": text}), encoding="utf-8")
     partial.replace(folder / f"report-{me}")
     os._exit(0)  # a library may wait for the others at its end
 
@@ -127,16 +127,22 @@ def observe(system: str, kind: str) -> dict[str, Any]:
         others = [folder / f"report-{number}" for number in range(SIZE) if number != VICTIM]
         fault, until = folder / "fault", time.monotonic() + 60.0
         while not all(path.exists() for path in others) and time.monotonic() < until:
-            if fault.exists() and time.time() - float(fault.read_text() or 0) > WAIT_S:
+            if (
+                fault.exists()
+                and time.time() - float(fault.read_text(encoding="utf-8") or 0) > WAIT_S
+            ):
                 break
             time.sleep(0.05)
         if not fault.exists():
-            logs = [(folder / f"log-{number}").read_text()[-300:] for number in range(SIZE)]
+            logs = [
+                (folder / f"log-{number}").read_text(encoding="utf-8")[-300:]
+                for number in range(SIZE)
+            ]
             raise SystemExit(f"{system}: the fault did not happen: {logs}")
-        began = float(fault.read_text())
+        began = float(fault.read_text(encoding="utf-8"))
         ranks.wait(0.0, matters=lambda _: False)
         killed = [n for n in range(SIZE) if n != VICTIM and ranks.codes.get(n, 0) < 0]
-        reports = [json.loads(path.read_text()) for path in others if path.exists()]
+        reports = [json.loads(path.read_text(encoding="utf-8")) for path in others if path.exists()]
     texts = [report["text"] for report in reports]
     return {
         "system": system,
@@ -169,7 +175,7 @@ def main() -> int:
     preload_in_fork_server(["torch", "torch.distributed", "dear.comm.runtime"])
     results = {(k, s): observe(s, k) for k in KINDS for s in options.systems}
     if options.json:
-        options.json.write_text(json.dumps(list(results.values()), indent=1))
+        options.json.write_text(json.dumps(list(results.values()), indent=1), encoding="utf-8")
     rows = [[KINDS[k], *(_cell(results[k, s]) for s in options.systems)] for k in KINDS]
     print(table.layout(["fault of one rank of three", *options.systems], rows))
     for result in results.values():

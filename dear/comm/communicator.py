@@ -43,8 +43,8 @@ class Communicator(Account):
 
     _backends: Sequence[Any] = ()
     """The groups' backends for CPU tensors, if these backends are the comm core's."""
-    owned = False
-    """True if `close` destroys the process groups."""
+    _parent: Communicator | None = None
+    """Communicator on which bytes and waits are counted. One with a parent owns its groups."""
     _more_follow = False
     _held = 0
     window_backend = "comm_core"
@@ -216,9 +216,15 @@ class Communicator(Account):
         """Returns once every rank has called it."""
         dist.barrier(group=self.groups[0])
 
+    def _work(
+        self, name: str, handle: Any, channel: int, queue: object, *tensors: torch.Tensor
+    ) -> Work:
+        count = super()._work if self._parent is None else self._parent._work
+        return count(name, handle, channel, queue, *tensors)
+
     def close(self) -> None:
         """Releases the process groups; no call is possible afterwards."""
-        if self.owned:
+        if self._parent is not None:
             for group in self.groups:
                 dist.destroy_process_group(group)
         self.groups.clear()
@@ -395,17 +401,12 @@ def _reduce_op(op: Op) -> Any:
 class SubCommunicator(Communicator):
     """Communicator of some ranks of a parent; bytes and waits are counted on the parent."""
 
-    owned = True
+    _parent: Communicator
 
     def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._parent = parent
         self.clock, self.pause = parent.clock, parent.pause
-
-    def _work(
-        self, name: str, handle: Any, channel: int, queue: object, *tensors: torch.Tensor
-    ) -> Work:
-        return self._parent._work(name, handle, channel, queue, *tensors)
 
 
 def apart(parent: Communicator) -> Communicator:
@@ -415,9 +416,8 @@ def apart(parent: Communicator) -> Communicator:
     other transfers would come between them. Bytes and waits are counted on the parent. Collective.
     """
     ranks, queue = dist.get_process_group_ranks(parent.groups[0]), copy.copy(parent)
-    queue.groups, queue.owned = [dist.new_group(ranks, timeout=parent.timeout)], True
+    queue.groups, queue._parent = [dist.new_group(ranks, timeout=parent.timeout)], parent
     queue._more_follow = False
-    queue._work = parent._work  # type: ignore[method-assign]
     queue.ensure_channels(1)
     return queue
 

@@ -44,15 +44,10 @@ def check() -> None:
 
 if __name__ == "__main__":
     use_own_environment()
-    try:
+    from dear_bench import interruptible
+
+    with interruptible():
         check()
         from common.harness.cli import main
 
         sys.exit(main(sys.argv[1:]))
-    # While modules are imported, or once more while a run ends.
-    except (KeyboardInterrupt, RuntimeError) as error:
-        # Amid the definition of a class, Python 3.11 makes a RuntimeError of it.
-        if not any(isinstance(e, KeyboardInterrupt) for e in (error, error.__cause__)):
-            raise
-        print("interrupted; run again to go on", file=sys.stderr)
-        sys.exit(130)

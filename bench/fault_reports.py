@@ -5,12 +5,14 @@
 
 Three ranks call all-reduces in a loop. In the middle, the last one meets a fault. The table shows
 how long after that the slowest of the others reports an error, and whether the error names the rank
-and the operation. The time limit of an operation is 5 s; Horovod's is that of its stall check.
+and the operation. The time limit of an operation is 5 s. Horovod has none; those of its stall check
+and of its messages are 5 s.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,15 @@ SYSTEMS = ("comm_core", "gloo", "horovod")
 SIZE, VICTIM = 3, 2
 STEP = 20
 LIMIT_S = 5.0
+START_S = 60.0
 WAIT_S = 25.0
 """Time after the fault for which reports are awaited."""
 NUMEL = 3000
+_HOROVODS_LIMITS = (
+    "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS",
+)
 
 Call = Callable[[Any], object]
 
@@ -47,30 +56,31 @@ def rank(folder: Path, system: str, kind: str) -> int:
     import dear
 
     torch.set_num_threads(1)
-    os.environ |= {
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(int(LIMIT_S)),
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(int(LIMIT_S)),
-    }
+    os.environ |= dict.fromkeys(_HOROVODS_LIMITS, str(int(LIMIT_S)))
     if system == "comm_core":
         import comm_core  # noqa: F401 - registers the backend
     dear.init(backend="comm_core" if system == "comm_core" else "gloo", timeout_s=LIMIT_S)
     reduce, gather = _calls(system)
-    me = dear.rank()
+    me, text = dear.rank(), None
     try:
         for step in range(10 * STEP):
-            tensor = torch.ones(NUMEL)
+            tensor, call = torch.ones(NUMEL), reduce
             if me == VICTIM and step == STEP:
-                (folder / "fault").write_text(str(time.time()), encoding="utf-8")
-                tensor = _meet(kind, tensor)
-            (gather if me == VICTIM and step == STEP and kind == "operation" else reduce)(tensor)
+                _write(folder / "fault", time.time())
+                tensor, call = _meet(kind, tensor), gather if kind == "operation" else reduce
+            call(tensor)
             time.sleep(0.01)
-        text = "no error"
     except Exception as error:  # whatever it is, it is what a user sees
         text = f"{type(error).__name__}: {error}"
-    partial = folder / f"partial-{me}"
-    partial.write_text(json.dumps({"at": time.time(), "text": text}), encoding="utf-8")
-    partial.replace(folder / f"report-{me}")
+    _write(folder / f"report-{me}", {"at": time.time(), "text": text})
     os._exit(0)  # a library may wait for the others at its end
+
+
+def _write(path: Path, value: object) -> None:
+    """Writes JSON so that nobody reads a part of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value), encoding="utf-8")
+    partial.replace(path)
 
 
 def _calls(system: str) -> tuple[Call, Call]:
@@ -116,55 +126,77 @@ KINDS = {
 }
 
 
-def observe(system: str, kind: str) -> dict[str, Any]:
-    """Returns when the ranks that did not meet the fault report, and what."""
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What the ranks that did not meet a fault did.
+
+    Attributes:
+        texts: their errors; None for a rank that trained to the end.
+        after_s: seconds from the fault to the last report.
+        crashed: number of ranks that a signal ended.
+    """
+
+    system: str
+    kind: str
+    texts: tuple[str | None, ...]
+    after_s: float | None
+    crashed: int
+
+    @property
+    def names(self) -> list[str]:
+        """What all texts name: the rank, the operation."""
+        # Horovod's "allreduce, allgather or broadcast" is a list of all that there are.
+        patterns = {"rank": rf"rank {VICTIM}\b", "operation": "all_?reduce(?!, allgather)"}
+        return [
+            what
+            for what, pattern in patterns.items()
+            if all(re.search(pattern, text or "", re.IGNORECASE) for text in self.texts)
+        ]
+
+    @property
+    def cell(self) -> str:
+        """Text for the table."""
+        if len(self.texts) < SIZE - 1:
+            crashed = f", {self.crashed} crashed" if self.crashed else ""
+            return f"{len(self.texts)} of {SIZE - 1} within {WAIT_S:.0f} s{crashed}"
+        if None in self.texts:
+            return "no error"
+        return f"{self.after_s:.1f} s, names {' and '.join(self.names) or 'neither'}"
+
+
+def observe(system: str, kind: str) -> Observation:
+    """Lets a fault happen; raises RuntimeError if it does not."""
     with tempfile.TemporaryDirectory() as name, Ranks() as ranks:
         folder = Path(name)
-        for number in range(SIZE):
+        logs = [folder / f"log-{number}" for number in range(SIZE)]
+        for number, log in enumerate(logs):
             env = rank_env(number, SIZE, store=folder / "store")
-            log = folder / f"log-{number}"
             ranks.function(rank, folder, system, kind, env=env, log=log)
-        others = [folder / f"report-{number}" for number in range(SIZE) if number != VICTIM]
-        fault, until = folder / "fault", time.monotonic() + 60.0
-        while not all(path.exists() for path in others) and time.monotonic() < until:
-            if (
-                fault.exists()
-                and time.time() - float(fault.read_text(encoding="utf-8") or 0) > WAIT_S
-            ):
-                break
-            time.sleep(0.05)
-        if not fault.exists():
-            logs = [
-                (folder / f"log-{number}").read_text(encoding="utf-8")[-300:]
-                for number in range(SIZE)
-            ]
-            raise SystemExit(f"{system}: the fault did not happen: {logs}")
-        began = float(fault.read_text(encoding="utf-8"))
+        paths = [folder / f"report-{number}" for number in range(SIZE) if number != VICTIM]
+        fault = folder / "fault"
+        if not _until(fault.exists, START_S):
+            ends = [log.read_text(encoding="utf-8")[-300:] for log in logs]
+            raise RuntimeError(f"{system}: the fault did not happen: {ends}")
+        _until(lambda: all(path.exists() for path in paths), WAIT_S)
         ranks.wait(0.0, matters=lambda _: False)
-        killed = [n for n in range(SIZE) if n != VICTIM and ranks.codes.get(n, 0) < 0]
-        reports = [json.loads(path.read_text(encoding="utf-8")) for path in others if path.exists()]
-    texts = [report["text"] for report in reports]
-    return {
-        "system": system,
-        "kind": kind,
-        "reported": len(reports),
-        "ended_by_signal": len(killed),
-        "after_s": max((report["at"] - began for report in reports), default=None),
-        "names_rank": bool(texts) and all(re.search(rf"rank {VICTIM}\b", text) for text in texts),
-        "names_operation": bool(texts)
-        and all(re.search(r"all_?reduce|all_?gather", text, re.IGNORECASE) for text in texts),
-        "texts": texts,
-    }
+        codes = [ranks.codes.get(number, 0) for number in range(SIZE) if number != VICTIM]
+        began = json.loads(fault.read_bytes())
+        reports = [json.loads(path.read_bytes()) for path in paths if path.exists()]
+    return Observation(
+        system=system,
+        kind=kind,
+        texts=tuple(report["text"] for report in reports),
+        after_s=max((report["at"] - began for report in reports), default=None),
+        crashed=sum(code < 0 for code in codes),
+    )
 
 
-def _cell(result: dict[str, Any]) -> str:
-    if result["reported"] < SIZE - 1:
-        crashed = f", {result['ended_by_signal']} crashed" if result["ended_by_signal"] else ""
-        return f"{result['reported']} of {SIZE - 1} within {WAIT_S:.0f} s{crashed}"
-    if "no error" in result["texts"]:
-        return "no error"
-    names = [what for what in ("rank", "operation") if result[f"names_{what}"]]
-    return f"{result['after_s']:.1f} s, names {' and '.join(names) or 'neither'}"
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Waits until the condition holds; returns False if time runs out."""
+    until = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return holds
 
 
 def main() -> int:
@@ -175,12 +207,13 @@ def main() -> int:
     preload_in_fork_server(["torch", "torch.distributed", "dear.comm.runtime"])
     results = {(k, s): observe(s, k) for k in KINDS for s in options.systems}
     if options.json:
-        options.json.write_text(json.dumps(list(results.values()), indent=1), encoding="utf-8")
-    rows = [[KINDS[k], *(_cell(results[k, s]) for s in options.systems)] for k in KINDS]
+        listed = [dataclasses.asdict(result) for result in results.values()]
+        options.json.write_text(json.dumps(listed, indent=1), encoding="utf-8")
+    rows = [[KINDS[k], *(results[k, s].cell for s in options.systems)] for k in KINDS]
     print(table.layout(["fault of one rank of three", *options.systems], rows))
     for result in results.values():
-        for text in result["texts"][:1]:
-            print(f"{result['system']}, {result['kind']}: {text[:160]}")
+        for text in result.texts[:1]:
+            print(f"{result.system}, {result.kind}: {(text or 'no error')[:160]}")
     return 0
 
 

@@ -7,7 +7,9 @@ stay importable.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -17,14 +19,20 @@ def main() -> int:
     if not (folder / "common").exists():  # an editable installation: both are at the top
         folder = folder.parent
     sys.path.insert(0, str(folder))
-    try:
+    with interruptible():
         from common.harness.cli import main as run
 
         return run(sys.argv[1:])
-    # While modules are imported, or once more while a run ends.
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ends the process with a line and status 130 on Ctrl-C, also while modules are imported."""
+    try:
+        yield
     except (KeyboardInterrupt, RuntimeError) as error:
-        # Amid the definition of a class, Python 3.11 makes a RuntimeError of it.
-        if not any(isinstance(e, KeyboardInterrupt) for e in (error, error.__cause__)):
+        # If Ctrl-C comes while a class is defined, Python 3.11 raises a RuntimeError from it.
+        if not any(isinstance(each, KeyboardInterrupt) for each in (error, error.__cause__)):
             raise
         print("interrupted; run again to go on", file=sys.stderr)
-        return 130
+        sys.exit(130)

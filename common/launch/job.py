@@ -25,6 +25,7 @@ DONE = "done"
 ENDS = ("judging", DONE)
 """Phases of a rank that has trained to the end."""
 LEFT_S = 15.0
+"""Time in which the other ranks follow the first one that comes to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +73,6 @@ class Job:
         writes."""
         return self.folder / f"killed-{self.repeat}-rank{rank}"
 
-    def left_behind(self, rank: int) -> bool:
-        """Returns True if the rank has not come to its end, but another one did `LEFT_S` ago.
-
-        In a job that may lose ranks, a rank comes to its end when all others have, or are lost to
-        it: a rank that still runs then is stopped, or cut off.
-        """
-        if ranks_phase(self, rank) in ENDS:
-            return False
-        paths = [self.phase_path(other) for other in range(self.world_size)]
-        ended = [path for path in paths if _phase(path) in ENDS]
-        return any(time.time() - path.stat().st_mtime > LEFT_S for path in ended)
-
     @property
     def worker(self) -> list[str]:
         """Arguments of `python` on every rank."""
@@ -110,6 +99,26 @@ class Outcome:
         """Returns the outcome of a failed job."""
         error = {"kind": kind, "message": message, "rank": rank, "where": where}
         return cls(status=kind, error=error)
+
+
+class LeftBehind:
+    """Says whether a rank has not come to its end, but another one did `LEFT_S` ago.
+
+    In a job that may lose ranks, a rank comes to its end when all others have, or are lost to it: a
+    rank that still runs then is stopped, or cut off. The time counts from the first call that sees
+    the end: dates of files may be those of another host's clock.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._since: float | None = None
+
+    def __call__(self, rank: int) -> bool:
+        phases = [ranks_phase(self._job, other) for other in range(self._job.world_size)]
+        if self._since is None and any(phase in ENDS for phase in phases):
+            self._since = time.monotonic()
+        late = self._since is not None and time.monotonic() - self._since > LEFT_S
+        return late and phases[rank] not in ENDS
 
 
 class Launcher(ABC):
@@ -171,11 +180,8 @@ class Launcher(ABC):
 
 def ranks_phase(job: Job, rank: int) -> str:
     """Returns the last phase that the rank has reported."""
-    return _phase(job.phase_path(rank)) or "starting"
-
-
-def _phase(path: Path) -> str:
-    return path.read_text(encoding="utf-8").partition(" ")[2] if path.exists() else ""
+    path = job.phase_path(rank)
+    return path.read_text(encoding="utf-8").partition(" ")[2] if path.exists() else "starting"
 
 
 def outcome_of(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.launch.hosts import Block, Host, NetworkOptions, are_virtual, blocks, network_env
-from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
+from common.launch.job import Job, Launcher, LeftBehind, Outcome, outcome_of, timed_out
 from common.launch.ranks import Ranks, rank_env
 from common.machine.processes import preload_in_fork_server
 from dear.errors import UserError
@@ -64,7 +64,7 @@ class LocalLauncher(Launcher):
                     job.timeout_s,
                     # If the job may lose ranks, the others continue without a killed rank.
                     matters=lambda code: code > 0 or (code < 0 and not job.may_lose_ranks),
-                    left_behind=job.left_behind if job.may_lose_ranks else None,
+                    left_behind=LeftBehind(job) if job.may_lose_ranks else None,
                 )
                 if not in_time:
                     ranks.signal(signal.SIGUSR1)

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from common.launch.job import Job
+from common.launch.job import Job, LeftBehind
 from common.launch.ranks import GRACE_S, Ranks, rank_env
 from dear.comm.environment import rank_facts
 
@@ -105,9 +105,8 @@ def _keep(folder: Path, repeat: int, arguments: Sequence[str]) -> int:
             return numbers != {signal.SIGUSR1}
 
         ranks.command([sys.executable, *arguments])
-        ended = ranks.wait(
-            watch={woken: must_end}, left_behind=lambda _: job.left_behind(facts.rank)
-        )
+        left_behind = LeftBehind(job)
+        ended = ranks.wait(watch={woken: must_end}, left_behind=lambda _: left_behind(facts.rank))
         ranks.stop(STOP_S, ask=signal.SIGTERM)
         _kill_all_below()
     code = ranks.codes[0] if ended else CUT

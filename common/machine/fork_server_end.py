@@ -1,7 +1,7 @@
-"""Import by a fork server, after all else that it preloads: it then ends at once.
+"""Makes a fork server end at once. A fork server imports this module last of all that it preloads.
 
-Otherwise it first takes down what it has imported, such as torch. On a busy machine, this lasts for
-seconds, in which the command that started it is over already.
+Otherwise Python first frees all imported modules, such as torch. On a busy machine, this takes
+seconds, so the server is still there when the command that started it has ended.
 """
 
 from __future__ import annotations

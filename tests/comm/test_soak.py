@@ -20,11 +20,12 @@ def quick(monkeypatch):
 
 
 def test_a_piece_of_a_soak_is_right(world, quick):
-    period = soak._period(world(4), "dear", {"small_kb": 0}, "plain", random.Random(1), 0.0)
-    assert period["far"] < 1e-5
-    assert period["steps"] > 0
-    assert period["collectives"] > 0
-    assert len(period["used"]) == 4
+    period = soak.Period(algorithm="dear", options={"small_kb": 0}, model="plain")
+    period.run(world(4), random.Random(1), 0.0)
+    assert period.far < 1e-5
+    assert period.steps > 0
+    assert period.collectives > 0
+    assert len(period.used) == 4
 
 
 def test_a_wrong_parameter_ends_a_soak(own_pool, quick, monkeypatch):
@@ -35,8 +36,10 @@ def test_a_wrong_parameter_ends_a_soak(own_pool, quick, monkeypatch):
 
     right = bodies.Reference.advance
     monkeypatch.setattr(bodies.Reference, "advance", wrong)
-    with pytest.raises(AssertionError, match=r"wfbp \{\}: .* from its reference"):
-        soak._period(own_pool(4), "wfbp", {}, "plain", random.Random(1), 0.0)
+    with pytest.raises(AssertionError, match=r"wfbp \{\}, .* from its reference"):
+        soak.Period(algorithm="wfbp", options={}, model="plain").run(
+            own_pool(4), random.Random(1), 0.0
+        )
 
 
 def _facts(used: dict[str, int], left: list[str]) -> dict:

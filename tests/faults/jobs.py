@@ -23,7 +23,15 @@ from common.emulation.links.profile import network_profile
 from common.harness.settings import LearnConfig
 from common.harness.trial import Briefing
 from common.launch.hosts import Host
-from common.launch.job import Job, Launcher, Outcome, make_launcher, outcome_of, timed_out
+from common.launch.job import (
+    Job,
+    Launcher,
+    LeftBehind,
+    Outcome,
+    make_launcher,
+    outcome_of,
+    timed_out,
+)
 from common.launch.local import LocalLauncher
 from common.launch.ranks import Ranks, rank_env
 from tests.faults import rank as ranks_program
@@ -153,7 +161,7 @@ class Bare(LocalLauncher):
                 env = {**rank_env(rank, job.world_size, store=store), **job.env}
                 log = job.log_path(rank)
                 ranks.function(ranks_program.main, job.folder, 0, env=env, log=log)
-            left_behind = job.left_behind if job.may_lose_ranks else None
+            left_behind = LeftBehind(job) if job.may_lose_ranks else None
             in_time = ranks.wait(job.timeout_s, grace_s=BARE_GRACE_S, left_behind=left_behind)
         codes = {rank: ranks.codes.get(rank) for rank in range(job.world_size)}
         return outcome_of(job, codes) if in_time else timed_out(job)

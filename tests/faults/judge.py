@@ -20,7 +20,7 @@ _CAUSES = {"killed": "was killed by signal 9", "raises": "Drawn: the drawn fault
 
 
 def misses(fault: Fault, seen: Seen) -> Iterator[str]:
-    """Sentences, one for each bar that was missed."""
+    """Yields a sentence for each bar that was missed."""
     fate = fault.how.fate
     if seen.elapsed_s > seen.timeout_s + LATE_S:
         yield f"took {seen.elapsed_s:.0f} s with a limit of {seen.timeout_s:.0f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -106,9 +107,9 @@ def test_every_script_prints_a_table_and_writes_its_numbers(script, arguments, k
 
 
 def test_what_ranks_report_of_a_killed_one_names_it_and_the_operation():
-    result = fault_reports.observe("comm_core", "killed")
-    assert result["reported"] == 2
-    assert result["names_rank"] and result["names_operation"], result["texts"]
-    assert fault_reports._cell(result).endswith("s, names rank and operation")
-    silent = {**result, "reported": 1, "ended_by_signal": 1}
-    assert fault_reports._cell(silent) == "1 of 2 within 25 s, 1 crashed"
+    seen = fault_reports.observe("comm_core", "killed")
+    assert seen.cell.endswith("s, names rank and operation"), seen.texts
+    single = dataclasses.replace(seen, texts=seen.texts[:1], crashed=1)
+    assert single.cell == "1 of 2 within 25 s, 1 crashed"
+    assert dataclasses.replace(seen, texts=("an error", "rank 2")).cell.endswith("names neither")
+    assert dataclasses.replace(seen, texts=(None, "rank 2")).cell == "no error"

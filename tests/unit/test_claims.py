@@ -90,7 +90,7 @@ def test_a_predicted_figure_is_the_ratio_to_the_fastest_rival(tmp_path):
     ("changed", "message"),
     [
         ({"of": "nobody"}, "no rows match"),
-        ({"over": ("ddp", "nobody")}, "no rows match"),
+        ({"over": ("ddp", "nobody")}, "no single row of each label"),
         ({"network": "1gbe"}, "no rows match"),
         ({"workers": 8}, "no rows match"),
         ({"at": "1 ms"}, "no rows match"),

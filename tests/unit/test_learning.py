@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from common.harness.settings import LearnConfig
 from common.harness.trial import Trial
 from common.harness.worker import rank as worker
 from common.harness.worker.loop import Loop, Schedule, TrainingClock
-from common.launch.job import Job, outcome_of
+from common.launch import job as launch_job
+from common.launch.job import Job, LeftBehind, outcome_of
 from common.launch.ranks import Ranks
 from common.models import datasets
 from common.models.datasets.batches import Batches
@@ -325,14 +327,17 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
 
 
 @pytest.mark.parametrize("phase", ["measuring", "judging"])
-def test_a_rank_without_which_the_others_have_ended_is_killed(tmp_path, phase):
+def test_a_rank_without_which_the_others_have_ended_is_killed(tmp_path, phase, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(launch_job, "time", SimpleNamespace(monotonic=lambda: now[0]))
     job = Job(folder=tmp_path, repeat=0, world_size=3, timeout_s=9, worker_module="worker")
     job.phase_path(1).write_text("1 done")
     job.phase_path(0).write_text(f"1 {phase}")
-    left = [rank for rank in range(3) if job.left_behind(rank)]
-    assert left == []  # the others have only just ended
-    os.utime(job.phase_path(1), (0, 0))
-    left = [rank for rank in range(3) if job.left_behind(rank)]
+    os.utime(job.phase_path(1), (0, 0))  # by the clock of another host
+    left_behind = LeftBehind(job)
+    assert not any(map(left_behind, range(3)))  # the others have only just ended
+    now[0] += launch_job.LEFT_S + 1
+    left = list(filter(left_behind, range(3)))
     assert left == ([0, 2] if phase == "measuring" else [2])
     with Ranks() as ranks:
         for rank in range(3):
@@ -340,7 +345,7 @@ def test_a_rank_without_which_the_others_have_ended_is_killed(tmp_path, phase):
         assert ranks.wait(60, left_behind=left.__contains__, matters=lambda _: False)
         assert ranks.codes == {rank: -signal.SIGKILL if rank in left else 0 for rank in range(3)}
     job.clear()
-    assert not job.left_behind(2)
+    assert not LeftBehind(job)(2)
 
 
 def test_the_oldest_error_is_the_cause_of_the_others(tmp_path):

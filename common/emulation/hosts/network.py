@@ -93,17 +93,22 @@ def remove(devices: Iterable[str]) -> None:
 
 
 def clear(devices: Collection[str]) -> None:
-    """Removes what a program that was killed in this sandbox has left: devices, and its table. Has
-    no effect on the devices while a cluster exists."""
+    """Removes what a program that was killed in this sandbox has left: its table and devices.
+
+    If another program of this sandbox has a cluster now, the devices are that one's and stay.
+    """
     tables = list(_TABLES.glob("virtual-hosts-*.json"))
     dead = [path for path in tables if not Path("/proc", path.stem.rpartition("-")[2]).exists()]
     for path in dead:
         path.unlink(missing_ok=True)
-    tries = range(0 if len(dead) < len(tables) else _TRIES)
-    for _ in tries:
-        with contextlib.suppress(RuntimeError):  # the kernel was about to remove one, too
-            return remove(devices)
+    if len(dead) < len(tables):
+        return
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(RuntimeError):  # the kernel has removed one meanwhile
+            remove(devices)
+            return
         time.sleep(0.05)
+    remove(devices)
 
 
 def check_congestion(name: str) -> str:

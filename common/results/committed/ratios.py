@@ -129,9 +129,7 @@ def cases(source: Source, folder: Path) -> list[Case]:
     record = folder / source.record
     if source.file is not None:
         rows = json.loads((record / source.file).read_bytes())
-        # Older rows lack their samples; their ranks took equally many.
-        known = [{"samples": row["batch"] * row["world_size"], **row} for row in rows]
-        return [Case(build_options(PredictedRow, row, "key")) for row in known]
+        return [Case(build_options(PredictedRow, row, "key")) for row in rows]
     comparison = Comparison.load(record)
     records = comparison.results(record)
     if is_learning(records):
@@ -152,11 +150,14 @@ def figure(source: Source, folder: Path = catalogue.FOLDER) -> Figure | None:
     for place in grouped(here, lambda case: case.place).values():
         ours = [c for c in place if c.of(source.of, source.fault)]
         bases = [c for label in source.over for c in place if c.of(label, over_fault)]
-        if len(ours) == 1 and len(bases) == len(source.over):
-            ratios = [_ratio(ours[0], base, source.measure) for base in bases]
-            ratios = ratios or [_ratio(ours[0], None, source.measure)]
-            # The smallest ratio is that to the fastest rival.
-            figures.append(min(ratios, key=lambda ratio: ratio.value or 0))
+        if not ours:
+            continue
+        if len(ours) > 1 or len(bases) != len(source.over):
+            raise UserError(f"claims.yaml: no single row of each label matches {source}")
+        ratios = [_ratio(ours[0], base, source.measure) for base in bases]
+        ratios = ratios or [_ratio(ours[0], None, source.measure)]
+        # The smallest ratio is that to the fastest rival.
+        figures.append(min(ratios, key=lambda ratio: ratio.value or 0))
     if not figures:
         raise UserError(f"claims.yaml: no rows match {source}")
     if source.take == "only":

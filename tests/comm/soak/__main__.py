@@ -8,12 +8,14 @@ two hosts. A wrong result ends it. The status is 3 if memory or descriptors grew
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
 import random
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,25 +49,25 @@ def main() -> int:
     draw = random.Random(options.seed)
     shared = _shared_memory()
     began = time.monotonic()
-    periods: list[dict[str, Any]] = []
+    periods: list[Period] = []
     with worlds.pool(WORLD, timeout_s=120.0) as ranks:
         baseline = _warmed_up(ranks, names, draw)
         until = time.monotonic() + options.seconds
         while (left := until - time.monotonic()) > 0:
             name = names[len(periods) % len(names)]
-            setting = draw.choice(_settings(name)), draw.choice(MODELS)
-            seconds = min(options.period, left)
-            periods.append(_period(ranks, name, *setting, draw, seconds))
+            setting = {"options": draw.choice(_settings(name)), "model": draw.choice(MODELS)}
+            period = Period(algorithm=name, **setting)
+            periods.append(period.run(ranks, draw, min(options.period, left)))
             _say(periods[-1])
     facts = {
         "seed": options.seed,
         "seconds": round(time.monotonic() - began, 1),
-        "collectives": sum(period["collectives"] for period in periods),
-        "steps": sum(period["steps"] for period in periods),
-        "far": max(period["far"] for period in periods),
+        "collectives": sum(period.collectives for period in periods),
+        "steps": sum(period.steps for period in periods),
+        "far": max(period.far for period in periods),
         "baseline": baseline,
         "shared memory left": sorted(_shared_memory() - shared),
-        "periods": periods,
+        "periods": [dataclasses.asdict(period) for period in periods],
     }
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +84,7 @@ def _warmed_up(ranks: RankPool, names: list[str], draw: random.Random) -> list[d
     """
     for name in names:
         for options, model in itertools.product(_settings(name), MODELS):
-            _period(ranks, name, options, model, draw, 0.0)
+            Period(algorithm=name, options=options, model=model).run(ranks, draw, 0.0)
     ranks.run(bodies.collectives, draw.randrange(1 << 30), WARM, PAUSE_S / 20)
     ranks.reset()
     return ranks.run(bodies.used)
@@ -93,58 +95,54 @@ def _settings(name: str) -> list[dict[str, Any]]:
     return [options for options in meaning.options if meaning.worlds(options, SIZE)]
 
 
-def _period(
-    ranks: RankPool,
-    name: str,
-    options: dict[str, Any],
-    model: str,
-    draw: random.Random,
-    seconds: float,
-) -> dict[str, Any]:
-    """Trains with an algorithm for a while, with collectives in between; checks all results."""
-    until = time.monotonic() + seconds
-    most = 60 if seconds else 5
-    done: dict[str, Any] = {"collectives": 0, "steps": 0, "far": 0.0}
-    while not done["steps"] or time.monotonic() < until:
-        _train(ranks, name, options, Script(model=model), draw, most, done)
-    ranks.reset()
-    used = ranks.run(bodies.used)
-    return {"algorithm": name, "options": options, "model": model, **done, "used": used}
+@dataclass(kw_only=True)
+class Period:
+    """Time of an algorithm in a soak: its training, with collectives in between.
 
+    Attributes:
+        collectives, steps: numbers of those that were right.
+        far: largest relative difference of a state from its reference.
+        used: what each rank uses after the period.
+    """
 
-def _train(
-    ranks: RankPool,
-    name: str,
-    options: dict[str, Any],
-    script: Script,
-    draw: random.Random,
-    most: int,
-    done: dict[str, Any],
-) -> None:
-    """Trains for `most` steps or a few more, in pieces; before each come some collectives."""
-    reference = bodies.Reference(name, options, script, SIZE)
-    ranks.run(bodies.begin, name, options, script)
-    until = done["steps"] + most
-    while done["steps"] < until:
-        done["collectives"] += (count := draw.randint(1, most))
-        ranks.run(bodies.collectives, draw.randrange(1 << 30), count, PAUSE_S)
-        done["steps"] += (steps := draw.randint(1, most))
-        states = ranks.run(bodies.advance, steps, draw.randrange(1 << 30), PAUSE_S)
-        _compare(states, reference.advance(steps), name, options, done)
-    _compare(ranks.run(bodies.end), reference.close(), name, options, done)
+    algorithm: str
+    options: dict[str, Any]
+    model: str
+    collectives: int = 0
+    steps: int = 0
+    far: float = 0.0
+    used: list[dict[str, int]] = field(default_factory=list)
 
+    def run(self, ranks: RankPool, draw: random.Random, seconds: float) -> Period:
+        """Trains for a while; raises AssertionError for a wrong result."""
+        until = time.monotonic() + seconds
+        while not self.steps or time.monotonic() < until:
+            self._train(ranks, draw, most=60 if seconds else 5)
+        ranks.reset()
+        self.used = ranks.run(bodies.used)
+        return self
 
-def _compare(
-    got: list[bodies.State],
-    wanted: list[bodies.State],
-    name: str,
-    options: dict[str, Any],
-    done: dict[str, Any],
-) -> None:
-    done["far"] = max(done["far"], far := bodies.far(got, wanted))
-    if far > FAR:
-        text = f"{name} {options}: {far:.1e} from its reference, step {done['steps']}"
-        raise AssertionError(text)
+    def _train(self, ranks: RankPool, draw: random.Random, *, most: int) -> None:
+        """Trains for `most` steps or a few more, in pieces; before each come some collectives."""
+        given = self.algorithm, self.options, Script(model=self.model)
+        reference = bodies.Reference(*given, SIZE)
+        ranks.run(bodies.begin, *given)
+        until = self.steps + most
+        while self.steps < until:
+            count, steps = draw.randint(1, most), draw.randint(1, most)
+            ranks.run(bodies.collectives, draw.randrange(1 << 30), count, PAUSE_S)
+            states = ranks.run(bodies.advance, steps, draw.randrange(1 << 30), PAUSE_S)
+            self._compare(states, reference.advance(steps))
+            self.collectives += count
+            self.steps += steps
+        self._compare(ranks.run(bodies.end), reference.close())
+
+    def _compare(self, got: list[bodies.State], wanted: list[bodies.State]) -> None:
+        far = bodies.far(got, wanted)
+        self.far = max(self.far, far)
+        if far > FAR:
+            where = f"{self.algorithm} {self.options}, after step {self.steps}"
+            raise AssertionError(f"{where}: {far:.1e} from its reference")
 
 
 def _shared_memory() -> set[str]:
@@ -152,7 +150,7 @@ def _shared_memory() -> set[str]:
 
 
 def _misses(facts: dict[str, Any]) -> list[str]:
-    """Sentences, one for each bar that was missed."""
+    """Returns a sentence for each bar that was missed."""
     misses = []
     for rank, before in enumerate(facts["baseline"]):
         after = [period["used"][rank] for period in facts["periods"]]
@@ -188,11 +186,11 @@ def _summary(facts: dict[str, Any]) -> str:
     )
 
 
-def _say(period: dict[str, Any]) -> None:
-    used = period["used"]
+def _say(period: Period) -> None:
+    used = period.used
     print(
-        f"{time.strftime('%H:%M:%S')} {period['algorithm']:<18} {period['steps']:>6} steps "
-        f"{period['collectives']:>6} collectives, off {period['far']:.1e}, MB "
+        f"{time.strftime('%H:%M:%S')} {period.algorithm:<18} {period.steps:>6} steps "
+        f"{period.collectives:>6} collectives, off {period.far:.1e}, MB "
         f"{' '.join(str(use['rss_bytes'] >> 20) for use in used)}, descriptors "
         f"{' '.join(str(use['descriptors']) for use in used)}",
         file=sys.stderr,

@@ -29,20 +29,19 @@ GROWTH = 0.02
 RECORD_BYTES = 64 << 10
 """Memory that a record may take in the driver."""
 EVERY_S = 1.0
-CACHE = "torchinductor_"
-"""Part of the name of a folder that torch keeps in the temporary folder, for later processes."""
 
 _SWEEP = """
 name: tiny
-algorithms: [allreduce, wfbp, ddp, dear, dadt]
+algorithms: {algorithms}
 models:
 {models}
-world_sizes: [1, 2]
+world_sizes: {worlds}
 baseline: false
 measure: {{repeats: 1, warmup_steps: 1, steps_per_iter: 2, check_steps: 2}}
 timeout_s: 60
 """
-_ALGORITHMS, _WORLDS = 5, 2
+_ALGORITHMS = ["allreduce", "wfbp", "ddp", "dear", "dadt"]
+_WORLDS = [1, 2]
 
 
 def main() -> int:
@@ -52,12 +51,13 @@ def main() -> int:
     options = parser.parse_args()
     os.environ[TOKEN] = f"soak {os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:
-        # Other programs' temporary files come and go.
+        # torch keeps a cache for later processes. Other programs' temporary files come and go.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
         tempfile.tempdir = os.environ["TMPDIR"] = f"{folder}/temporary"
         Path(tempfile.tempdir).mkdir()
         traces = Traces()
         facts = _swept(Path(folder), options.trials)
-        facts["left"] = [trace for trace in traces.left() if CACHE not in trace]
+        facts["left"] = traces.left()
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(facts, indent=1))
@@ -68,9 +68,10 @@ def main() -> int:
 
 def _swept(folder: Path, trials: int) -> dict[str, Any]:
     """Runs the sweep; returns what it took, and what its records say."""
-    batches = range(1, trials // (_ALGORITHMS * _WORLDS) + 1)
+    batches = range(1, trials // (len(_ALGORITHMS) * len(_WORLDS)) + 1)
     models = "\n".join(f"  - {{name: mnist_cnn, batch_size: {batch}}}" for batch in batches)
-    driver = Driver(folder, _SWEEP.format(models=models))
+    lists = {"algorithms": f"[{', '.join(_ALGORITHMS)}]", "worlds": _WORLDS, "models": models}
+    driver = Driver(folder, _SWEEP.format(**lists))
     began = time.monotonic()
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
@@ -107,6 +108,7 @@ def _used(pid: int, driver: Driver) -> dict[str, int]:
 
 
 def _misses(facts: dict[str, Any], trials: int) -> list[str]:
+    """Returns a sentence for each bar that was missed."""
     misses = [f"left: {trace}" for trace in facts["left"]]
     if facts["status"] != 0 or facts["records"] != {"ok": trials}:
         misses.append(f"status {facts['status']}, records {facts['records']}: {facts['output']}")

@@ -195,13 +195,14 @@ bool Group::advance(const OpPtr& op) {
 
 void Group::fail(std::exception_ptr error, bool tell) {
   if (error_ || closed_) return;
+  error = explained(error);
+  if (error_) return;  // a report that `explained` has read was the better error
   std::string progress;
   if (!queue_.empty()) {
     const Op& op = *queue_.front();
     if (op.state().stage < op.state().stages.size())
       progress = op.state().stages[op.state().stage]->status() + "; ";
   }
-  error = explained(error);
   error_ = error;
   suspicion_ = nullptr;
   std::deque<OpPtr> ending;

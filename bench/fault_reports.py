@@ -128,7 +128,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What the ranks that did not meet a fault did.
+    """Reports of the ranks that did not meet a fault.
 
     Attributes:
         texts: their errors; None for a rank that trained to the end.
@@ -144,7 +144,7 @@ class Observation:
 
     @property
     def names(self) -> list[str]:
-        """What all texts name: the rank, the operation."""
+        """Returns which of rank and operation all texts name."""
         # Horovod's "allreduce, allgather or broadcast" is a list of all that there are.
         patterns = {"rank": rf"rank {VICTIM}\b", "operation": "all_?reduce(?!, allgather)"}
         return [

@@ -44,10 +44,10 @@ def check() -> None:
 
 if __name__ == "__main__":
     use_own_environment()
+    check()
     from dear_bench import interruptible
 
     with interruptible():
-        check()
         from common.harness.cli import main
 
         sys.exit(main(sys.argv[1:]))

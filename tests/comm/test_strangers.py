@@ -180,6 +180,10 @@ _START = torch.eye(64)
 _group: Any = None
 
 
+def _joins() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
 def _meets(go: Path) -> tuple[str, int]:
     """Makes the group that strangers will try, whose rank 1 comes late."""
     global _group
@@ -242,6 +246,7 @@ def _trains(stop: Path) -> dict[str, Any]:
 def _read(ranks: RankPool, folder: Path) -> Iterator[Door]:
     """Lets the ranks make a group, and yields what its notes in the store say."""
     go = folder / "go"
+    ranks.run(_joins)  # the note of the ranks' first group is gone then
     for pipe in ranks.pipes.values():
         pipe.send((_meets, (go,)))
     until = time.monotonic() + WAIT_S

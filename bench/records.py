@@ -3,7 +3,7 @@
 
   python bench/records.py                 # make records: all of them, one after the other
   python bench/records.py quick peer      # make records ONLY="quick peer"
-  python bench/records.py --plan          # list what would be made, and how long that takes
+  python bench/records.py --plan          # list what would be made: minutes, memory of sweeps
   python bench/records.py --check         # list the problems of each record, make nothing
 
 A record is a folder with the results of one sweep or of some commands. Records are made in
@@ -33,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import program
 from common.harness.experiment_file import load
+from common.harness.running.fabric import memory_bytes
 from common.harness.trial import Trial, identity
-from common.machine import machine_card
+from common.machine import available_bytes, gib, machine_card
 from common.paths import ROOT
 from common.results import readme, store
 from common.results.committed import catalogue
@@ -88,23 +89,36 @@ def _print_plan(chosen: dict[str, Recipe]) -> None:
     whole = 0.0
     for name, recipe in chosen.items():
         what = f"configs/experiments/{recipe.sweep}.yaml" if recipe.sweep else "commands"
-        missing = _missing(recipe)
-        note = f"; needs {', '.join(missing)}, which is not set" if missing else ""
+        obstacle = _obstacle(recipe)
+        note = f"; left out: {obstacle}" if obstacle else ""
         took = (catalogue.manifest(name) or {}).get("duration_s")
         minutes = took / 60 if took else recipe.minutes
         whole += minutes
-        print(f"{name:18} {'took' if took else 'about':5} {minutes:3.0f} min  {what}{note}")
+        memory = gib(_memory_bytes(recipe)) if recipe.sweep else ""
+        begin = f"{name:20} {'took' if took else 'about':5} {minutes:3.0f} min {memory:>9}"
+        print(f"{begin}  {what}{note}")
     print(f"{len(chosen)} records, about {whole / 60:.1f} hours on two cores", flush=True)
 
 
-def _missing(recipe: Recipe) -> list[str]:
-    return [variable for variable in recipe.needs if variable not in os.environ]
+def _obstacle(recipe: Recipe) -> str | None:
+    """Returns why the record cannot be made here, or None."""
+    if unset := [variable for variable in recipe.needs if variable not in os.environ]:
+        return f"set {', '.join(unset)} first"
+    needed = _memory_bytes(recipe)
+    if needed > (available := available_bytes()):
+        return f"it needs {gib(needed)} of memory, and {gib(available)} are available"
+    return None
+
+
+def _memory_bytes(recipe: Recipe) -> int:
+    """Returns the bytes of memory of a sweep's largest trial; 0 for commands."""
+    return max(map(memory_bytes, todays_trials(recipe, [])), default=0) if recipe.sweep else 0
 
 
 def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER) -> bool:
     """Makes a record and puts it in place; returns False after a failure."""
-    if missing := _missing(recipe):
-        print(f"{name}: set {', '.join(missing)} first", file=sys.stderr)
+    if obstacle := _obstacle(recipe):
+        print(f"{name}: left out: {obstacle}", file=sys.stderr)
         return False
     print(f"{name}: begins", flush=True)
     work = ROOT / "build" / "records" / f"{name}-{commit}"

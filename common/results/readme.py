@@ -9,6 +9,7 @@ A place is a comment in the Markdown that says what follows, for a record NAME (
     <!-- figure of NAME: FILE | WHAT IT SHOWS -->     with a caption
     <!-- withdrawn records -->     the withdrawn (outdated) records, with the reasons
     <!-- claims of SYSTEM -->      the table of a system of claims.yaml; of `all`: counts of words
+    <!-- findings of records -->   the sentences of findings.yaml
 
 The generated text ends at `<!-- end -->`. A number in a sentence is followed by its source, as in
 `1.84<!-- delayed: speedup of dadt, bert -->`: the record, the field, and words that choose the row;
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.paths import ROOT
-from common.results.committed import catalogue, claims
+from common.results.committed import catalogue, claims, findings
 from common.results.committed.captions import caption
 from common.results.committed.pages import with_block
 from common.results.learning.summary import LearnRow
@@ -42,13 +43,15 @@ from common.results.timed.rows import Row
 from dear.errors import UserError
 
 _BLOCK = re.compile(
-    r"(?P<head><!-- (?P<kind>standing|table|output|figure|claims) of (?P<name>[\w-]+)"
+    r"(?P<head><!-- (?P<kind>standing|table|output|figure|claims|findings) of (?P<name>[\w-]+)"
     r"(?:: (?P<what>[^>]+?))? -->\n)(?P<body>.*?)(?P<end><!-- end -->)",
     re.DOTALL,
 )
 _NUMBER = re.compile(
     r"(?:~~)?(?P<value>[-+0-9.,e]+%?)(?:~~)?(?P<from><!-- (?P<name>[\w-]+): (?P<what>[^>]+?) -->)"
 )
+_MANY = ("claims", "findings")
+"""Kinds of places with several records, whose origins they name themselves."""
 _LIST = "withdrawn records"
 _LINK = re.compile(r"\]\([^)]*?records/(?P<name>[\w-]+)")
 _QUERY = re.compile(r"(?P<field>\w+) of (?P<words>.+?)(?: as (?P<form>\S+))?$")
@@ -87,6 +90,8 @@ def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
         kind, name = match["kind"], match["name"]
         if kind == "claims":
             body = claims.section(name, place, folder)
+        elif kind == "findings":
+            body = findings.section(place, folder)
         elif name in withdrawn:
             body = ""
         elif kind == "standing":
@@ -147,7 +152,7 @@ def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
 def places(text: str) -> list[Place]:
     """Returns all places of a text that show one record, numbers included."""
     blocks = [Place(match["kind"], match["name"], match["what"]) for match in _BLOCK.finditer(text)]
-    return [block for block in blocks if block.kind != "claims"] + [
+    return [block for block in blocks if block.kind not in _MANY] + [
         Place("number", match["name"], match["what"]) for match in _NUMBER.finditer(text)
     ]
 

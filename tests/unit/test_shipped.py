@@ -360,6 +360,7 @@ def test_small_evidence_is_a_part_of_the_record_and_large_evidence_is_kept_apart
 ):
     monkeypatch.setattr(maker, "ROOT", tmp_path)
     monkeypatch.setattr(maker, "machine_card", lambda: {"commit": HEAD})
+    monkeypatch.setattr(maker, "todays_trials", lambda recipe, records: [])
     clock = iter([100.0, 220.0])
     monkeypatch.setattr(maker.time, "monotonic", lambda: next(clock))
 
@@ -389,5 +390,21 @@ def test_records_are_made_from_a_clean_commit_only(monkeypatch, capsys):
         maker.main(["quick"])
     with pytest.raises(UserError, match="unknown record 'quack'"):
         maker.main(["quack"])
-    assert maker.main(["--plan", "quick", "peer"]) == 0
-    assert "2 records, about" in capsys.readouterr().out
+
+
+def test_the_plan_says_what_cannot_be_made_here(monkeypatch, capsys):
+    monkeypatch.delenv("PEER", raising=False)
+    monkeypatch.setattr(maker, "available_bytes", lambda: 1 << 30)
+    assert maker.main(["--plan", "quick", "merging-8", "peer"]) == 0
+    quick, merging, peer, total = capsys.readouterr().out.splitlines()
+    assert "0.5 GiB" in quick and "left out" not in quick
+    assert re.search(r"it needs \d\.\d GiB of memory, and 1\.0 GiB are available$", merging)
+    assert peer.endswith("left out: set PEER first") and total.startswith("3 records, about")
+
+
+def test_a_record_that_does_not_fit_is_left_out(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(maker, "available_bytes", lambda: 1 << 30)
+    recipe = catalogue.recipes()["merging-8"]
+    assert not maker.make("merging-8", recipe, "0123456789ab", tmp_path)
+    assert "merging-8: left out: it needs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

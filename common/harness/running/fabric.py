@@ -38,7 +38,7 @@ from common.harness.running.record import samples_per_s
 from common.harness.trial import Briefing, Trial
 from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher
-from common.machine import check_memory
+from common.machine import check_memory, ranks_bytes
 from common.machine.cgroups import usable_cores
 from common.models.registry import is_replay, model_entry, profile_of
 from common.results.records import REAL, FabricFacts, Result
@@ -332,28 +332,36 @@ def check_fit(trials: Sequence[Trial]) -> None:
 
 
 def misfit(trial: Trial) -> str | None:
-    """Returns the reason why the ranks of a trial on virtual hosts do not fit into memory, or None.
-
-    For a model that computes, only the size of the processes is counted: the size of the model is
-    not known before it is built.
-    """
+    """Returns the reason why the ranks of a trial on virtual hosts need more memory, or None."""
     if trial.hosts is None or trial.ranks_per_host is None:
         return None
-    size = 0
-    if is_replay(trial.model):
-        profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
-        size = profile.parameter_bytes
+    size, copies = _held(trial)
     try:
         check_memory(
-            size,
-            hosts=trial.hosts,
-            ranks_per_host=trial.ranks_per_host,
-            # A delayed algorithm holds the gradients of several steps.
-            optimizer_copies=trial.optimizer.state_copies + trial.options.staleness(),
+            size, hosts=trial.hosts, ranks_per_host=trial.ranks_per_host, optimizer_copies=copies
         )
     except UserError as error:
         return str(error)
     return None
+
+
+def memory_bytes(trial: Trial) -> int:
+    """Returns the bytes of memory that all ranks of a trial on this machine need together."""
+    return ranks_bytes(_held(trial)[0], trial.world_size, _held(trial)[1])
+
+
+def _held(trial: Trial) -> tuple[int, int]:
+    """Returns the bytes of a rank's parameters, and how many more copies of them it holds.
+
+    For a model that computes, only the size of the processes is counted: the size of the model is
+    not known before it is built.
+    """
+    size = 0
+    if is_replay(trial.model):
+        profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
+        size = profile.parameter_bytes
+    # A delayed algorithm holds the gradients of several steps.
+    return size, trial.optimizer.state_copies + trial.options.staleness()
 
 
 def launcher_for(

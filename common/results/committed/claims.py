@@ -8,10 +8,8 @@ the word of a row is computed. `common/results/readme.py` puts the tables into t
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,7 +19,7 @@ import yaml
 from common.paths import CONFIGS
 from common.results import stats
 from common.results.committed import catalogue
-from common.results.committed.ratios import Figure, Source, figure, missing
+from common.results.committed.ratios import Figure, Source, figure, missing, origins
 from common.results.tables.table import markdown
 from dear.errors import UserError, one_of
 from dear.options import build_options
@@ -170,7 +168,9 @@ def section(system: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
             lines.append(["", f"... if {source.what}", "", "", _cell(source, folder), word])
     table = markdown(lines, [True, False, False, False, False, False], padded=False)
     notes = "".join(f"{number}. {_note(claim)}\n" for number, claim in enumerate(listed, 1))
-    return f"{table}\n{notes}\n{_records(listed, place, folder)}\n"
+    used = [source for claim in listed for source in claim.sources]
+    names = [source.record for source in used if not missing(source, folder)]
+    return f"{table}\n{notes}\n{origins(names, place, folder)}\n"
 
 
 def _cell(source: Source | None, folder: Path) -> str:
@@ -186,22 +186,6 @@ def _note(claim: Claim) -> str:
         if source is not None and source.what:
             parts.append(f"{kind}: {source.what}.")
     return " ".join([*parts, claim.why]).rstrip()
-
-
-def _records(listed: Iterable[Claim], place: Path, folder: Path) -> str:
-    """Returns a sentence about the origin of the shown records."""
-    names = dict.fromkeys(
-        source.record for claim in listed for source in claim.sources if not missing(source, folder)
-    )
-    texts = []
-    for name in names:
-        manifest = catalogue.manifest(name, folder)
-        if manifest is None:
-            raise UserError(f"claims.yaml: {name} was not made by `make records`")
-        way = Path(os.path.relpath((folder / name).resolve(), place.resolve())).as_posix()
-        started, commit = manifest["started"][:10], manifest["commit"]
-        texts.append(f"[{name}]({way}) ({started}, commit {commit})")
-    return f"*Records: {', '.join(texts)}.*" if texts else "*No record yet.*"
 
 
 def _tally(folder: Path) -> str:

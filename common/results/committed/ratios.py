@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -122,6 +123,19 @@ class Case:
 def missing(source: Source, folder: Path = catalogue.FOLDER) -> bool:
     """Returns True if the record is withdrawn or was not made yet."""
     return source.record in catalogue.withdrawn(folder) or not (folder / source.record).is_dir()
+
+
+def origins(names: Iterable[str], place: Path, folder: Path = catalogue.FOLDER) -> str:
+    """Returns a sentence about the records `names`, for a page in the folder `place`."""
+    texts = []
+    for name in dict.fromkeys(names):
+        manifest = catalogue.manifest(name, folder)
+        if manifest is None:
+            raise UserError(f"{name} was not made by `make records`")
+        way = Path(os.path.relpath((folder / name).resolve(), place.resolve())).as_posix()
+        started, commit = manifest["started"][:10], manifest["commit"]
+        texts.append(f"[{name}]({way}) ({started}, commit {commit})")
+    return f"*Records: {', '.join(texts)}.*" if texts else "*No record yet.*"
 
 
 def cases(source: Source, folder: Path) -> list[Case]:

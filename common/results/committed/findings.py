@@ -1,0 +1,120 @@
+"""Findings of this project for the top of a page: sentences whose figures come from records.
+
+`configs/published/findings.yaml` has the sentences. `{name}` in a sentence is a figure: a ratio of
+rows of a record, or a number that a file of a record has. Each ratio names what the sentence
+claims of it. `common/results/readme.py` puts the list into the page, and fails if a record was made
+again and no longer bears a sentence out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from common.paths import CONFIGS
+from common.results.committed import catalogue
+from common.results.committed.claims import Claim
+from common.results.committed.ratios import Source, figure, origins
+from dear.errors import UserError
+from dear.options import build_options
+
+PATH = CONFIGS / "published" / "findings.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Ratio in a sentence."""
+
+    name: str
+    holds: str
+    """Values that the sentence allows for the whole interval, in a form of `Claimed.of`."""
+    rows: Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quote:
+    """Number in a sentence, as a file of a record has it."""
+
+    name: str
+    record: str
+    file: str
+    pattern: str
+    """Regular expression that matches once in the file; its group is the number."""
+
+    def text(self, folder: Path) -> str:
+        """Returns the number.
+
+        Raises:
+            UserError: the record is withdrawn, or the file does not have the number exactly once.
+        """
+        if self.record in catalogue.withdrawn(folder):
+            raise UserError(f"findings.yaml: {self.record} is withdrawn: drop {self.pattern!r}")
+        written = (folder / self.record / self.file).read_text(encoding="utf-8")
+        matches = re.findall(self.pattern, written)
+        if len(matches) != 1:
+            places = f"{len(matches)} places of {self.record}/{self.file}"
+            raise UserError(f"findings.yaml: {places} match {self.pattern!r}")
+        return str(matches[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Entry of findings.yaml."""
+
+    finding: str
+    limit: str
+    """Sentence: where the finding ends."""
+    ratios: tuple[Ratio, ...] = ()
+    quotes: tuple[Quote, ...] = ()
+
+    def text(self, folder: Path) -> str:
+        """Returns the sentences with their figures.
+
+        Raises:
+            UserError: a record is missing or withdrawn, a figure is in doubt, or it is not what its
+                sentence claims.
+        """
+        texts = {quote.name: quote.text(folder) for quote in self.quotes}
+        for ratio in self.ratios:
+            known = figure(ratio.rows, folder)
+            claim = Claim(claim=ratio.name, claimed=ratio.holds, within=0, setting="", source="")
+            if known is None or claim.word(known) != "agrees":
+                shown = "no figure" if known is None else known.text
+                raise UserError(
+                    f"findings.yaml: {{{ratio.name}}} of {ratio.rows.record} is {shown}, not "
+                    f"{ratio.holds}: rewrite {self.finding!r}"
+                )
+            # The sentence says which model has the largest ratio, if it matters.
+            texts[ratio.name] = replace(known, of="").text
+        try:
+            return f"{self.finding} {self.limit}".format_map(texts)
+        except KeyError as error:
+            raise UserError(f"findings.yaml: {self.finding!r} has no figure {error}") from None
+
+    @property
+    def records(self) -> list[str]:
+        ratios = [ratio.rows.record for ratio in self.ratios]
+        return ratios + [quote.record for quote in self.quotes]
+
+
+def findings(path: Path = PATH) -> list[Finding]:
+    """Reads all findings; raises `UserError` for an entry that is not valid."""
+    listed = yaml.safe_load(path.read_bytes())
+    return [build_options(Finding, entry, "key of a finding") for entry in listed]
+
+
+def section(place: Path, folder: Path = catalogue.FOLDER) -> str:
+    """Returns the list of findings, with their records, for a page in the folder `place`."""
+    return written(findings(), place, folder)
+
+
+def written(listed: Iterable[Finding], place: Path, folder: Path) -> str:
+    """Returns the sentences of `listed`, numbered, and a sentence about their records."""
+    listed = list(listed)
+    lines = [f"{number}. {each.text(folder)}\n" for number, each in enumerate(listed, 1)]
+    names = [name for each in listed for name in each.records]
+    return f"{''.join(lines)}\n{origins(names, place, folder)}\n"

@@ -1,0 +1,62 @@
+"""Findings on top of the README: sentences that their records bear out, or an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.results import readme
+from common.results.committed import catalogue, findings
+from common.results.committed.findings import Finding, Quote, Ratio
+from common.results.committed.ratios import Source
+from dear.errors import UserError
+from tests.unit.test_claims import COMPUTED, PREDICTED, ROWS, shelf
+
+M = Source(**PREDICTED, model="m")
+
+
+def finding(holds: str = "at least 1.1", rows: Source = M, **more: object) -> Finding:
+    given = {"finding": "DeAR is {ratio} times as fast.", "limit": "Only here."}
+    return Finding(**(given | {"ratios": (Ratio(name="ratio", holds=holds, rows=rows),)} | more))
+
+
+def test_a_sentence_has_its_figure_and_its_record(tmp_path):
+    text = findings.written([finding()], tmp_path, shelf(tmp_path, ROWS))
+    assert text.startswith("1. DeAR is 1.20 (1.20 to 1.20) times as fast. Only here.\n\n")
+    assert f"[{COMPUTED}]({COMPUTED}) (2026-01-02, commit 0123456789ab)" in text
+
+
+@pytest.mark.parametrize("holds", ["at least 1.21", "below 1.19", "1.3 to 2"])
+def test_a_figure_that_does_not_bear_its_sentence_out_is_an_error(tmp_path, holds):
+    with pytest.raises(UserError, match=f"is 1.20 .*, not {holds}: rewrite"):
+        finding(holds).text(shelf(tmp_path, ROWS))
+
+
+def test_so_is_one_of_a_withdrawn_record(tmp_path):
+    folder = shelf(tmp_path, ROWS)
+    (folder / catalogue.WITHDRAWN).write_text(f"{COMPUTED}: It is old.\n")
+    with pytest.raises(UserError, match=r"no figure, not at least 1.1"):
+        finding().text(folder)
+    text = Quote(name="n", record=COMPUTED, file="t", pattern="x")
+    with pytest.raises(UserError, match=f"{COMPUTED} is withdrawn"):
+        text.text(folder)
+
+
+def test_a_sentence_needs_each_figure_that_it_shows(tmp_path):
+    with pytest.raises(UserError, match="has no figure 'other'"):
+        finding(finding="It is {other}.").text(shelf(tmp_path, ROWS))
+
+
+def test_a_quoted_number_is_in_its_file_once(tmp_path):
+    folder = shelf(tmp_path, ROWS)
+    (folder / COMPUTED / "t").write_text("in 31 of 32 settings, in 5 of 6 places")
+    quote = Quote(name="n", record=COMPUTED, file="t", pattern=r"(\d+ of \d+) settings")
+    assert finding(finding="{n}: {ratio}.", quotes=(quote,)).text(folder).startswith("31 of 32")
+    for pattern, places in ((r"in (\d+)", 2), ("(nowhere)", 0)):
+        with pytest.raises(UserError, match=f"{places} places of {COMPUTED}/t match"):
+            Quote(name="n", record=COMPUTED, file="t", pattern=pattern).text(folder)
+
+
+def test_the_readme_has_what_is_listed():
+    page = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    assert findings.section(readme.ROOT) in page
+    assert len(findings.findings()) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -107,7 +108,7 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, or `model.named_parameters()`. Ranks may have them in
-            different orders and memory formats.
+            different orders and memory formats. Sharded parameters (of `fsdp`) stay as they are.
 
     Raises:
         UserError: on all ranks, if a rank lacks a name or has another shape or dtype for it.
@@ -115,6 +116,7 @@ def broadcast_parameters(
     communicator = runtime.communicator()
     items = params.items() if isinstance(params, Mapping) else params
     named = [(name, value) for name, value in items if torch.is_tensor(value)]
+    named = [(name, value) for name, value in named if not _in_parts(value)]
     everyone = tables(described(named), communicator)
     with torch.no_grad():
         if everyone:
@@ -127,6 +129,12 @@ def broadcast_parameters(
         ]
         for work in works:
             work.wait()
+
+
+def _in_parts(value: torch.Tensor) -> bool:
+    # torch takes a second to import DTensor. A script that has not imported it has no such tensor.
+    sharded = sys.modules.get("torch.distributed.tensor")
+    return sharded is not None and isinstance(value, sharded.DTensor)
 
 
 def _broadcast_by_name(

@@ -74,6 +74,23 @@ def test_ranks_hold_parts_and_give_back_the_whole(stage: int) -> None:
     assert classes == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
 
 
+@pytest.mark.parametrize("root", [0, 1])
+@on_ranks(2)
+def test_a_broadcast_leaves_sharded_parameters_as_they_are(root: int) -> None:
+    model = make_model()
+    model.register_buffer("count", torch.tensor([dear.rank()]))
+    optimizer = wrap(make_sgd(model), model, "fsdp", **_LAYERS)
+    steps(model, optimizer, mine(), range(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    dear.broadcast_parameters(model.named_parameters(), root_rank=root)
+    dear.broadcast_parameters([*model.named_parameters(), *model.named_buffers()], root_rank=root)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    after = model.state_dict()
+    assert after.pop("count").item() == root  # a buffer is whole on every rank
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    optimizer.close()
+
+
 @on_ranks(2)
 def test_units_are_told_with_what_is_freed_between_the_passes() -> None:
     model = Tied()

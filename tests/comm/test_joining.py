@@ -93,8 +93,8 @@ def test_a_neighbour_who_does_not_join_in_time_is_named_with_its_host(tmp_path: 
         texts = ranks.run(_around_one_who_does_not_come, tmp_path)
     for rank in (1, 2):
         who = r"rank 0 \(host \S+, 127\.0\.0\.1:\d+\)"
-        said = rf"{who} has not joined the group of ranks 0, {rank}: .*timeout"
-        assert re.match(said, texts[rank]), texts
+        pattern = rf"{who} has not joined the group of ranks 0, {rank}: .*timeout"
+        assert re.match(pattern, texts[rank]), texts
 
 
 def _with_few_descriptors(spare: int) -> str:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
 
+from dear.comm import runtime
+from dear.comm.peers import Peers
 from tests.comm.operations import me
 from tests.comm.worlds import pool
 from tests.ranks import RankPool
@@ -63,6 +69,32 @@ def test_who_cannot_join_says_why_to_the_others(wrong: int):
             assert ranks.run(_joins, Sets(-1, "", "")) == [""] * 3  # the next time all can
     finally:
         ranks.close()
+
+
+def _around_one_who_does_not_come(folder: Path) -> str:
+    """Rank 0 does not join before the others have given up; returns their error."""
+    rank, n = me()
+    if rank == 0:
+        while not all((folder / str(other)).exists() for other in range(1, n)):
+            time.sleep(0.01)
+        return "not asked"
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=1))
+    try:
+        Peers(runtime.communicator(), nx.DiGraph([(0, 1), (0, 2)]), apart=True)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        (folder / str(rank)).touch()
+    return "no error"
+
+
+def test_a_neighbour_who_does_not_join_in_time_is_named_with_its_host(tmp_path: Path):
+    with pool("tcp3") as ranks:
+        texts = ranks.run(_around_one_who_does_not_come, tmp_path)
+    for rank in (1, 2):
+        who = r"rank 0 \(host \S+, 127\.0\.0\.1:\d+\)"
+        pattern = rf"{who} has not joined the group of ranks 0, {rank}: .*timeout"
+        assert re.match(pattern, texts[rank]), texts
 
 
 def _with_few_descriptors(spare: int) -> str:

@@ -393,6 +393,18 @@ def wait() -> None:
         time.sleep(LIMIT_S)
 
 
+def what_a_killed_program_left_is_cleared() -> None:
+    # What it starts on a host may find the host gone, and says so.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, __file__, "wait"], **pipes) as killed:
+        assert killed.stdout is not None and killed.stdout.readline() == "ready\n"
+        killed.kill()
+    with EmulatedCluster(hosts=2, profile=network_profile("100mbit")) as cluster:
+        assert output(cluster.hosts[1], ["hostname"]) == "h1\n"
+    assert links() == ["lo"]
+    assert not list(Path("/dev/shm").glob("virtual-hosts-*"))
+
+
 def fail() -> None:
     with EmulatedCluster(hosts=2, profile=network_profile("100mbit")) as cluster:
         subprocess.Popen(cluster.hosts[0].command(["sleep", "1000"]))

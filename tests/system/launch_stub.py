@@ -34,7 +34,10 @@ class StubJob(Job):
 
 
 def stub_job(folder: Path, mode: str, *, world_size: int, timeout_s: float = 200.0) -> StubJob:
-    """`mode` is ok, or what rank 1 does: kill, exit; or hang: all of them do."""
+    """`mode` is ok, or what rank 1 does: kill, exit, stop; or hang: all of them do.
+
+    All others hang, too, except beside one that stops.
+    """
     folder.mkdir(exist_ok=True)
     if not (folder / "trial.json").exists():
         (folder / "trial.json").write_text("{}")
@@ -69,12 +72,15 @@ def main(folder: Path, repeat: str) -> int:
             time.sleep(0.05)
         if mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if mode == "exit":
             return 7
-    if mode != "ok":
+    if mode not in ("ok", "stop"):
         time.sleep(10_000)
     if facts.rank == 0:
         _write(folder / f"repeat-{repeat}.json", {"started_by": facts.launcher})
+    (folder / f"phase-{repeat}-rank{facts.rank}").write_text(f"{os.getpid()} done")
     return 0
 
 

@@ -221,6 +221,7 @@ def run_program(outside, user, name):
 HOSTS = "hosts_have_names_addresses_and_memory_of_their_own"
 QUICK = [
     *(("me", HOSTS), ("nobody", HOSTS), ("me", "the_switch_delays")),
+    ("me", "what_a_killed_program_left_is_cleared"),
     ("me", "what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one"),
     *(("me", "a_transfer_tells_what_a_byte_costs"), ("me", "what_is_urgent_has_the_link_first")),
 ]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.emulation import sandbox
 from common.launch.job import Outcome
-from tests.faults import report
+from tests.faults import rank, report
 from tests.faults.__main__ import run
 from tests.faults.drawing import Fault, draw, trained
-from tests.faults.jobs import Seen
+from tests.faults.jobs import LIMITS_S, Seen
 from tests.faults.judge import misses, slowest_report_s
 from tests.faults.kinds import KINDS
 
@@ -106,6 +107,28 @@ def test_algorithms_that_promise_to_go_on_must_do_so():
     assert any("ended as ok, expected failed" in miss for miss in misses(without_rank_0, seen))
     lost = dataclasses.replace(seen, outcome=Outcome.of("failed", "rank 0 was killed", 0))
     assert list(misses(without_rank_0, lost)) == []
+
+
+@pytest.mark.parametrize("kind", ["endless", "stopped"])
+def test_ranks_at_their_own_pace_outlast_the_job_only_where_it_is_endless(
+    kind, tmp_path, monkeypatch
+):
+    communicator, budgets = SimpleNamespace(barrier=int), []
+
+    def run_for(budget_s, step, given):
+        budgets.append(budget_s)
+        return SimpleNamespace(steps=3)
+
+    monkeypatch.setattr(rank, "run_for", run_for)
+    monkeypatch.setattr(rank.worker, "join", lambda *_: None)
+    monkeypatch.setattr(rank.runtime, "communicator", lambda: communicator)
+    monkeypatch.setattr(rank, "_steps", lambda *_: (int, lambda: {"lost": []}, int))
+    fault = dataclasses.replace(FAULT, kind=kind, program="asyncddp")
+    fault.save(tmp_path)
+    trial, briefing = SimpleNamespace(own_pace=True), SimpleNamespace(folder=tmp_path)
+    assert rank._body(trial, briefing, 0, print) == rank.Trained(3, [])
+    job_s = LIMITS_S["endless"][1]
+    assert [budget_s > job_s for budget_s in budgets] == [kind == "endless"]
 
 
 def test_somebody_names_a_rank_that_answers_no_more():

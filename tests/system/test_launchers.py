@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from common.harness.running.fabric import WORKER
+from common.launch import job as launch_job
 from common.launch.job import Job, make_launcher
 from common.launch.local import LocalLauncher
 from common.results.records import Record
@@ -198,6 +200,16 @@ def test_what_ranks_of_a_killed_driver_have_told_each_other_is_forgotten(tmp_pat
     outcome = LocalLauncher().run(job)
     assert outcome.status == "ok", outcome.error
     assert not any(place(tmp_path, rank)["store"] for rank in range(2))
+
+
+def test_a_job_that_may_lose_ranks_ends_without_one_that_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_job, "LEFT_S", 0.1)
+    stub_job(tmp_path, "stop", world_size=2)
+    stub = "tests.system.launch_stub"
+    job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60, worker_module=stub)
+    outcome = LocalLauncher().run(dataclasses.replace(job, may_lose_ranks=True))
+    assert (outcome.status, outcome.error) == ("ok", None)
+    assert outcome.result["lost_ranks"] == [1]
 
 
 @pytest.mark.full

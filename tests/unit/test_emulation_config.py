@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,6 +126,46 @@ def test_lost_packets_are_waited_for_in_emulated_time():
         "congctl cubic rto_min 1600ms"
     )
     assert network.route_command("eth0", "10.78.0.2", "cubic", 1).endswith(" rto_min 200ms")
+
+
+@pytest.fixture
+def left(tmp_path, monkeypatch):
+    """`left(*pids)` writes host tables of these processes, and returns the folder."""
+
+    def write(*pids: int) -> Path:
+        for pid in pids:
+            (tmp_path / f"virtual-hosts-{pid}.json").write_text("{}")
+        return tmp_path
+
+    monkeypatch.setattr(network, "_TABLES", tmp_path)
+    monkeypatch.setattr(network, "time", SimpleNamespace(sleep=lambda _: None))
+    return write
+
+
+DEAD = (1 << 22) + 1  # Linux gives no process a higher number than 1 << 22
+
+
+@pytest.mark.parametrize("refusals", [0, 2, 1000])
+def test_what_a_killed_program_left_is_cleared_or_the_last_try_raises(left, refusals, monkeypatch):
+    tables, tries = left(DEAD), []
+
+    def remove(devices):
+        tries.append(devices)
+        if len(tries) <= refusals:
+            raise RuntimeError("ip -batch: Cannot find device")
+
+    monkeypatch.setattr(network, "remove", remove)
+    with pytest.raises(RuntimeError, match="find device") if refusals > 2 else nullcontext():
+        network.clear(["br0", "p0"])
+    assert tries == [["br0", "p0"]] * (network._TRIES if refusals > 2 else refusals + 1)
+    assert not list(tables.iterdir())
+
+
+def test_devices_of_another_cluster_that_exists_are_not_cleared(left, monkeypatch):
+    monkeypatch.setattr(network, "remove", lambda devices: pytest.fail(f"removed {devices}"))
+    tables = left(DEAD, os.getpid())
+    network.clear(["br0", "p0"])
+    assert [path.name for path in tables.iterdir()] == [f"virtual-hosts-{os.getpid()}.json"]
 
 
 def test_a_link_carries_less_payload_than_its_rate_and_less_of_it_where_it_is_scaled():

@@ -188,6 +188,37 @@ void peer_leaves() {
   }
 }
 
+// While rank 0 fails for the loss of rank 1, it reads why that rank has failed. Its operations end
+// for that reason, those in flight and later ones.
+void keeps_the_better_error() {
+  bool heard = false;
+  for (int tries = 0; !heard && tries < 50; ++tries) {  // the report may arrive too late
+    std::latch busy(1), reported(1);
+    run_ranks(wired({"tcp", 1}, 2), [&](Rank& rank) {
+      Group& group = *rank.channels[0];
+      expect_sum(group);
+      if (rank.rank == 1) {
+        busy.wait();
+        group.abort("enough of it");
+        reported.count_down();
+        return;
+      }
+      Data data, later;
+      const OpPtr op = all_reduce(group, data, 400);
+      rank.engine->call([&] {  // so that the engine does not read the report before
+        busy.count_down();
+        reported.wait();
+        group.fail(std::make_exception_ptr(PeerLostError("lost rank 1")), true);
+      });
+      heard = is<AbortedError>(op->error());
+      expect_text(error_of(op), heard ? "enough of it" : "lost rank 1");
+      expect_text(error_of(all_reduce(group, later, 400)), message_of(group.error()));
+      expect(is<AbortedError>(group.error()) == heard, message_of(group.error()));
+    });
+  }
+  expect(heard, "rank 0 has never read the report in time");
+}
+
 // Unauthorised connections to rank 1, while the ranks work.
 void strangers() {
   World world = wired({"tcp", 1}, 2);
@@ -407,6 +438,7 @@ int main(int argc, char** argv) {
                     {"closes under way", closes_under_way},
                     {"dropped under way", dropped_under_way},
                     {"peer leaves", peer_leaves},
+                    {"better error", keeps_the_better_error},
                     {"strangers", strangers},
                     {"many groups", many_groups_each_rank_in_its_own_order},
                     {"held up", who_was_held_up_comes_again},

@@ -173,6 +173,24 @@ void times_out() {
   });
 }
 
+// A caller that hears of a time limit may destroy its group at once. The peer hears the reason all
+// the same.
+void times_out_and_leaves() {
+  for (int round = 0; round < 20; ++round) {
+    run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
+      Group& group = *rank.channels[0];
+      std::vector<char> data;
+      if (rank.rank == 0) {
+        const OpPtr op = receive(group, data, 1, 3, 16, 0.02);
+        while (!op->done()) std::this_thread::yield();
+        group.close();
+      } else {
+        expect_text(error_of(receive(group, data, -1, 3, 77)), "timed out");
+      }
+    });
+  }
+}
+
 // Messages that a rank sent before it left still arrive; later operations with it fail at once.
 void sender_leaves() {
   for (size_t bytes : {size_t(16), size_t(100000)}) {
@@ -226,6 +244,7 @@ int main(int argc, char** argv) {
                     {"one tag in order", one_tag_in_order},
                     {"small ones overtake", small_ones_overtake},
                     {"times out", times_out},
+                    {"times out and leaves", times_out_and_leaves},
                     {"sender leaves", sender_leaves},
                     {"refused", refused}});
 }

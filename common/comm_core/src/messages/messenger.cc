@@ -278,8 +278,9 @@ double Messenger::next_deadline_s(double now_s) {
       const OpPtr late = op;
       const auto error = std::make_exception_ptr(
           TimeoutError(late->describe() + ": timed out waiting for " + whom));
-      finished(late, error);  // the errors of the other operations add their own names
-      group_.fail(error);
+      live_.remove(late);  // the errors of the other operations add their own names
+      group_.fail(error);  // before its caller hears of it, who may destroy this group at once
+      group_.complete(late, error);
       return kNever;
     }
     next = std::min(next, op->state().deadline_s);

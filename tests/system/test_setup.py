@@ -55,6 +55,7 @@ def test_a_failed_horovod_build_is_one_line_and_no_failure(tmp_path, bare_path):
         ("ModuleNotFoundError: No module named 'wheel'\n", "ModuleNotFoundError: No module named"),
         ("all is well\n", "no error in "),
     ],
+    ids=["two places", "many lines", "Python", "none"],  # a test's name is in its environment
 )
 def test_a_failed_build_names_its_first_error(tmp_path, log, cause):
     (tmp_path / "log").write_text(log)

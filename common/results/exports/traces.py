@@ -76,7 +76,8 @@ def _save(folder: Path, content: Event, traced: Sequence[RankSpans], ranks: int)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MERGED).write_text(json.dumps(content), encoding="utf-8")
     for rank in traced:
-        if rank.computes and rank.transfers:
+        computes = rank.layers or (rank.computes and rank.waits)  # phases contain untraced waits
+        if computes and rank.transfers:
             path = folder / KERNELS / f"rank{rank.number}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(kernels(rank, ranks)), encoding="utf-8")

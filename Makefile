@@ -11,6 +11,7 @@ CORE_TESTS := $(VENV)/comm-core-tests-built
 NOTEBOOKS := $(VENV)/notebooks-ready
 MUTANTS := $(VENV)/mutants-ready
 SITE := $(VENV)/site-ready
+READERS := $(VENV)/readers-ready
 CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
 # Each of them uses all cores.
@@ -52,7 +53,7 @@ first-table: $(READY) $(CORE)
 test: $(READY) $(CORE_TESTS) $(HOROVOD) lint
 	scripts/test.sh $(VENV)
 
-test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) $(MUTANTS) $(SITE) lint
+test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) $(MUTANTS) $(SITE) $(READERS) lint
 	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
@@ -132,6 +133,11 @@ $(MUTANTS): $(READY) tests/mutants/requirements.txt
 
 $(SITE): $(READY) docs/site/requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q -r docs/site/requirements.txt
+	touch $@
+
+# Of exported traces; only the tests need them.
+$(READERS): $(READY) tests/unit/requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -q -r tests/unit/requirements.txt
 	touch $@
 
 lint: $(READY)

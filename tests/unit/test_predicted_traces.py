@@ -12,6 +12,7 @@ import torch
 
 from common.harness.cli import main
 from common.results.exports import chakra, traces
+from common.results.exports.spans import aligned, joined
 from common.virtual.costs.parts import Shape
 from common.virtual.passes import UnmodelledError
 from common.virtual.training.run import predicted, traced
@@ -23,6 +24,7 @@ from dear.cost.event_model.events import Events
 from dear.cost.event_model.link import Link
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names
+from tests.unit.test_traces import analysed
 from tests.unit.test_virtual_world import setting
 
 TINY = ("mnist_cnn@rtx2080ti-modelled", 32)
@@ -99,6 +101,27 @@ def test_a_timeline_shows_the_predicted_step(name, tmp_path):
         assert work["update"] >= 1 and work["features.0"] == work["classifier.0"] == 2
     sent = [e for title, row in rows.items() if title.startswith("transfers") for e in row]
     assert len(sent) == 3 * step.messages
+
+
+@pytest.mark.full  # only `make test-all` installs the package
+@pytest.mark.parametrize("name", ["ddp", "dear", "wfbp", "fsdp", "hierarchical", "bytescheduler"])
+@pytest.mark.parametrize("model", [TINY, ("resnet50@rtx2080ti-modelled", 64)])
+def test_holistic_trace_analysis_tells_the_same_exposed_communication(name, model, tmp_path):
+    point = setting(*model, name, SHAPE, "10gbe")
+    step, trace = predicted(point), traced(point)
+    traces.write_predicted(trace, SHAPE.ranks, tmp_path)
+    (row,) = analysed(tmp_path)
+    idle_us, sent_alone_us = row["idle_time(us)"], row["non_compute_time(us)"]
+    exposed_us = pytest.approx(2e6 * step.exposed_s, rel=1e-4, abs=4)  # rounded kernel by kernel
+    assert idle_us + sent_alone_us == exposed_us
+    assert row["kernel_time(us)"] == pytest.approx(2e6 * step.step_s, abs=2)
+    (rank,), _ = aligned({"traces": [trace.to_json()], "time_scale": 1.0})
+    begin_us, end_us = rank.steps[1].start_us, rank.steps[2].end_us
+    sent_us = sum(
+        max(0.0, min(end, end_us) - max(start, begin_us)) for start, end in joined(rank.transfers)
+    )
+    hidden = 1 - 2e6 * step.exposed_s / sent_us
+    assert row["comp_comm_overlap_pctg"] == pytest.approx(100 * hidden, abs=0.1)
 
 
 def decoded(path):

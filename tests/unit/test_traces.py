@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,8 +114,27 @@ def test_what_the_training_waited_for_is_no_computation():
         (150000.0, 350000.0),
         (650000.0, 875000.0),
     ]
-    # Of 2 x 0.489 s on the wire 0.199 + 0.149 s were waited for.
-    assert rank.overlap == pytest.approx(1 - (0.199 + 0.149) / 0.978)
+
+
+def test_kernels_are_those_of_all_steps_but_the_first():
+    """A transfer that both steps share is cut at their border, and at the end of the last one."""
+    trace = phased()
+    late = [{**trace["collectives"][0], "finished_s": end} for end in (101.2, 104.0)]
+    (rank,), _ = aligned(told({**trace, "collectives": late}))
+    content = traces.kernels(rank, 4)
+    assert content["distributedInfo"] == {"rank": 0, "world_size": 4}
+    listed = [
+        (item["name"], item["args"]["stream"], item["ts"], item["ts"] + item["dur"])
+        for item in content["traceEvents"]
+    ]
+    assert listed == [
+        ("forward", 0, 500000, 650000),
+        ("backward", 0, 650000, 875000),
+        ("update", 0, 950000, 1000000),
+        ("ncclDevKernel_all_reduce", 10, 500000, 600000),
+        ("ncclDevKernel_all_reduce", 11, 500000, 1000000),
+    ]
+    assert {item["cat"] for item in content["traceEvents"]} == {"kernel"}
 
 
 def slices(events: Iterable[dict[str, Any]]) -> dict[Any, list[tuple[float, float]]]:
@@ -184,16 +208,87 @@ def sweep(tmp_path):
 def test_show_writes_a_file_per_trial(sweep, tmp_path, capsys):
     into = tmp_path / "traces"
     command = ["show", "tiny", "--logs", str(sweep.parent), "--trace", str(into)]
-    assert cli.main(command) == 0
-    (place,) = into.iterdir()
-    result = {path.name: json.loads(path.read_text()) for path in place.iterdir()}
-    assert result == {"merged.json": traces.timeline(TOLD)}
-    assert "1 timeline in" in capsys.readouterr().out
+    record = store.load(sweep / "records.jsonl")[0]
+    # Without waits, the phases are not known to be computation: there are no kernels.
+    for raw in (told(phased(waits=())), TOLD):
+        with gzip.open(sweep / record.evidence, "wt") as file:
+            json.dump(raw, file)
+        assert cli.main(command) == 0
+        (place,) = into.iterdir()
+        result = {path.name: json.loads(path.read_text()) for path in place.iterdir()}
+        assert result == {"merged.json": traces.timeline(raw)}
+        assert "1 timeline in" in capsys.readouterr().out
     into.joinpath("file").touch()
     assert cli.main([*command[:-1], str(into / "file")]) == 2
     assert "is not a folder" in capsys.readouterr().err
-    record = store.load(sweep / "records.jsonl")[0]
     (sweep / record.evidence).unlink()
     with pytest.raises(UserError, match="no trial has a trace"):
         traces.write(sweep, [record], tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+ANALYSIS = """
+import json, sys
+from hta.trace_analysis import TraceAnalysis
+trace = TraceAnalysis(trace_dir=sys.argv[1])
+parts = trace.get_temporal_breakdown(visualize=False)
+shared = trace.get_comm_comp_overlap(visualize=False)
+print("\\n" + parts.merge(shared, on="rank").to_json(orient="records"))
+"""
+
+
+def analysed(folder: Path) -> list[dict[str, float]]:
+    """Returns the table by rank of Holistic Trace Analysis, run as a process of its own, because it
+    sets up logging and starts processes."""
+    pytest.importorskip("hta", reason="pip install -r tests/unit/requirements.txt")
+    command = [sys.executable, "-c", ANALYSIS, folder / "hta"]
+    output = subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True)
+    table: list[dict[str, float]] = json.loads(output.stdout.splitlines()[-1])
+    return table
+
+
+@pytest.fixture
+def shown(sweep, tmp_path):
+    """The folder that `show --trace` writes of a trial with two ranks."""
+    record = store.load(sweep / "records.jsonl")[0]
+    waits = [(100.7, 100.9), (101.65, 101.9)]
+    with gzip.open(sweep / record.evidence, "wt") as file:
+        json.dump(told(phased(), phased(0.02, waits)), file)
+    into = tmp_path / "shown"
+    assert cli.main(["show", "tiny", "--logs", str(sweep.parent), "--trace", str(into)]) == 0
+    return into / record.id
+
+
+@pytest.mark.full  # only `make test-all` installs the package
+def test_holistic_trace_analysis_reads_each_rank(shown):
+    table = analysed(shown)
+    assert [row["rank"] for row in table] == [0, 1]
+    # The times of this emulated cluster are half of the real ones.
+    for row, waited_s in zip(table, (0.15, 0.25), strict=True):
+        assert row["compute_time(us)"] == pytest.approx(5e5 * (1 - waited_s), abs=2)
+        assert row["non_compute_time(us)"] == pytest.approx(5e5 * (waited_s - 0.001), abs=2)
+        hidden = 1 - (waited_s - 0.001) / 0.489
+        assert row["comp_comm_overlap_pctg"] == pytest.approx(100 * hidden, abs=0.02)
+
+
+SHELL = os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
+
+
+@pytest.mark.full  # only `make test-all` installs the package
+@pytest.mark.skipif(SHELL is None, reason="no trace_processor_shell in PATH: see perfetto.dev")
+@pytest.mark.parametrize("name", ["merged.json", "hta/rank1.json"])
+def test_the_trace_processor_of_perfetto_reads_every_slice_and_arrow(shown, name):
+    perfetto = pytest.importorskip(
+        "perfetto.trace_processor", reason="pip install -r tests/unit/requirements.txt"
+    )
+    config = perfetto.TraceProcessorConfig(bin_path=SHELL)
+    events = json.loads((shown / name).read_text())["traceEvents"]
+    with perfetto.TraceProcessor(trace=str(shown / name), config=config) as processor:
+        slices = Counter((row.name, row.dur) for row in processor.query("select * from slice"))
+        arrows = len(list(processor.query("select * from flow")))
+        wrong = "value > 0 and (severity = 'error' or name like 'flow%')"
+        errors = [row.name for row in processor.query(f"select name from stats where {wrong}")]
+    shown_ns = [(e["name"], round(1000 * e.get("dur", 0))) for e in events if e["ph"] in "Xi"]
+    assert slices == Counter(shown_ns)
+    assert arrows == sum(item["ph"] in "tf" for item in events)
+    assert not errors

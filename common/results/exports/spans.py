@@ -48,20 +48,6 @@ class RankSpans:
     layers: list[Span] = field(default_factory=list)
     """Work of the device, module by module; only predicted traces have it."""
 
-    @property
-    def overlap(self) -> float | None:
-        """Share of the communication time in which the training did not wait; None: no transfers.
-        The time of simultaneous transfers counts once."""
-        sent_us = sum(end - start for start, end in joined(self.transfers))
-        if not sent_us or not self.computes:
-            return None
-        waited_us = sum(
-            max(0.0, min(end, wait.end_us) - max(start, wait.start_us))
-            for wait in self.waits
-            for start, end in joined(self.transfers)
-        )
-        return 1 - waited_us / sent_us
-
 
 @dataclass(frozen=True, kw_only=True)
 class Clocks:

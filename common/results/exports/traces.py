@@ -7,6 +7,9 @@ training waited for one (the trial's evidence). Each trial gets one trace with a
 A process of the trace is a rank. Arrows connect the computation of a transfer's last gradient, the
 transfer, and the wait for it. Other arrows connect all ranks' parts of a collective, in the order
 in which they end.
+
+Meta's Holistic Trace Analysis reads another folder, with a file for each rank: its computations and
+transfers as kernels of a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ from common.virtual.world.trace import Trace
 from dear.errors import UserError
 
 MERGED = "merged.json"
+KERNELS = "hta"
+"""Folder of the files for Holistic Trace Analysis, which takes any JSON beside them for a rank."""
+_SENT_BY = "ncclDevKernel_"
+"""Start of the names by which Holistic Trace Analysis knows transfers."""
 NEAR_US = 1000.0
 """Largest delay from the end of a transfer to the end of the wait for it, in microseconds of the
 trial's cluster."""
@@ -51,8 +58,7 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
         raise UserError(f"{folder}: no trial has a trace: only trials that time steps have one")
     try:
         for name, raw in traced.items():
-            (into / name).mkdir(parents=True, exist_ok=True)
-            (into / name / MERGED).write_text(json.dumps(timeline(raw)), encoding="utf-8")
+            _save(into / name, timeline(raw), aligned(raw)[0], len(raw["traces"]))
     except OSError as error:
         raise UserError(f"cannot write to {into}: {error.strerror}") from None
     return [into / name for name in traced]
@@ -63,8 +69,18 @@ def write_predicted(trace: Trace, ranks: int, folder: Path) -> None:
     traced, _ = aligned({"traces": [trace.to_json()], "time_scale": 1.0})
     content = events(traced, Clocks(aligned_by="the virtual clock", uncertainty_us=0.0))
     content["metadata"] |= {"predicted": True, "equal_ranks": ranks}
+    _save(folder, content, traced, ranks)
+
+
+def _save(folder: Path, content: Event, traced: Sequence[RankSpans], ranks: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MERGED).write_text(json.dumps(content), encoding="utf-8")
+    for rank in traced:
+        computes = rank.layers or (rank.computes and rank.waits)  # phases contain untraced waits
+        if computes and rank.transfers:
+            path = folder / KERNELS / f"rank{rank.number}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(kernels(rank, ranks)), encoding="utf-8")
 
 
 def evidence(folder: Path, record: Record) -> Evidence | None:
@@ -92,6 +108,25 @@ def events(ranks: Sequence[RankSpans], clocks: Clocks) -> Event:
     listed += _between(ranks, numbers)
     metadata = {"clocks": dataclasses.asdict(clocks)}
     return {"traceEvents": listed, "displayTimeUnit": "ms", "metadata": metadata}
+
+
+def kernels(rank: RankSpans, ranks: int) -> Event:
+    """Returns a rank's computations and transfers as kernels of a GPU, with a stream for each lane.
+    The first step is left out, because transfers from before it are missing. Times are whole
+    microseconds: Holistic Trace Analysis shortens each kernel with other times."""
+    begin_us, end_us = rank.steps[1].start_us, rank.steps[-1].end_us
+    listed: list[Event] = []
+    rows = ((0, "", rank.layers or rank.computes), (_TRANSFERS, _SENT_BY, rank.transfers))
+    for first, prefix, spans in rows:
+        for lane, span in lanes(spans):
+            if span.end_us <= begin_us or span.start_us >= end_us:
+                continue
+            start, end = round(max(span.start_us, begin_us)), round(min(span.end_us, end_us))
+            event = {"ph": "X", "cat": "kernel", "name": prefix + span.name, "pid": rank.number}
+            place = {"tid": first + lane, "args": {"stream": first + lane}}
+            listed.append({**event, **place, "ts": start, "dur": end - start})
+    world = {"rank": rank.number, "world_size": ranks}
+    return {"distributedInfo": world, "traceEvents": listed, "displayTimeUnit": "ms"}
 
 
 def _rows(rank: RankSpans) -> Iterator[Event]:

@@ -77,7 +77,7 @@ def _save(folder: Path, content: Event, traced: Sequence[RankSpans], ranks: int)
     (folder / MERGED).write_text(json.dumps(content), encoding="utf-8")
     for rank in traced:
         computes = rank.layers or (rank.computes and rank.waits)  # phases contain untraced waits
-        if computes and rank.transfers:
+        if computes and rank.transfers and len(rank.steps) > 1:  # the first is left out
             path = folder / KERNELS / f"rank{rank.number}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(kernels(rank, ranks)), encoding="utf-8")

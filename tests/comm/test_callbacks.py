@@ -180,13 +180,13 @@ ENDINGS = {
         ended.then(lambda _f: threading.Event().wait())
     """,
     "a thread": """
-        def behind():  # on one core: Python has ended before the thread's turn comes
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-            dist.all_reduce(tensor)
-
+        # On one core: Python has ended before the thread's turn comes. It has the usual turns until
+        # it waits for the operation, because it holds Python's lock before.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        threading.Thread(target=behind, daemon=True).start()
+        behind = threading.Thread(target=dist.all_reduce, args=(tensor,), daemon=True)
+        behind.start()
         time.sleep(0.5)
+        os.sched_setscheduler(behind.native_id, os.SCHED_IDLE, os.sched_param(0))
     """,
     "a message": "dist.irecv(tensor, 1)",
     "an exception": "dist.all_reduce(tensor, async_op=True); raise SystemExit(3)",

@@ -20,7 +20,6 @@ Numbers of flagged rows are crossed out.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -91,7 +90,7 @@ def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
         if kind == "claims":
             body = claims.section(name, place, folder)
         elif kind == "findings":
-            body = findings.section(place, folder)
+            body = findings.section(findings.findings(), place, folder)
         elif name in withdrawn:
             body = ""
         elif kind == "standing":
@@ -145,7 +144,7 @@ def standing(name: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
     return (
         f"*{done} {manifest['started'][:10]} at commit {manifest['commit']} on "
         f"{machine['cores']} cores ({machine['cpu']}). `make records ONLY={name}` {does} "
-        f"this [record]({_way(folder / name, place)}) again.*\n{missed}"
+        f"this [record]({catalogue.way(folder / name, place)}) again.*\n{missed}"
     )
 
 
@@ -264,11 +263,7 @@ def _figure(folder: Path, what: str | None, place: Path) -> str:
         text = caption(path)
     except UserError as error:
         raise PlaceError(f"figure {name}: {error}") from None
-    return f"![{shows}]({_way(path, place)})\n\n*{shows}. {text}*\n"
-
-
-def _way(path: Path, place: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), place.resolve())).as_posix()
+    return f"![{shows}]({catalogue.way(path, place)})\n\n*{shows}. {text}*\n"
 
 
 _BLOCKS: dict[str, Callable[[Path, str | None, Path], str]] = {

@@ -1,4 +1,4 @@
-"""Findings on top of the README: sentences that their records bear out, or an error."""
+"""Findings on top of the README: sentences that agree with their records, or an error."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def finding(holds: str = "at least 1.1", rows: Source = M, **more: object) -> Fi
 
 
 def test_a_sentence_has_its_figure_and_its_record(tmp_path):
-    text = findings.written([finding()], tmp_path, shelf(tmp_path, ROWS))
+    text = findings.section([finding()], tmp_path, shelf(tmp_path, ROWS))
     assert text.startswith("1. DeAR is 1.20 (1.20 to 1.20) times as fast. Only here.\n\n")
     assert f"[{COMPUTED}]({COMPUTED}) (2026-01-02, commit 0123456789ab)" in text
 
 
 @pytest.mark.parametrize("holds", ["at least 1.21", "below 1.19", "1.3 to 2"])
-def test_a_figure_that_does_not_bear_its_sentence_out_is_an_error(tmp_path, holds):
+def test_a_figure_that_contradicts_its_sentence_is_an_error(tmp_path, holds):
     with pytest.raises(UserError, match=f"is 1.20 .*, not {holds}: rewrite"):
         finding(holds).text(shelf(tmp_path, ROWS))
 
@@ -58,5 +58,5 @@ def test_a_quoted_number_is_in_its_file_once(tmp_path):
 
 def test_the_readme_has_what_is_listed():
     page = (readme.ROOT / "README.md").read_text(encoding="utf-8")
-    assert findings.section(readme.ROOT) in page
+    assert findings.section(findings.findings(), readme.ROOT) in page
     assert len(findings.findings()) == 5

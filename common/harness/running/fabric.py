@@ -332,7 +332,7 @@ def check_fit(trials: Sequence[Trial]) -> None:
 
 
 def misfit(trial: Trial) -> str | None:
-    """Returns the reason why the ranks of a trial on virtual hosts need more memory, or None."""
+    """Returns why the ranks of a trial on virtual hosts do not fit into memory, or None."""
     if trial.hosts is None or trial.ranks_per_host is None:
         return None
     size, copies = _held(trial)
@@ -347,7 +347,8 @@ def misfit(trial: Trial) -> str | None:
 
 def memory_bytes(trial: Trial) -> int:
     """Returns the bytes of memory that all ranks of a trial on this machine need together."""
-    return ranks_bytes(_held(trial)[0], trial.world_size, _held(trial)[1])
+    size, copies = _held(trial)
+    return ranks_bytes(size, trial.world_size, copies)
 
 
 def _held(trial: Trial) -> tuple[int, int]:

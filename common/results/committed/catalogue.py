@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -17,6 +19,7 @@ from typing import TypedDict
 import yaml
 
 from common.paths import ROOT
+from dear.errors import UserError
 from dear.options import build_options
 
 FOLDER = ROOT / "docs" / "records"
@@ -103,6 +106,23 @@ def manifest(name: str, folder: Path = FOLDER) -> Manifest | None:
     """Returns the manifest of a record; None if `make records` did not make it."""
     path = folder / name / MANIFEST
     return json.loads(path.read_bytes()) if path.exists() else None
+
+
+def origins(names: Iterable[str], place: Path, folder: Path = FOLDER) -> str:
+    """Returns a sentence with the date and commit of records, for a page in the folder `place`."""
+    texts = []
+    for name in dict.fromkeys(names):
+        facts = manifest(name, folder)
+        if facts is None:
+            raise UserError(f"{name} was not made by `make records`")
+        started, commit = facts["started"][:10], facts["commit"]
+        texts.append(f"[{name}]({way(folder / name, place)}) ({started}, commit {commit})")
+    return f"*Records: {', '.join(texts)}.*" if texts else "*No record yet.*"
+
+
+def way(path: Path, place: Path) -> str:
+    """Returns the link to `path` for a page in the folder `place`."""
+    return Path(os.path.relpath(path.resolve(), place.resolve())).as_posix()
 
 
 def digests(folder: Path) -> dict[str, str]:

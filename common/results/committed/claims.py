@@ -19,7 +19,7 @@ import yaml
 from common.paths import CONFIGS
 from common.results import stats
 from common.results.committed import catalogue
-from common.results.committed.ratios import Figure, Source, figure, missing, origins
+from common.results.committed.ratios import Figure, Source, figure, missing
 from common.results.tables.table import markdown
 from dear.errors import UserError, one_of
 from dear.options import build_options
@@ -55,14 +55,33 @@ class Claimed:
         match = _CLAIMED.fullmatch(text)
         if match is None:
             allowed = "1.83, 1.2 to 1.8, 301.8 / 213, below 1, at least 0.95"
-            raise UserError(f"claims.yaml: claimed: {text!r} is not of the form {allowed}")
+            raise UserError(f"{text!r} is not of the form {allowed}")
         numbers = [float(number) for number in re.findall(_NUMBER, text)]
         if match["over"]:
             numbers = [numbers[0] / numbers[1]]
         low, high = numbers[0], numbers[-1]
         if low > high:
-            raise UserError(f"claims.yaml: claimed: {text!r}: the smaller number comes first")
+            raise UserError(f"{text!r}: the smaller number comes first")
         return cls(low=None if match["below"] else low, high=None if match["least"] else high)
+
+    def word(self, figure: Figure | None, within: float = 0.0) -> Word:
+        """Returns how a figure stands to the ratio; `within` is the largest relative distance that
+        agrees."""
+        if figure is None:
+            return NOT_YET
+        if figure.low is None or figure.high is None or figure.doubt:
+            return "undecided"
+        # A claim about which is faster has no tolerance.
+        near = 1 + (within if None not in (self.low, self.high) else 0)
+        least = 0.0 if self.low is None else self.low
+        most = float("inf") if self.high is None else self.high
+        if least / near <= figure.low and figure.high <= most * near:
+            return "agrees"
+        if figure.high < least / near:
+            return "differs" if figure.high < 1 / NOTABLE and least >= 1 else "less"
+        if figure.low > most * near:
+            return "differs" if figure.low > NOTABLE and most <= 1 else "more"
+        return "undecided"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,22 +124,7 @@ class Claim:
 
     def word(self, figure: Figure | None) -> Word:
         """Returns how a figure stands to the claim."""
-        if figure is None:
-            return NOT_YET
-        if figure.low is None or figure.high is None or figure.doubt:
-            return "undecided"
-        claimed = Claimed.of(self.claimed)
-        # A claim about which is faster has no tolerance.
-        near = 1 + (self.within if None not in (claimed.low, claimed.high) else 0)
-        least = 0.0 if claimed.low is None else claimed.low
-        most = float("inf") if claimed.high is None else claimed.high
-        if least / near <= figure.low and figure.high <= most * near:
-            return "agrees"
-        if figure.high < least / near:
-            return "differs" if figure.high < 1 / NOTABLE and least >= 1 else "less"
-        if figure.low > most * near:
-            return "differs" if figure.low > NOTABLE and most <= 1 else "more"
-        return "undecided"
+        return Claimed.of(self.claimed).word(figure, self.within)
 
     def standing(self, folder: Path) -> Word:
         """Returns the word of the row: of the figure that is emulated in the setting of the claim,
@@ -170,7 +174,7 @@ def section(system: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
     notes = "".join(f"{number}. {_note(claim)}\n" for number, claim in enumerate(listed, 1))
     used = [source for claim in listed for source in claim.sources]
     names = [source.record for source in used if not missing(source, folder)]
-    return f"{table}\n{notes}\n{origins(names, place, folder)}\n"
+    return f"{table}\n{notes}\n{catalogue.origins(names, place, folder)}\n"
 
 
 def _cell(source: Source | None, folder: Path) -> str:

@@ -2,14 +2,14 @@
 
 `configs/published/findings.yaml` has the sentences. `{name}` in a sentence is a figure: a ratio of
 rows of a record, or a number that a file of a record has. Each ratio names what the sentence
-claims of it. `common/results/readme.py` puts the list into the page, and fails if a record was made
-again and no longer bears a sentence out.
+claims of it. `common/results/readme.py` puts the list into the page, and fails if a record that was
+made again contradicts a sentence.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import yaml
 
 from common.paths import CONFIGS
 from common.results.committed import catalogue
-from common.results.committed.claims import Claim
-from common.results.committed.ratios import Source, figure, origins
+from common.results.committed.claims import Claimed
+from common.results.committed.ratios import Source, figure
 from dear.errors import UserError
 from dear.options import build_options
 
@@ -81,8 +81,7 @@ class Finding:
         texts = {quote.name: quote.text(folder) for quote in self.quotes}
         for ratio in self.ratios:
             known = figure(ratio.rows, folder)
-            claim = Claim(claim=ratio.name, claimed=ratio.holds, within=0, setting="", source="")
-            if known is None or claim.word(known) != "agrees":
+            if known is None or Claimed.of(ratio.holds).word(known) != "agrees":
                 shown = "no figure" if known is None else known.text
                 raise UserError(
                     f"findings.yaml: {{{ratio.name}}} of {ratio.rows.record} is {shown}, not "
@@ -107,14 +106,8 @@ def findings(path: Path = PATH) -> list[Finding]:
     return [build_options(Finding, entry, "key of a finding") for entry in listed]
 
 
-def section(place: Path, folder: Path = catalogue.FOLDER) -> str:
-    """Returns the list of findings, with their records, for a page in the folder `place`."""
-    return written(findings(), place, folder)
-
-
-def written(listed: Iterable[Finding], place: Path, folder: Path) -> str:
-    """Returns the sentences of `listed`, numbered, and a sentence about their records."""
-    listed = list(listed)
+def section(listed: Sequence[Finding], place: Path, folder: Path = catalogue.FOLDER) -> str:
+    """Returns numbered findings, and their records, for a page in the folder `place`."""
     lines = [f"{number}. {each.text(folder)}\n" for number, each in enumerate(listed, 1)]
     names = [name for each in listed for name in each.records]
-    return f"{''.join(lines)}\n{origins(names, place, folder)}\n"
+    return f"{''.join(lines)}\n{catalogue.origins(names, place, folder)}\n"

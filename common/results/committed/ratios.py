@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -82,13 +81,13 @@ class Source:
     def __post_init__(self) -> None:
         recipe = one_of("record of claims.yaml", self.record, _recipes())
         if (self.measure == "efficiency") == bool(self.over):
-            raise UserError(f"claims.yaml: {self.record}: `over` is needed except for efficiency")
+            raise UserError(f"{self.record}: `over` is needed except for efficiency")
         if self.file is None and recipe.sweep is None:
-            raise UserError(f"claims.yaml: {self.record} is no sweep, so it needs `file`")
+            raise UserError(f"{self.record} is no sweep, so it needs `file`")
         if self.file is not None and not recipe.computed:
-            raise UserError(f"claims.yaml: {self.record} is not computed, so it has no `file`")
+            raise UserError(f"{self.record} is not computed, so it has no `file`")
         if self.file is not None and f"{{out}}/{self.file}" not in " ".join(recipe.commands):
-            raise UserError(f"claims.yaml: no command of {self.record} writes {self.file}")
+            raise UserError(f"no command of {self.record} writes {self.file}")
 
 
 @dataclass(frozen=True)
@@ -125,19 +124,6 @@ def missing(source: Source, folder: Path = catalogue.FOLDER) -> bool:
     return source.record in catalogue.withdrawn(folder) or not (folder / source.record).is_dir()
 
 
-def origins(names: Iterable[str], place: Path, folder: Path = catalogue.FOLDER) -> str:
-    """Returns a sentence about the records `names`, for a page in the folder `place`."""
-    texts = []
-    for name in dict.fromkeys(names):
-        manifest = catalogue.manifest(name, folder)
-        if manifest is None:
-            raise UserError(f"{name} was not made by `make records`")
-        way = Path(os.path.relpath((folder / name).resolve(), place.resolve())).as_posix()
-        started, commit = manifest["started"][:10], manifest["commit"]
-        texts.append(f"[{name}]({way}) ({started}, commit {commit})")
-    return f"*Records: {', '.join(texts)}.*" if texts else "*No record yet.*"
-
-
 def cases(source: Source, folder: Path) -> list[Case]:
     """Returns the rows of a source's record."""
     record = folder / source.record
@@ -167,16 +153,16 @@ def figure(source: Source, folder: Path = catalogue.FOLDER) -> Figure | None:
         if not ours:
             continue
         if len(ours) > 1 or len(bases) != len(source.over):
-            raise UserError(f"claims.yaml: no single row of each label matches {source}")
+            raise UserError(f"no single row of each label matches {source}")
         ratios = [_ratio(ours[0], base, source.measure) for base in bases]
         ratios = ratios or [_ratio(ours[0], None, source.measure)]
         # The smallest ratio is that to the fastest rival.
         figures.append(min(ratios, key=lambda ratio: ratio.value or 0))
     if not figures:
-        raise UserError(f"claims.yaml: no rows match {source}")
+        raise UserError(f"no rows match {source}")
     if source.take == "only":
         if len(figures) > 1:
-            raise UserError(f"claims.yaml: {len(figures)} settings match {source}; use `take`")
+            raise UserError(f"{len(figures)} settings match {source}; use `take`")
         return dataclasses.replace(figures[0], of="")
     sure = [each for each in figures if each.doubt is None] or figures
     return (max if source.take == "largest" else min)(sure, key=lambda each: each.value or 0)

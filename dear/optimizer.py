@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -17,7 +16,7 @@ from dear.errors import UserError
 from dear.options import positive
 from dear.training.algorithm import algorithm_class, algorithm_options
 from dear.training.engine import Distributed
-from dear.training.gradients import gradient_of
+from dear.training.gradients import gradient_of, in_parts
 from dear.training.hooks import Hooks
 
 
@@ -116,7 +115,7 @@ def broadcast_parameters(
     communicator = runtime.communicator()
     items = params.items() if isinstance(params, Mapping) else params
     named = [(name, value) for name, value in items if torch.is_tensor(value)]
-    named = [(name, value) for name, value in named if not _in_parts(value)]
+    named = [(name, value) for name, value in named if not in_parts(value)]
     everyone = tables(described(named), communicator)
     with torch.no_grad():
         if everyone:
@@ -129,12 +128,6 @@ def broadcast_parameters(
         ]
         for work in works:
             work.wait()
-
-
-def _in_parts(value: torch.Tensor) -> bool:
-    # torch takes a second to import DTensor. A script that has not imported it has no such tensor.
-    sharded = sys.modules.get("torch.distributed.tensor")
-    return sharded is not None and isinstance(value, sharded.DTensor)
 
 
 def _broadcast_by_name(

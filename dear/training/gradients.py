@@ -16,8 +16,9 @@ An algorithm overrides these methods. Those marked with * exist only in a `Defer
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
@@ -36,6 +37,9 @@ from dear.training.engine import (
 )
 from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
 from dear.training.inflight import InFlight
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class BackwardSchedule:
@@ -213,6 +217,13 @@ def refuse_graph() -> NoReturn:
         "use torch.autograd.grad(..., create_graph=True) for the penalty, and call backward() on "
         "the sum of loss and penalty"
     )
+
+
+def in_parts(value: object) -> TypeGuard[DTensor]:
+    """Returns True for a sharded tensor, of which each rank has a part."""
+    # torch takes a second to import DTensor. A script that has not imported it has no such tensor.
+    sharded = sys.modules.get("torch.distributed.tensor")
+    return sharded is not None and isinstance(value, sharded.DTensor)
 
 
 def gradient_of(param: torch.nn.Parameter) -> torch.Tensor:

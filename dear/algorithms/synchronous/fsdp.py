@@ -22,12 +22,12 @@ from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, Update, held, step_after_closure
+from dear.training.gradients import in_parts
 from dear.training.inflight import InFlight, Mixin, as_plain
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.tensor import DTensor
     from torch.optim.optimizer import StateDict
 
     Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
@@ -160,13 +160,13 @@ class _FsdpEngine(AveragingEngine):
         self.synchronize()
         # torch takes no sharded and whole gradients together.
         gradients = [param.grad for param in params if param.grad is not None]
-        kinds = [[g for g in gradients if _in_parts(g) == sharded] for sharded in (True, False)]
+        kinds = [[g for g in gradients if in_parts(g) == sharded] for sharded in (True, False)]
         norms = [full(torch.nn.utils.get_total_norm(kind, norm_type)) for kind in kinds if kind]
         total = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         with torch.no_grad():
             for gradient in gradients:
-                local = gradient.to_local() if _in_parts(gradient) else gradient
+                local = gradient.to_local() if in_parts(gradient) else gradient
                 local.mul_(factor.to(local.device))
         return total
 
@@ -275,7 +275,7 @@ def _refuse_second_derivatives(output: object) -> None:
 
 def _refuse_parts(module: torch.nn.Module) -> None:
     """Raises `UserError` if the module is about to run on parts of its parameters."""
-    if any(_in_parts(param) for param in module._parameters.values()):
+    if any(in_parts(param) for param in module._parameters.values()):
         raise UserError(
             f"fsdp: a {type(module).__name__} is called outside of the model's forward(), but "
             "its parameters are whole only inside: call model(...) itself, or use algorithm='dear'"
@@ -416,7 +416,7 @@ class ShardedModel:
                             f"fsdp: parameter {name!r} was taken away or got another shape; "
                             "close() the optimizer first, and wrap again"
                         )
-                    if not _in_parts(now):
+                    if not in_parts(now):
                         self.of[param].copy_(shard(now.detach(), self.of[param]))
                         now.data = memory  # the script may have given it other memory
             self._memory = {}
@@ -521,7 +521,7 @@ class ShardedModel:
     ) -> None:
         for name in module._parameters:
             value = state.get(prefix + name)
-            if _in_parts(value):
+            if in_parts(value):
                 state[prefix + name] = full(value)
 
     def _take(self, module: torch.nn.Module, state: StateDict, prefix: str, *_: object) -> None:
@@ -529,7 +529,7 @@ class ShardedModel:
         self.loaded = True
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
-            if not _in_parts(param) or not isinstance(value, torch.Tensor) or _in_parts(value):
+            if not in_parts(param) or not isinstance(value, torch.Tensor) or in_parts(value):
                 continue
             if value.shape == param.shape:  # torch raises an error for other shapes
                 state[prefix + name] = shard(value.to(param.device, param.dtype), param)
@@ -608,7 +608,7 @@ def _explained(
             f"fsdp: torch cannot run {getattr(func, '__name__', func)}() on a sharded "
             f"parameter ({error}); call optimizer.synchronize() before, or use algorithm='dear'"
         ) from None
-    if _in_parts(result) and not isinstance(result, _Part):
+    if in_parts(result) and not isinstance(result, _Part):
         kind = next(kind for kind in types if issubclass(kind, _Part))
         setattr(result, "__class__", kind)  # noqa: B010  (mypy has no other way)
     return result
@@ -665,7 +665,7 @@ class _Traces:
 
 def full(value: T) -> T | torch.Tensor:
     """Returns the whole of a sharded tensor, in its own memory; a collective call."""
-    if not _in_parts(value):
+    if not in_parts(value):
         return value
     if not value.placements[0].is_shard():
         return value.full_tensor()
@@ -685,15 +685,9 @@ def shard(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a copy of this rank's part of a whole `value`, sharded like `like`; sends nothing."""
     from torch.distributed.tensor import distribute_tensor
 
-    assert _in_parts(like)
+    assert in_parts(like)
     part = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
     return part.clone()
-
-
-def _in_parts(value: object) -> TypeGuard[DTensor]:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
 
 
 def _places(model: torch.nn.Module) -> list[Place]:

@@ -6,7 +6,7 @@ import pytest
 
 from common.results import readme
 from common.results.committed import catalogue, findings
-from common.results.committed.findings import Finding, Quote, Ratio
+from common.results.committed.findings import Finding, Number, Ratio
 from common.results.committed.ratios import Source
 from dear.errors import UserError
 from tests.unit.test_claims import COMPUTED, PREDICTED, ROWS, shelf
@@ -36,9 +36,8 @@ def test_so_is_one_of_a_withdrawn_record(tmp_path):
     (folder / catalogue.WITHDRAWN).write_text(f"{COMPUTED}: It is old.\n")
     with pytest.raises(UserError, match=r"no figure, not at least 1.1"):
         finding().text(folder)
-    text = Quote(name="n", record=COMPUTED, file="t", pattern="x")
     with pytest.raises(UserError, match=f"{COMPUTED} is withdrawn"):
-        text.text(folder)
+        Number(name="n", record=COMPUTED, file="t", key="x").text(folder)
 
 
 def test_a_sentence_needs_each_figure_that_it_shows(tmp_path):
@@ -46,14 +45,13 @@ def test_a_sentence_needs_each_figure_that_it_shows(tmp_path):
         finding(finding="It is {other}.").text(shelf(tmp_path, ROWS))
 
 
-def test_a_quoted_number_is_in_its_file_once(tmp_path):
+def test_a_number_comes_from_a_file_of_its_record(tmp_path):
     folder = shelf(tmp_path, ROWS)
-    (folder / COMPUTED / "t").write_text("in 31 of 32 settings, in 5 of 6 places")
-    quote = Quote(name="n", record=COMPUTED, file="t", pattern=r"(\d+ of \d+) settings")
-    assert finding(finding="{n}: {ratio}.", quotes=(quote,)).text(folder).startswith("31 of 32")
-    for pattern, places in ((r"in (\d+)", 2), ("(nowhere)", 0)):
-        with pytest.raises(UserError, match=f"{places} places of {COMPUTED}/t match"):
-            Quote(name="n", record=COMPUTED, file="t", pattern=pattern).text(folder)
+    (folder / COMPUTED / "t").write_text('{"summary": {"mean": 0.0148}}')
+    number = Number(name="n", record=COMPUTED, file="t", key="summary.mean", form=".1%")
+    assert finding(finding="{n}: {ratio}.", numbers=(number,)).text(folder).startswith("1.5%: 1.2")
+    with pytest.raises(UserError, match=f"{COMPUTED}/t has no summary.worst"):
+        Number(name="n", record=COMPUTED, file="t", key="summary.worst").text(folder)
 
 
 def test_the_readme_has_what_is_listed():

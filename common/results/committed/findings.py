@@ -8,7 +8,7 @@ made again contradicts a sentence.
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,29 +36,28 @@ class Ratio:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quote:
-    """Number in a sentence, as a file of a record has it."""
+class Number:
+    """Number in a sentence, from a JSON file of a record."""
 
     name: str
     record: str
     file: str
-    pattern: str
-    """Regular expression that matches once in the file; its group is the number."""
+    key: str
+    """Names of the keys that lead to the number, with dots between them."""
+    form: str = ""
+    """Format, as `format` takes it."""
 
     def text(self, folder: Path) -> str:
-        """Returns the number.
-
-        Raises:
-            UserError: the record is withdrawn, or the file does not have the number exactly once.
-        """
+        """Returns the number; raises `UserError` if the record is withdrawn or lacks it."""
         if self.record in catalogue.withdrawn(folder):
-            raise UserError(f"findings.yaml: {self.record} is withdrawn: drop {self.pattern!r}")
-        written = (folder / self.record / self.file).read_text(encoding="utf-8")
-        matches = re.findall(self.pattern, written)
-        if len(matches) != 1:
-            places = f"{len(matches)} places of {self.record}/{self.file}"
-            raise UserError(f"findings.yaml: {places} match {self.pattern!r}")
-        return str(matches[0])
+            raise UserError(f"findings.yaml: {self.record} is withdrawn: drop {{{self.name}}}")
+        value = json.loads((folder / self.record / self.file).read_bytes())
+        try:
+            for key in self.key.split("."):
+                value = value[key]
+        except KeyError:
+            raise UserError(f"{self.record}/{self.file} has no {self.key}") from None
+        return format(value, self.form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class Finding:
     limit: str
     """Sentence: where the finding ends."""
     ratios: tuple[Ratio, ...] = ()
-    quotes: tuple[Quote, ...] = ()
+    numbers: tuple[Number, ...] = ()
 
     def text(self, folder: Path) -> str:
         """Returns the sentences with their figures.
@@ -78,7 +77,7 @@ class Finding:
             UserError: a record is missing or withdrawn, a figure is in doubt, or it is not what its
                 sentence claims.
         """
-        texts = {quote.name: quote.text(folder) for quote in self.quotes}
+        texts = {number.name: number.text(folder) for number in self.numbers}
         for ratio in self.ratios:
             known = figure(ratio.rows, folder)
             if known is None or Claimed.of(ratio.holds).word(known) != "agrees":
@@ -97,7 +96,7 @@ class Finding:
     @property
     def records(self) -> list[str]:
         ratios = [ratio.rows.record for ratio in self.ratios]
-        return ratios + [quote.record for quote in self.quotes]
+        return ratios + [number.record for number in self.numbers]
 
 
 def findings(path: Path = PATH) -> list[Finding]:

@@ -75,6 +75,10 @@ class Advised:
     excess: float
     """Relative distance of the measured step of the chosen algorithm from the shortest one."""
 
+    @property
+    def good(self) -> bool:
+        return self.excess <= GOOD
+
     @classmethod
     def of(cls, checks: Sequence[Check]) -> list[Advised]:
         """Returns the choices in all settings with at least two algorithms."""
@@ -175,11 +179,14 @@ def text(checks: Sequence[Check], skipped: Sequence[str]) -> str:
 
 def as_json(checks: Sequence[Check], skipped: Sequence[str]) -> dict[str, object]:
     """Returns the rows and the summaries."""
+    choices = Advised.of(checks)
     return {
         "rows": [{**asdict(c), "error": c.error, "inside": c.inside} for c in checks],
         "summary": asdict(Summary.of(checks)) if checks else None,
         "skipped": [*skipped],
-        "advised": [asdict(choice) for choice in Advised.of(checks)],
+        "advised": [asdict(choice) for choice in choices],
+        "good_advice": sum(choice.good for choice in choices),
+        "settings": len(choices),
     }
 
 
@@ -189,7 +196,7 @@ def _advised(choices: Sequence[Advised]) -> str:
     for choice in choices:
         texts = (str(choice.algorithms), choice.chosen, choice.fastest, f"{choice.excess:.1%}")
         lines.append((*map(str, choice.place), *texts))
-    good = sum(choice.excess <= GOOD for choice in choices)
+    good = sum(choice.good for choice in choices)
     table = markdown(lines, [False, False, True, True, False, True, False, False, True])
     return (
         f"{table}\nadvice among the measured exact algorithms: in {good} of {len(choices)} "

@@ -51,11 +51,11 @@ class Number:
         """Returns the number; raises `UserError` if the record is withdrawn or lacks it."""
         if self.record in catalogue.withdrawn(folder):
             raise UserError(f"findings.yaml: {self.record} is withdrawn: drop {{{self.name}}}")
-        value = json.loads((folder / self.record / self.file).read_bytes())
         try:
+            value = json.loads((folder / self.record / self.file).read_bytes())
             for key in self.key.split("."):
                 value = value[key]
-        except KeyError:
+        except (KeyError, FileNotFoundError):
             raise UserError(f"{self.record}/{self.file} has no {self.key}") from None
         return format(value, self.form)
 

@@ -26,12 +26,19 @@ key=$("$python" -c 'import sys, torch; print(f"cp{sys.version_info[0]}{sys.versi
   + torch.__version__)')-$(uname -m)
 gpus=""
 if command -v nvcc > /dev/null && "$python" -c 'import torch; exit(torch.version.cuda is None)'; then
-  gpus=-nccl
-  # The NCCL that torch brings along, unless the machine has one in the usual places.
+  export HOROVOD_GPU_OPERATIONS=NCCL
+  # Kernels for this machine's GPUs alone; for all that nvcc knows, where there is none.
+  capabilities=${HOROVOD_BUILD_CUDA_CC_LIST:-$("$python" -c 'import torch.cuda as c
+print(*sorted({"%d%d" % c.get_device_capability(i) for i in range(c.device_count())}), sep=",")')}
+  if [[ -n "$capabilities" ]]; then export HOROVOD_BUILD_CUDA_CC_LIST=$capabilities; fi
+  gpus=-nccl${capabilities//,/_}
+  # The NCCL that torch brings along, which has no file of the name that a linker looks for.
   nccl=$("$python" -c 'from importlib.util import find_spec as f; s = f("nvidia") and f("nvidia.nccl")
 print(next(iter(s.submodule_search_locations)) if s else "")')
-  export HOROVOD_GPU_OPERATIONS=NCCL
-  if [[ -n "$nccl" ]]; then export HOROVOD_NCCL_HOME="${HOROVOD_NCCL_HOME:-$nccl}"; fi
+  if [[ -n "$nccl" && -z "${HOROVOD_NCCL_HOME:-}" ]]; then
+    ln -s "$nccl/lib/libnccl.so.2" "$work/libnccl.so"
+    export HOROVOD_NCCL_INCLUDE=$nccl/include HOROVOD_NCCL_LIB=$work HOROVOD_NCCL_LINK=SHARED
+  fi
 fi
 wheels=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dear-bench/horovod}/$key-$mpi$gpus
 
@@ -63,9 +70,11 @@ fi
   || fail "cannot download its source from the package index"
 tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
 source="$work/horovod-$version"
-# Its CMake files ask for C++14; the headers of today's torch need C++20.
+# Its CMake files ask for C++14 and, of nvcc, C++11; today's torch needs C++20, today's nvcc C++17.
 sed -i 's/set(CMAKE_CXX_STANDARD 1[47])/set(CMAKE_CXX_STANDARD 20)/' \
   "$source/CMakeLists.txt" "$source/horovod/torch/CMakeLists.txt"
+sed -i 's/set(CMAKE_CUDA_STANDARD 1[14])/set(CMAKE_CUDA_STANDARD 17)/' \
+  "$source/horovod/common/ops/cuda/CMakeLists.txt"
 
 echo "== building Horovod $version with $mpi$gpus (about 5 minutes on 2 cores; log: $log)"
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1

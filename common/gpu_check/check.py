@@ -263,19 +263,21 @@ def plan(place: Place) -> list[Step]:
     # If this fails, too, the GPU has no part in it.
     on_cpu = _sweep(place, "2 ranks on CPUs, over comm_core", "mnist_cnn", cpu, **limits)
     return [
-        *(build, _tests(place), *profiles, on_cpu, pair("comm_core", (build.name,))),
-        *(over_nccl("resnet50", 150, algorithms=algorithms(place.device)), pair("gloo", ())),
-        *(horovod, over_nccl("bert_base", 80)),
+        *(build, on_cpu, pair("comm_core", (build.name,)), _tests(place), horovod),
+        *(over_nccl("resnet50", 150, algorithms=algorithms(place.device)), *profiles),
+        *(pair("gloo", ()), over_nccl("bert_base", 80)),
     ]
 
 
 def _tests(place: Place) -> Step:
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_cuda*.py"))
     report = f"--junitxml={place.out / TESTS_REPORT}"
+    # More workers do not help: their processes take turns on the GPU.
+    pytest = [place.python, "-m", "pytest", *(["-n", "3"] if version("pytest-xdist") else [])]
     return Step(
         name="CUDA tests",
-        command=[place.python, "-m", "pytest", "-q", "-rs", "-k", "not on_cpu", report, *files],
-        expected_s=150,
+        command=[*pytest, "-q", "-rs", "-k", "not on_cpu", report, *files],
+        expected_s=100,
         limit_s=300,
         needs=("pytest",),
         env=place.env,

@@ -15,8 +15,8 @@ import torch
 
 import dear
 
-# About 10 ms of a GPU's time: long enough for the host to run far ahead.
-DELAY_CYCLES = 15_000_000
+# 2 to 4 ms of a GPU's time: the host gets far ahead, it queues an operation in about 10 us.
+DELAY_CYCLES = 5_000_000
 
 
 @dataclass(frozen=True)

@@ -122,23 +122,23 @@ def _place(tmp_path: Path, gpus: int = 1, device: str = "cuda") -> Place:
     return Place(**there, gpus=gpus, device=device, env={})
 
 
-def test_the_plan_goes_from_tests_over_profiles_to_algorithms(tmp_path):
+def test_the_plan_goes_from_the_basis_over_algorithms_to_profiles(tmp_path):
     steps = plan(_place(tmp_path))
     names = [step.name for step in steps]
-    assert names[:2] == ["build the comm core", "CUDA tests"]
-    assert all(name.startswith("profile ") for name in names[2:9])
-    assert names[9:] == [
-        "2 ranks on CPUs, over comm_core",
-        *("2 ranks sharing the GPU, over comm_core", "resnet50, 1 rank over NCCL"),
-        *("2 ranks sharing the GPU, over gloo", "build Horovod", "bert_base, 1 rank over NCCL"),
+    assert names[:6] == [
+        *("build the comm core", "2 ranks on CPUs, over comm_core"),
+        *("2 ranks sharing the GPU, over comm_core", "CUDA tests", "build Horovod"),
+        "resnet50, 1 rank over NCCL",
     ]
+    assert all(name.startswith("profile ") for name in names[6:13])
+    assert names[13:] == ["2 ranks sharing the GPU, over gloo", "bert_base, 1 rank over NCCL"]
     assert sum(step.expected_s for step in steps) < gpu_check.BUDGET_S
-    files = [word for word in steps[1].command if word.startswith("tests/")]
+    files = [word for word in steps[3].command if word.startswith("tests/")]
     assert files == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_cuda*.py"))
     # Without a comm core only what stands on it is left out.
     results, _ = run_pretended(steps, missing={"c++": "no C++ compiler"})
     skipped = [result for result in results.values() if result.status == "skipped"]
-    assert [result.name for result in skipped[:2]] == [names[0], names[9]]
+    assert [result.name for result in skipped[:2]] == names[:2]
     assert skipped[0].reason == "missing: c++ (no C++ compiler)"
 
 

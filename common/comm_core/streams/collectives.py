@@ -42,7 +42,14 @@ class Channel:
     group: dist.ProcessGroup
     size: int
     ordered: bool
-    """True if the collectives of the group run one after another in the order of the calls."""
+    """True if collectives of CPU tensors run one after another in the order of the calls."""
+
+    def must_wait(self, tensor: torch.Tensor) -> bool:
+        """Returns True if a collective of `tensor` has to end before the next call reads it.
+
+        The comm core copies a GPU's tensors to host memory in the call.
+        """
+        return tensor.is_cuda or not self.ordered
 
 
 def plain(tensor: torch.Tensor) -> bool:
@@ -118,7 +125,7 @@ def all_reduce_rsag(channel: Channel, tensor: torch.Tensor) -> Body:
     data, op = _summable(padded)
     shard = data.new_empty(part)
     works = [_reduce_scatter(shard, data, op=op, group=channel.group, async_op=True)]
-    if not channel.ordered:
+    if channel.must_wait(data):
         yield works
         works = []
     works.append(_all_gather(data, shard, group=channel.group, async_op=True))
@@ -138,7 +145,7 @@ def all_reduce_rb(channel: Channel, tensor: torch.Tensor) -> Body:
     buffer = flat(tensor)
     data, op = _summable(buffer)
     works = [dist.reduce(data, op=op, group=channel.group, group_dst=0, async_op=True)]
-    if not channel.ordered:
+    if channel.must_wait(data):
         yield works
         works = []
     works.append(dist.broadcast(data, group=channel.group, group_src=0, async_op=True))

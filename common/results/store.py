@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import functools
 import gc
+import io
 import json
 import logging
 import os
@@ -42,9 +43,7 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """Reads all records of a file, oldest first. Damaged lines are left out; the module's logger
-    warns of them once. An incomplete last line, which a crash has cut off, is left out silently.
-    Raises `UserError` if a record has a version of the format that this code cannot read."""
+    """Reads all records of a file, oldest first, like `each`; the last two files are cached."""
     if not path.exists():
         return []
     state = path.stat()
@@ -55,7 +54,7 @@ def load(path: Path) -> list[Record]:
 def _loaded(path: Path, *_: int) -> tuple[Record, ...]:
     """Reads a file, with a cache by path and state of the file, for the figures of a page."""
     with no_collector():
-        return tuple(_read(path))
+        return tuple(each(path))
 
 
 @contextlib.contextmanager
@@ -70,30 +69,38 @@ def no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _read(path: Path) -> list[Record]:
-    lines = path.read_bytes().split(b"\n")
-    records, damaged = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        values = _parsed(line)
-        if values is None and number == len(lines):
-            continue
-        if values is not None and values.get("schema") != SCHEMA:
-            raise UserError(
-                f"{path} line {number} has schema {values.get('schema')}; this version reads "
-                f"{SCHEMA}"
-            )
-        try:
-            record = Record.from_json(values or {})
-        except TypeError:  # keys are missing
-            damaged.append(number)
-            continue
-        _check_paths(record, f"{path} line {number}")
-        records.append(record)
+def each(path: Path) -> Iterator[Record]:
+    """Reads the records of a file one by one, oldest first; none if there is no file.
+
+    Damaged lines are left out; the module's logger warns of them once. An incomplete last line,
+    which a crash has cut off, is left out silently.
+
+    Raises:
+        UserError: a record has a version of the format that this code cannot read, or a name in it
+            leads out of its folder.
+    """
+    damaged = []
+    with path.open("rb") if path.exists() else io.BytesIO() as file:
+        for number, line in enumerate(file, start=1):
+            if line == b"\n":
+                continue
+            values = _parsed(line)
+            if values is None and not line.endswith(b"\n"):
+                continue
+            if values is not None and values.get("schema") != SCHEMA:
+                raise UserError(
+                    f"{path} line {number} has schema {values.get('schema')}; this version reads "
+                    f"{SCHEMA}"
+                )
+            try:
+                record = Record.from_json(values or {})
+            except TypeError:  # keys are missing
+                damaged.append(number)
+                continue
+            _check_paths(record, f"{path} line {number}")
+            yield record
     if damaged:
         _tell(path, tuple(damaged))
-    return records
 
 
 def _check_paths(record: Record, where: str) -> None:
@@ -123,7 +130,7 @@ def _parsed(line: bytes) -> JsonObject | None:
     return value if isinstance(value, dict) else None
 
 
-def latest(records: list[Record]) -> dict[str, Record]:
+def latest(records: Iterable[Record]) -> dict[str, Record]:
     """Returns the newest record of each trial by hash, in the order of first appearance."""
     return {record.hash: record for record in records}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import gc
 import itertools
 import json
 import math
@@ -327,6 +328,25 @@ def test_changed_settings_that_need_new_measurements_are_named(line, capsys):
     assert line.run(*ONE_CELL, "--set", "measure.repeats=2") == 0
     words = "earlier results of 2 trials are not used, because of changes: measure.repeats (1 befo"
     assert words in capsys.readouterr().err
+
+
+def test_a_long_sweep_does_not_keep_its_records(line, monkeypatch):
+    alive = []
+
+    def run(trial: Trial, job: Job) -> Outcome:
+        alive.append(sum(isinstance(thing, Record) for thing in gc.get_objects()))
+        return ended_well()
+
+    monkeypatch.setattr(line.fabric, "run", run)
+    models = ", ".join(f"{{name: mnist_cnn, batch_size: {batch}}}" for batch in range(1, 9))
+    flags = ("--set", f"models=[{models}]", "--set", "measure.repeats=1", "--rerun", "all")
+    store._loaded.cache_clear()
+    assert line.run(*flags) == 0
+    gc.collect()
+    before = sum(isinstance(thing, Record) for thing in gc.get_objects())
+    alive.clear()
+    assert line.run(*flags) == 0
+    assert len(alive) == 16 and max(alive) <= before + 2, "of each cell, and not of all cells"
 
 
 def test_all_that_is_to_run_again_begins_again(line):

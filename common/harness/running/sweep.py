@@ -57,6 +57,30 @@ class _Costs:
     check: CostCheck | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Settled:
+    """Time scale of a valid record. A long sweep keeps this much of each of its records."""
+
+    hash: str
+    run: str
+    cell: tuple[object, ...]
+    """Cell of the trial without its fault."""
+    world_size: int
+    choice: Choice
+
+    @classmethod
+    def of(cls, record: Record) -> _Settled:
+        trial = Trial.from_json(record.trial)
+        fabric = record.fabric
+        return cls(
+            hash=record.hash,
+            run=record.run,
+            cell=_without_fault(trial).cell,
+            world_size=trial.world_size,
+            choice=Choice(time_scale=fabric.time_scale, reason=fabric.time_scale_reason or ""),
+        )
+
+
 @dataclass
 class Sweep:
     """Sweep of one experiment, with its folder of records.
@@ -85,6 +109,7 @@ class Sweep:
         self._kept: dict[str, Standing] = {}
         self._runs: dict[str, str] = {}
         self._begun_again: dict[str, str] = {}
+        self._settled: list[_Settled] = []
 
     def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
         """Runs the trials without a valid record (or all), and records each trial when it ends.
@@ -101,6 +126,8 @@ class Sweep:
             )
             todo = self._todo = to_run(self.trials, self._path, rerun, self.experiment.base)
             self._say_changed_settings()
+            for record in store.each(self._path):
+                self._settle(record)
             if rerun == "failed":
                 for trials in _cells(todo):
                     self._go_on(trials)
@@ -130,7 +157,7 @@ class Sweep:
 
     def _say_changed_settings(self) -> None:
         """Prints which settings have changed, if earlier records are not used for this reason."""
-        newest = store.latest(store.load(self._path))
+        newest = store.latest(store.each(self._path))
         earlier = {
             _place(record.trial): record.trial
             for record in newest.values()
@@ -207,19 +234,21 @@ class Sweep:
             path.unlink(missing_ok=True)
         return going_on
 
+    def _settle(self, record: Record) -> None:
+        if passing_flag(record) is None and record.hash in self.comparison.trials:
+            self._settled.append(_Settled.of(record))
+
     def _by_scale(self, cell: list[Trial]) -> list[tuple[Choice | None, list[Trial]]]:
         """Groups trials of a cell by the time scale that they must have; None: not yet chosen."""
         again = {trial.hash for trial in self._todo}
         kept = [
-            record
-            for record in reversed(store.load(self._path))
-            if passing_flag(record) is None
-            and record.hash in self.comparison.trials
-            and (record.hash not in again or record.run == self._runs.get(record.hash))
+            each
+            for each in reversed(self._settled)
+            if each.hash not in again or each.run == self._runs.get(each.hash)
         ]
         groups: dict[float | None, tuple[Choice | None, list[Trial]]] = {}
         for trial in cell:
-            choice = _settled(trial, kept)
+            choice = _choice(trial, kept)
             key = choice and choice.time_scale
             groups.setdefault(key, (choice, []))[1].append(trial)
         return list(groups.values())
@@ -281,6 +310,7 @@ class Sweep:
             notes=list(dict.fromkeys((*record.notes, *turn.notes, *again))),
         )
         store.append(self._path, record)
+        self._settle(record)
 
 
 def _explained(outcome: Outcome, folder: Path) -> Outcome:
@@ -315,24 +345,23 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 _AS_THE_OTHERS = "as others of the cell, which are on record: "
 
 
-def _settled(trial: Trial, kept: Sequence[Record]) -> Choice | None:
+def _choice(trial: Trial, kept: Sequence[_Settled]) -> Choice | None:
     """Returns the time scale of the valid records with which the trial is compared, or None.
 
     These are the records with the trial's cell and world size; for a trial with a fault, also of
     the same trial without the fault; for the single worker, the records of all world sizes.
 
     Args:
-        kept: valid records, newest first.
+        kept: those of valid records, newest first.
     """
     cell = _without_fault(trial).cell
-    for record in kept:
-        other = Trial.from_json(record.trial)
-        compared = trial.algorithm == BASELINE or other.world_size == trial.world_size
-        if compared and _without_fault(other).cell == cell:
-            reason = record.fabric.time_scale_reason or ""
+    for each in kept:
+        compared = trial.algorithm == BASELINE or each.world_size == trial.world_size
+        if compared and each.cell == cell:
+            reason = each.choice.reason
             if not reason.startswith(_AS_THE_OTHERS):
                 reason = _AS_THE_OTHERS + reason
-            return Choice(time_scale=record.fabric.time_scale, reason=reason)
+            return Choice(time_scale=each.choice.time_scale, reason=reason)
     return None
 
 
@@ -355,7 +384,7 @@ def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Tri
     """
     if rerun == "all":
         return trials
-    newest = store.latest(store.load(path))
+    newest = store.latest(store.each(path))
 
     def flawed(trial: Trial) -> bool:
         return trial.hash not in newest or passing_flag(newest[trial.hash]) is not None

@@ -14,7 +14,9 @@ from common.results import readme
 from common.results.committed import catalogue, claims, ratios
 from common.results.committed.claims import Claim, Claimed
 from common.results.committed.ratios import Figure, Source
+from common.results.records import Record
 from common.results.records.learned import Evaluation, Learning, RankPace
+from common.results.records.trust import Strain
 from common.results.tables.predicted import PredictedRow
 from common.virtual.over import Point
 from dear.errors import UserError
@@ -182,6 +184,27 @@ def test_trainings_are_compared_by_accuracy_throughput_or_time_to_the_target(tmp
     (tmp_path / "third").mkdir()
     records[0] = trained("ddp", [1, 1], 0.3, target=0.4)
     assert "missed the target" in ratios.figure(race, shelf(tmp_path / "third", [], records)).doubt
+
+
+def test_too_few_cores_make_doubtful_what_a_training_takes_but_not_what_its_epochs_reach(tmp_path):
+    def starved(label: str, accuracy: float, epochs: int | None) -> Record:
+        plain = trained(label, [1, 1], accuracy)
+        results = [replace(result, strain=Strain(main_wait=0.3)) for result in plain.results]
+        trial = plain.trial | {"learn": plain.trial["learn"] | {"epochs": epochs}}
+        fabric = replace(plain.fabric, kind="real")
+        return replace(plain, trial=trial, results=results, fabric=fabric)
+
+    for name, epochs in (("epochs", 5), ("seconds", None)):
+        records = [starved("ddp", 0.8, epochs), starved("dear", 0.9, epochs)]
+        (tmp_path / name).mkdir()
+        folder = shelf(tmp_path / name, ROWS, records)
+        assert "short of cores" in ratios.figure(_source("throughput"), folder).doubt
+        doubt = ratios.figure(_source("accuracy"), folder).doubt
+        assert doubt is None if epochs else "short of cores" in doubt
+
+
+def _source(measure: str) -> Source:
+    return Source(record=SWEPT, of="dear", over=("ddp",), measure=measure)
 
 
 @pytest.mark.parametrize(

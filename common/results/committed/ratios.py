@@ -18,6 +18,7 @@ from common.results.records import Record, grouped, is_learning
 from common.results.store import Comparison
 from common.results.tables.predicted import PredictedRow
 from common.results.timed.rows import Row, difference, make_rows
+from common.results.validity import flag
 from common.virtual.costs.parts import COMPUTE
 from dear.errors import UserError, one_of
 from dear.options import build_options
@@ -169,7 +170,7 @@ def figure(source: Source, folder: Path = catalogue.FOLDER) -> Figure | None:
 
 
 def _ratio(ours: Case, base: Case | None, measure: Measure) -> Figure:
-    flags = [case.row.flag for case in (ours, base) if case is not None]
+    flags = [_doubt(case, measure) for case in (ours, base) if case is not None]
     name = ours.row.model.partition("@")[0]
     try:
         result = _known(ours, base, measure)
@@ -177,6 +178,17 @@ def _ratio(ours: Case, base: Case | None, measure: Measure) -> Figure:
         return Figure(value=None, doubt=str(error), of=name)
     doubt = next((flag for flag in flags if flag), result.doubt)
     return dataclasses.replace(result, doubt=doubt, of=name)
+
+
+def _doubt(case: Case, measure: Measure) -> str | None:
+    """Returns the flag of a row, unless it is about time and the figure does not depend on it: too
+    few cores delay epochs of synchronous training, and change nothing else."""
+    record = case.record
+    if measure != "accuracy" or record is None or record.check is None:
+        return case.row.flag
+    reason, learn = flag(record), record.trial["learn"] or {}
+    only_late = reason is not None and reason.kind == "short of cores" and learn.get("epochs")
+    return None if only_late and record.check.matches_reference else case.row.flag
 
 
 class _NoResultError(Exception):

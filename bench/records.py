@@ -86,12 +86,14 @@ def main(argv: list[str]) -> int:
 
 
 def _print_plan(chosen: dict[str, Recipe]) -> None:
-    whole = 0.0
+    whole, withdrawn = 0.0, catalogue.withdrawn()
     for name, recipe in chosen.items():
         what = f"configs/experiments/{recipe.sweep}.yaml" if recipe.sweep else "commands"
         obstacle = _obstacle(recipe)
         note = f"; left out: {obstacle}" if obstacle else ""
-        took = (catalogue.manifest(name) or {}).get("duration_s")
+        # A withdrawn record may be of a shorter sweep than today's.
+        old = {} if name in withdrawn else catalogue.manifest(name) or {}
+        took = old.get("duration_s")
         minutes = took / 60 if took else recipe.minutes
         whole += minutes
         memory = gib(_memory_bytes(recipe)) if recipe.sweep else ""

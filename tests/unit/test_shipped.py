@@ -395,9 +395,11 @@ def test_records_are_made_from_a_clean_commit_only(monkeypatch, capsys):
 def test_the_plan_says_what_cannot_be_made_here(monkeypatch, capsys):
     monkeypatch.delenv("PEER", raising=False)
     monkeypatch.setattr(maker, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(catalogue, "withdrawn", lambda: {"quick": "its sweep was shorter"})
     assert maker.main(["--plan", "quick", "merging-8", "peer"]) == 0
     quick, merging, peer, total = capsys.readouterr().out.splitlines()
     assert "0.5 GiB" in quick and "left out" not in quick
+    assert " about " in quick and " took " in merging
     assert re.search(r"it needs \d\.\d GiB of memory, and 1\.0 GiB are available$", merging)
     assert peer.endswith("left out: set PEER first") and total.startswith("3 records, about")
 

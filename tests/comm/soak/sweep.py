@@ -1,7 +1,7 @@
 """`python -m tests.comm.soak.sweep`: a sweep of a thousand short trials; nothing grows or is left.
 
-The trials differ in algorithm, batch size and world size. While `benchmarks.py` runs them, the
-memory and the descriptors of the driver are sampled. The status is 3 if a trial lacks a valid
+The trials differ in algorithm, label, batch size and world size. While `benchmarks.py` runs them,
+the memory and the descriptors of the driver are sampled. The status is 3 if a trial lacks a valid
 record, if the driver grew, or if a process, a port or a file is left.
 """
 
@@ -26,27 +26,28 @@ from tests.system.sweeps import Driver
 
 GROWTH = 0.02
 """Largest growth of the driver's memory beyond what its records take."""
-RECORD_BYTES = 64 << 10
+RECORD_BYTES = 8 << 10
 """Memory that a record may take in the driver."""
 EVERY_S = 1.0
 
 _SWEEP = """
 name: tiny
 algorithms: {algorithms}
-models:
-{models}
+models: {models}
 world_sizes: {worlds}
 baseline: false
 measure: {{repeats: 1, warmup_steps: 1, steps_per_iter: 2, check_steps: 2}}
 timeout_s: 60
 """
 _ALGORITHMS = ["allreduce", "wfbp", "ddp", "dear", "dadt"]
+_LABELS = 10
+"""Trials of each algorithm that differ only in their label."""
 _WORLDS = [1, 2]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.comm.soak.sweep", description=__doc__)
-    parser.add_argument("--trials", type=int, default=1000, help="a multiple of 10")
+    parser.add_argument("--trials", type=int, default=1000, help="a multiple of 100")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     os.environ[TOKEN] = f"soak {os.getpid()}"
@@ -68,10 +69,16 @@ def main() -> int:
 
 def _swept(folder: Path, trials: int) -> dict[str, Any]:
     """Runs the sweep; returns what it took, and what its records say."""
-    batches = range(1, trials // (len(_ALGORITHMS) * len(_WORLDS)) + 1)
-    models = "\n".join(f"  - {{name: mnist_cnn, batch_size: {batch}}}" for batch in batches)
-    lists = {"algorithms": f"[{', '.join(_ALGORITHMS)}]", "worlds": _WORLDS, "models": models}
-    driver = Driver(folder, _SWEEP.format(**lists))
+    algorithms = [
+        {"name": name, "label": f"{name} {number}"}
+        for name in _ALGORITHMS
+        for number in range(_LABELS)
+    ]
+    batches = range(1, trials // (len(algorithms) * len(_WORLDS)) + 1)
+    models = [{"name": "mnist_cnn", "batch_size": batch} for batch in batches]
+    lists = {"algorithms": algorithms, "worlds": _WORLDS, "models": models}
+    texts = {key: json.dumps(value) for key, value in lists.items()}
+    driver = Driver(folder, _SWEEP.format(**texts))
     began = time.monotonic()
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
@@ -135,7 +142,8 @@ def _early(facts: dict[str, Any]) -> dict[str, Any]:
 def _late(facts: dict[str, Any]) -> dict[str, Any]:
     """Last sample before the last record: afterwards come tables and the report."""
     samples = facts["samples"]
-    return next(s for s in reversed(samples) if s["records"] < samples[-1]["records"])
+    earlier = (s for s in reversed(samples) if s["records"] < samples[-1]["records"])
+    return next(earlier, samples[-1])
 
 
 def _summary(facts: dict[str, Any]) -> str:

@@ -111,4 +111,7 @@ def copy_of(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Process
     )
     group_ranks = {job_rank: rank for rank, job_rank in enumerate(ranks)}
     distributed_c10d._world.pg_group_ranks[copy] = group_ranks
+    if "gloo" in backends_of(copy).values():
+        # Gloo fails on a rank that still connects when another one has destroyed its copy.
+        dist.barrier(copy)
     return copy

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -297,6 +298,25 @@ def test_handles_may_be_waited_twice_and_unknown_ones_are_errors(comm: Communica
             assert "unknown handle" in error(ValueError, call, bad)
         for bad in (None, "0", True, 1.0):
             assert "int" in error(TypeError, call, bad)
+
+
+@on_ranks(streams, 2)
+def test_no_rank_has_its_groups_before_all_have_them(comm: Communicator) -> None:
+    # A rank that has them may destroy them at once: Gloo then fails where it still connects.
+    c10d, key = dist.distributed_c10d, f"{comm.size} have it"
+    store, create = c10d._get_default_store(), c10d._new_process_group_helper
+
+    def late(*arguments, **more):
+        group = create(*arguments, **more)
+        time.sleep(0.3)
+        store.set(key, "yes")
+        return group
+
+    patched = late if comm.rank == 1 else create
+    name = "_new_process_group_helper"
+    with mock.patch.object(c10d, name, patched), Communicator(1, over_gloo()):
+        assert store.check([key])
+    store.delete_key(key)
 
 
 @on_ranks(streams, 2, 3)

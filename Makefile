@@ -20,7 +20,7 @@ CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc
 
 help:
 	@echo "make bench            set up, a predicted table of 64 GPUs, then the default sweep"
-	@echo "make test             set up, then the tests of every part (about 9 minutes on 2 cores)"
+	@echo "make test             set up, then the tests of every part (about 11 minutes on 2 cores)"
 	@echo "make test-all         the same and everything that takes longer"
 	@echo "make retest           only the tests that failed last"
 	@echo "make core             build the comm core (part of bench and test)"
@@ -60,7 +60,10 @@ test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) $(MUTANTS) $(SITE) $(RE
 retest: $(READY)
 	scripts/test.sh $(VENV) --again
 
-core: $(CORE)
+# Also if only torch has changed; what is up to date is not compiled again.
+core: $(READY)
+	scripts/build.sh $(VENV)
+	touch $(CORE)
 
 core-tests: $(CORE_TESTS)
 

@@ -138,7 +138,7 @@ class Experiment:
     collective_timeout_s: float = 300.0
     """Time limit of one collective, in real seconds; a longer collective fails."""
     launcher: str = "local"
-    """Program that starts the ranks: local, torchrun, mpirun, ssh or slurm."""
+    """Program that starts the ranks: local, torchrun, mpirun, ssh, slurm or nodes."""
     launcher_options: dict[str, Any] = field(default_factory=dict)
     """Options of the launcher (docs/clusters.md)."""
     hostfile: str | None = None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import nn
 
 from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
@@ -113,8 +114,17 @@ def far(name: str, make: Callable[[], nn.Module], way: str, eager: int) -> tuple
 SYNCHRONOUS = [n for n in algorithm_names() if Meaning.of(n).family == "synchronous"]
 
 
-@pytest.mark.parametrize("name", [*SYNCHRONOUS, "exact-diffusion", "decentralized", "win-put"])
-@pytest.mark.parametrize("way", WAYS)
+def _cases() -> list[ParameterSet]:
+    """Every algorithm in every way; marked `full` are all but two ways of each."""
+    names = [*SYNCHRONOUS, "exact-diffusion", "decentralized", "win-put"]
+    return [
+        pytest.param(name, way, marks=[pytest.mark.full] if (i + j) % len(WAYS) > 1 else [])
+        for i, name in enumerate(names)
+        for j, way in enumerate(WAYS)
+    ]
+
+
+@pytest.mark.parametrize(("name", "way"), _cases())
 def test_compiled_models_train_as_others_do(world, name, way):
     skip_if_unavailable(name)
     for make, eager in ((make_model, 0), (Net, 2)):

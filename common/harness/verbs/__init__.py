@@ -30,7 +30,7 @@ MEANINGS = {
     Status.FAILED: "a trial failed or trained incorrectly, or no trial could run",
     Status.USER_ERROR: "an error in the command or the experiment; one line names it",
     Status.REGRESSION: "compare --fail-on: a trial is slower, or is no longer valid",
-    Status.NO_ANSWER: "compare, validate: nothing was compared; report: no trial has a valid result",
+    Status.NO_ANSWER: "compare, validate: nothing was compared; report: no valid result",
     Status.INTERRUPTED: "interrupted",
 }
 """Meanings of the exit statuses, for `--help`."""

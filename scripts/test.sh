@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests of every part, without those that take long: scripts/test.sh .venv [--again]
-# Seven runs are side by side, because many tests wait: two runs each share the files of tests/unit and
-# of tests/system. With --again, repeats only the tests that failed last, and prints their names; it
-# fails if there are none.
+# Five runs are side by side: the tests of tests/unit compute, most of the others wait. With --again,
+# repeats only the tests that failed last, and prints their names; it fails if there are none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/shared.sh
@@ -10,15 +9,15 @@ source scripts/shared.sh
 venv=$(environment "${1:-}")
 pytest=("$venv/bin/python" -m pytest)
 unset PYTHONDONTWRITEBYTECODE  # or each of hundreds of processes compiles the same files
-parts=(unit/1 unit/2 system/1 system/2 comm contract/loops)  # and the others
+parts=(unit comm system contract/loops)  # and the others
 
 arguments() {  # of pytest, for a part: one a line
   printf '%s\n' -o "cache_dir=.pytest_cache/$1"
-  case "$1" in
-    others) printf -- '--ignore=tests/%s\n' unit system comm contract/loops ;;
-    */[12]) printf '%s\n' "tests/${1%/*}"/test_*.py | awk "NR % 2 == ${1##*/} % 2" ;;
-    *) echo "tests/$1" ;;
-  esac
+  if [[ "$1" == others ]]; then
+    printf -- '--ignore=tests/%s\n' "${parts[@]}"
+  else
+    echo "tests/$1"
+  fi
 }
 
 run() {  # the tests of a part, with more of pytest's options

@@ -272,7 +272,7 @@ def plan(place: Place) -> list[Step]:
 def _tests(place: Place) -> Step:
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_cuda*.py"))
     report = f"--junitxml={place.out / TESTS_REPORT}"
-    # More workers do not help: their processes take turns on the GPU.
+    # Few workers, because their processes take turns on the GPU.
     pytest = [place.python, "-m", "pytest", *(["-n", "3"] if version("pytest-xdist") else [])]
     return Step(
         name="CUDA tests",

@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import functools
 import gc
-import io
 import json
 import logging
 import os
@@ -79,8 +78,10 @@ def each(path: Path) -> Iterator[Record]:
         UserError: a record has a version of the format that this code cannot read, or a name in it
             leads out of its folder.
     """
+    if not path.exists():
+        return
     damaged = []
-    with path.open("rb") if path.exists() else io.BytesIO() as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line == b"\n":
                 continue

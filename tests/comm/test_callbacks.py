@@ -180,8 +180,8 @@ ENDINGS = {
         ended.then(lambda _f: threading.Event().wait())
     """,
     "a thread": """
-        # On one core: Python has ended before the thread's turn comes. It has the usual turns until
-        # it waits for the operation, because it holds Python's lock before.
+        # On one core, Python ends before the thread's turn comes. The thread gets low priority when
+        # it waits for the operation: before that, it holds Python's lock.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         behind = threading.Thread(target=dist.all_reduce, args=(tensor,), daemon=True)
         behind.start()

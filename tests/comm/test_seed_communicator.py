@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from comm_core.streams import collectives
 from tests.comm.operations import DTYPES, Call, cases, check, same, total, values
 from tests.comm.seed import Communicator, error, module, over_gloo, streams
 from tests.comm.worlds import on_ranks
@@ -317,6 +318,28 @@ def test_no_rank_has_its_groups_before_all_have_them(comm: Communicator) -> None
     with mock.patch.object(c10d, name, patched), Communicator(1, over_gloo()):
         assert store.check([key])
     store.delete_key(key)
+
+
+class OnGpu(torch.Tensor):
+    """CPU tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("body", [collectives.all_reduce_rsag, collectives.all_reduce_rb])
+def test_the_second_collective_of_a_gpus_sum_starts_when_the_first_has_ended(body, monkeypatch):
+    # The comm core copies a GPU's tensors to the host in the call: the second would copy old ones.
+    started = []
+    for place, name in (
+        *((collectives, name) for name in ("_reduce_scatter", "_all_gather")),
+        *((dist, name) for name in ("reduce", "broadcast")),
+    ):
+        monkeypatch.setattr(place, name, lambda *_, name=name, **__: started.append(name))
+    channel = collectives.Channel(group=None, size=2, ordered=True)
+    next(body(channel, torch.ones(4).as_subclass(OnGpu)))
+    assert len(started) == 1
+    next(body(channel, torch.ones(4)))
+    assert len(started) == 3, "on CPUs, the comm core keeps the order"
 
 
 @on_ranks(streams, 2, 3)

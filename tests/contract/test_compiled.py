@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from torch import nn
 
 from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
@@ -114,7 +113,7 @@ def far(name: str, make: Callable[[], nn.Module], way: str, eager: int) -> tuple
 SYNCHRONOUS = [n for n in algorithm_names() if Meaning.of(n).family == "synchronous"]
 
 
-def _cases() -> list[ParameterSet]:
+def _cases() -> list[object]:
     """Every algorithm in every way; marked `full` are all but two ways of each."""
     names = [*SYNCHRONOUS, "exact-diffusion", "decentralized", "win-put"]
     return [

@@ -15,7 +15,7 @@ import torch
 
 import dear
 
-# 2 to 4 ms of a GPU's time: the host gets far ahead, it queues an operation in about 10 us.
+# Over 1 ms on any GPU. The host queues an operation in about 10 us, and so gets far ahead.
 DELAY_CYCLES = 5_000_000
 
 

@@ -55,7 +55,7 @@ def test_time_goes_to_the_layer_that_takes_it(place):
     for call in fields["calls"]:
         by_module[call.module] = by_module.get(call.module, 0.0) + call.forward_s
     assert by_module["2"] > sum(by_module.values()) / 2
-    assert by_module["2"] > 0.002
+    assert by_module["2"] > 0.001
     ready = sorted((param.position, param.ready_s) for param in fields["parameters"])
     assert [position for position, _ in ready] == list(range(2 * LAYERS + 1))
     times = [at for _, at in ready]

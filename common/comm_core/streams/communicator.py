@@ -104,12 +104,13 @@ class Communicator(Streams):
         tensor = self._checked("allReduceRSAG", tensor)
         if tensor.numel() < self.size:
             return self.all_reduce(tensor)
-        lone = self._composed_as_one and tensor.numel() % self.size == 0
+        lone = not self._must_wait(tensor) and tensor.numel() % self.size == 0
         return self._in_turn("allReduceRSAG", collectives.all_reduce_rsag, tensor, lone=lone)
 
     def all_reduce_rb(self, tensor: torch.Tensor) -> int:
         """All-reduce as a reduce to rank 0 and a broadcast from it."""
-        tensor, lone = self._checked("allReduceRB", tensor), self._composed_as_one
+        tensor = self._checked("allReduceRB", tensor)
+        lone = not self._must_wait(tensor)
         return self._in_turn("allReduceRB", collectives.all_reduce_rb, tensor, lone=lone)
 
     def multi_bcast(

@@ -324,7 +324,5 @@ class Streams:
             stream.submit(name, body(lane.channel, *arguments), tensors=tensors, lone=lone)
         )
 
-    @property
-    def _composed_as_one(self) -> bool:
-        # A backend that keeps the order itself needs no thread between the two collectives.
-        return self._lanes[0].channel.ordered
+    def _must_wait(self, tensor: torch.Tensor) -> bool:
+        return self._lanes[0].channel.must_wait(tensor)

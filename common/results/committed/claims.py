@@ -187,7 +187,7 @@ def _cell(source: Source | None, folder: Path) -> str:
 def _note(claim: Claim) -> str:
     parts = [f"{claim.setting} ({claim.source})."]
     if claim.within != NEAR:
-        parts.append(f"At most {claim.within:.0%} from the claim agrees.")
+        parts.append(f"Figures within {claim.within:.0%} of the claim agree.")
     for source, kind in ((claim.emulated, "Emulated"), (claim.predicted, "Predicted")):
         if source is not None and source.what:
             parts.append(f"{kind}: {source.what}.")

@@ -236,9 +236,13 @@ class Comparison:
     worlds: tuple[int, ...] = ()
     """Numbers of workers of the trials, without the single worker's."""
 
+    def text(self) -> str:
+        """Returns the content of the file that `save` writes."""
+        return json.dumps(dataclasses.asdict(self))
+
     def save(self, folder: Path) -> None:
         """Writes the comparison beside the records."""
-        (folder / _EXPERIMENT).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        (folder / _EXPERIMENT).write_text(self.text(), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Comparison:

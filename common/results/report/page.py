@@ -236,6 +236,5 @@ def _downloads(
         lines = [json.dumps(record.to_json(), separators=(",", ":")) for record in records]
         file = download("records.jsonl", "\n".join([*lines, ""]), kind)
         count, whole = len(records), False
-    text = json.dumps({"compare_to": comparison.compare_to, "trials": comparison.trials})
-    experiment = download("experiment.json", text, "application/json")
+    experiment = download("experiment.json", comparison.text(), "application/json")
     return {"records": file, "count": count, "whole": whole, "experiment": experiment}

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 
 def pairwise(
     axes: Mapping[str, Sequence[Any]], fits: Callable[[dict[str, Any]], bool]
@@ -51,6 +53,14 @@ def pairwise(
             possible = (v for v in by_use if fits({**defaults, **chosen, axis: v}))
             chosen[axis] = next(possible, defaults[axis])
         case = {axis: chosen[axis] for axis in axes}
+
+
+def one_in(n: int, values: Sequence[Any]) -> list[Any]:
+    """Returns values for `parametrize`; marked `full` are all but the first of every n."""
+    return [
+        pytest.param(value, marks=pytest.mark.full) if place % n else value
+        for place, value in enumerate(values)
+    ]
 
 
 def each_value_once(cases: Sequence[Mapping[str, Any]]) -> list[bool]:

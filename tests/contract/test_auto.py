@@ -92,7 +92,7 @@ def _half(model: torch.nn.Module, ranks: Any, step: int) -> None:
     (sum(losses) / len(losses) / 2).backward()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 @pytest.mark.parametrize("name", ENGINES)
 def test_training_is_serial_before_and_after_the_choice(world, size, name):
     ranks = world(size).run(_trained, [name])

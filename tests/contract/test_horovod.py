@@ -173,7 +173,10 @@ def _timed(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("options", [{"cycle_time_ms": 100.0}, {"compression": "fp16"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"compression": "fp16"}, pytest.param({"cycle_time_ms": 100.0}, marks=pytest.mark.full)],
+)
 def test_horovod_tells_what_its_own_all_reduces_take(own_pool, options):
     skip_if_unavailable("horovod")
     kind = algorithm_class("horovod")

@@ -210,8 +210,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Network], None]:
     return on_network
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("script", [all_parts, two_optimizers])
+@pytest.mark.parametrize(
+    ("script", "native"),
+    [
+        (all_parts, True),
+        (two_optimizers, False),
+        pytest.param(all_parts, False, marks=pytest.mark.full),
+        pytest.param(two_optimizers, True, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize(("name", "options"), [*CREDITS, *matched()])
 def test_what_is_sent_does_not_depend_on_when_messages_end(name, options, script, native, waits):
     if not native and "levels" in options:

@@ -35,6 +35,7 @@ CHOSEN = (
 """Tests of these files: all of the example's, and of each other one those that are about it."""
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_example_passes_all_and_each_wrong_algorithm_fails_the_test_that_is_about_it(tmp_path):
     files = [EXAMPLE]

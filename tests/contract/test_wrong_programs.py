@@ -92,17 +92,15 @@ ON_A_REPLAY = {
     "third step lost",
     "no update after step 2",
 }
-"""Programs of the quick ones; the others run on a model that computes, too, but not replayed."""
+"""Programs that `make test` runs on a replayed model, and the others on one that computes."""
 
 
 @pytest.mark.parametrize(
     ("program", "model"),
     [
-        *((program, "mnist_cnn") for program in FEW_TENSORS),
-        *(
-            pytest.param(few, REPLAYED, marks=() if few in ON_A_REPLAY else pytest.mark.full)
-            for few in FEW_TENSORS
-        ),
+        pytest.param(few, model, marks=() if (few in ON_A_REPLAY) == replayed else pytest.mark.full)
+        for few in FEW_TENSORS
+        for model, replayed in (("mnist_cnn", False), (REPLAYED, True))
     ],
 )
 def test_wrong_programs_are_found(world, program, model):
@@ -119,8 +117,15 @@ def test_the_finding_says_what_and_where(world):
     assert late.reference_error < 2e-3 < late.end_error and "at the end" in late.finding
 
 
-@pytest.mark.parametrize("model", [REPLAYED, "mnist_cnn"])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "model"),
+    [
+        ("float64", REPLAYED),
+        ("bfloat16", "mnist_cnn"),
+        pytest.param("float64", "mnist_cnn", marks=pytest.mark.full),
+        pytest.param("bfloat16", REPLAYED, marks=pytest.mark.full),
+    ],
+)
 def test_right_programs_are_right_in_every_type_and_wrong_ones_wrong(world, dtype, model):
     assert check_of(world(2), "dear", model, dtype=dtype).verdict == "yes"
     wrong = check_of(

@@ -78,6 +78,7 @@ def test_one_command_from_a_file_to_a_table(tmp_path, mine, monkeypatch):
     assert all(path.exists() for path in throughput.draw(logs / "net", tmp_path / "figures"))
 
 
+@pytest.mark.full
 def test_a_model_from_a_file_computes_in_every_rank(tmp_path, mine):
     flags = ("--model-file", mine / "net.py", "--batch", "4", "-k", "n=2 ddp|n=2 dear")
     for record in Driver(tmp_path).measured(*map(str, flags), "--set", SHORT):

@@ -42,6 +42,7 @@ def test_all_collectives_are_measured_and_written(job, flags, world, per_host, t
         assert costs.collective_costs()["exchange"](65536) > 65536 / 125e6
 
 
+@pytest.mark.full
 def test_only_rank_0_says_what_is_wrong():
     done = python(*TORCHRUN, "benchmarks.py", "calibrate", "--ranks", "3")
     assert done.returncode != 0

@@ -46,8 +46,8 @@ SEEN = Seen(
 
 @pytest.mark.timeout(400)
 def test_a_short_campaign_meets_its_bars(tmp_path):
-    kinds = ("killed", "raises", "out of memory", "another shape", "another order", "leaves")
-    faults = [draw(5, k, kinds, launcher="bare", fabric="local") for k in range(8)]
+    kinds = ("killed", "another shape", "leaves")
+    faults = [draw(5, k, kinds, launcher="bare", fabric="local") for k in range(4)]
     faults.append(draw(5, 8, ("killed driver",), launcher="local", fabric="local"))
     if sandbox.unable() is None:
         faults.append(draw(5, 9, ("cut link",), launcher="local", fabric="emulated"))

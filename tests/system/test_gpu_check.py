@@ -230,6 +230,7 @@ def test_the_verdict_on_a_sweep(tmp_path, other, code, status, reason):
     assert verdict == status and why.startswith(reason)
 
 
+@pytest.mark.full
 def test_a_sweep_with_an_algorithm_that_has_no_reference_passes_on_cpus(tmp_path):
     changes = {"algorithms": ["ddp", "mgs"], "backend": "gloo", "world_sizes": [2]}
     changes |= {"baseline": False, "models": [{"name": "mnist_cnn", "batch_size": 4}]}

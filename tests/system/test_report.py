@@ -167,6 +167,7 @@ def test_without_javascript_all_of_it_is_there(browser, report):
         browser.send("Emulation.setScriptExecutionDisabled", value=False)
 
 
+@pytest.mark.full
 def test_the_report_of_fifty_trials_is_under_3_mb(tmp_path, capsys):
     from tests.unit.test_report import many
 

@@ -46,6 +46,7 @@ def _curve(record, key):
 
 
 # Processors that cannot compute in bf16 take several times as long.
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages(tmp_path):
     driver = Driver(tmp_path, CIFAR.format(folder=write_cifar(tmp_path / "cifar", images=20)))

@@ -286,6 +286,7 @@ def test_advice_in_measured_settings():
     assert choice.excess == pytest.approx(0.92 / 0.9 - 1)
 
 
+@pytest.mark.full
 def test_advice_is_good_in_the_measured_settings_of_a_record(capsys):
     assert main(["validate", str(ROOT / "docs" / "records" / "batches")]) == 0
     assert "in 4 of 4 settings, the advised one is within 3% of the" in capsys.readouterr().out

@@ -95,6 +95,7 @@ def test_no_step_is_predicted_twice():
     assert steps([(other, LINES)]) == [1] and asked == [(row, LINES), (other, LINES)]
 
 
+@pytest.mark.full
 def test_rows_are_fitted_predicted_apart_or_left_out(tmp_path, capsys):
     known = [
         line

@@ -250,6 +250,7 @@ def test_push_sum_is_the_mean_of_its_steps_with_and_without_messages(every):
     assert predicted(point).step_s == pytest.approx(predicted(long).step_s, rel=2e-3)
 
 
+@pytest.mark.full
 def test_ranks_with_unequal_batches(capsys):
     """Ranks in step wait for the longest pass; at its own pace, each rank has its own rate."""
     given = ["--set", "faults=[]", "--set", "learn.batch_sizes=[16, 16, 16, 128]", "--json"]

@@ -206,6 +206,7 @@ def test_the_slowest_of_many_ranks():
     assert slowest(64, 0.1) == pytest.approx(1 + 0.1 * 2.344, rel=1e-3)
 
 
+@pytest.mark.full
 def test_large_worlds_fit_into_little_memory():
     code = (
         "from tests.unit.test_virtual_world import *\n"
@@ -314,6 +315,7 @@ def test_validate_compares_with_a_record(capsys):
     assert 0.01 < result["summary"]["median_width"] < 0.3
 
 
+@pytest.mark.full
 def test_costs_come_from_another_model_of_another_sweep(capsys):
     names = ("fidelity-bert", "fidelity")
     assert (

@@ -41,6 +41,9 @@ def started(
 ) -> Iterator[ProcessPoolExecutor]:
     """Starts a process for each core, at most `most`.
 
+    If the block ends with an exception (Ctrl-C, too), nobody needs the calls under way: the
+    processes end at once.
+
     Args:
         begin: called first in each process.
         preload: modules that are imported once for all processes, and for those of later calls.
@@ -51,8 +54,14 @@ def started(
         preload_in_fork_server(preload)
     count = usable_cores() if most is None else max(1, min(usable_cores(), most))
     given = (dict(os.environ), begin)  # the fork server has the environment of its start
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(count, context, initializer=_begin, initargs=given) as pool:
-        yield pool
+        try:
+            yield pool
+        except BaseException:
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
 
 
 def preload_in_fork_server(modules: Sequence[str]) -> None:

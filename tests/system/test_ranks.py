@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import active_children
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import psutil
 import pytest
 
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
+from common.machine.processes import started
 from tests.system.processes import FOREVER, LIMIT_S, ROOT, alive, number_in, wait_for
 
 PLACE = "import json, os; print(json.dumps({n: os.environ.get(n) for n in %r}))"
@@ -181,3 +184,12 @@ def test_a_fork_server_ends_without_taking_down_what_it_has_imported(tmp_path):
     wait_for(lambda: not alive(server))
     assert module.with_suffix(".imported").exists()
     assert not module.with_suffix(".down").exists()
+
+
+def test_an_exception_ends_processes_in_the_middle_of_a_call():
+    """Ctrl-C and SIGTERM are exceptions, too; without the end, this would wait for the calls."""
+    with pytest.raises(KeyboardInterrupt), started(2) as pool:
+        calls = [pool.submit(time.sleep, 10_000) for _ in range(2)]
+        wait_for(lambda: all(call.running() for call in calls))
+        raise KeyboardInterrupt
+    assert not any(isinstance(child, ForkServerProcess) for child in active_children())

@@ -19,8 +19,8 @@ from torch.nn.utils import prune
 import dear
 from common.harness.worker.checking.deviation import replica_spread
 from common.models import registry
-from dear.algorithms.synchronous.fsdp import full
 from dear.comm import runtime
+from dear.training.sharding.tensors import full
 from tests.contract.loops import (
     difference,
     error,

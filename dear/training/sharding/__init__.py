@@ -1,0 +1,1 @@
+"""Parameters that are sharded by PyTorch's FSDP2."""

@@ -4,7 +4,8 @@ A place is a comment in the Markdown that says what follows, for a record NAME (
 
     <!-- standing of NAME -->      commit, machine and folder of the record
     <!-- table of NAME -->         the table of its sweep, and the sentences below it
-    <!-- table of NAME: speedup, of_bound -->     these fields by cell and algorithm
+    <!-- table of NAME: speedup, of_bound -->     these fields by cell and algorithm,
+                                              with the 95 % interval of those that have one
     <!-- output of NAME: FILE -->  a file of the record, unchanged
     <!-- figure of NAME: FILE | WHAT IT SHOWS -->     with a caption
     <!-- withdrawn records -->     the withdrawn (outdated) records, with the reasons
@@ -242,6 +243,9 @@ def _short(row: Row | LearnRow | None, field: str) -> str:
     if row is None or value is None:
         return ""
     text = f"{value:.2f}"
+    low, high = (getattr(row, f"{field}_{end}", None) for end in ("low", "high"))
+    if low is not None and high is not None:
+        text += f" ({low:.2f}-{high:.2f})"
     if field == "of_bound" and isinstance(row, Row):
         text = bounds.share(value, row.bound_note)
     return f"({text})" if row.flag else text

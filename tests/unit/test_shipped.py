@@ -170,6 +170,16 @@ def test_marked_places_are_filled_and_of_a_withdrawn_record_emptied(folder):
     assert readme.filled(gone, readme.ROOT, folder) == without
 
 
+def test_ratios_in_a_table_by_algorithm_have_their_intervals():
+    text = (
+        "<!-- standing of emulated -->\n<!-- end -->\n"
+        "<!-- table of emulated: speedup, of_bound -->\n<!-- end -->\n"
+    )
+    result = readme.filled(text, readme.ROOT, readme.ROOT / "docs" / "records")
+    dear = result.splitlines()[-2].split(" | ")[-2]
+    assert re.fullmatch(r"1\.\d\d \(1\.\d\d-1\.\d\d\)", dear)
+
+
 @pytest.mark.parametrize(
     "sentence",
     [

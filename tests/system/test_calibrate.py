@@ -16,7 +16,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ("job", "flags", "world", "per_host"),
     [
         ([], ["--ranks", "3"], 3, 3),
-        (TORCHRUN, [], 2, 2),
+        pytest.param(TORCHRUN, [], 2, 2, marks=pytest.mark.full),
         pytest.param(
             *([], ["--hosts", "2", "--network", "1gbe", "--time-scale", "2"], 2, 1),
             marks=needs_sandbox,

@@ -50,6 +50,7 @@ _BLOCK = re.compile(
 _NUMBER = re.compile(
     r"(?:~~)?(?P<value>[-+0-9.,e]+%?)(?:~~)?(?P<from><!-- (?P<name>[\w-]+): (?P<what>[^>]+?) -->)"
 )
+_SOURCE = re.compile(r"<!-- [\w-]+: \w+ of [^>]+? -->")
 _MANY = ("claims", "findings")
 """Kinds of places with several records, whose origins they name themselves."""
 _LIST = "withdrawn records"
@@ -112,7 +113,16 @@ def filled(text: str, place: Path, folder: Path = catalogue.FOLDER) -> str:
         raise PlaceError(f"a link leads to {min(refused)}, which is withdrawn: drop the sentence")
     if f"<!-- {_LIST} -->\n" in text:
         text = with_block(text, _LIST, _withdrawn(withdrawn))
+    _refuse_unread(text)
     return _NUMBER.sub(number, _BLOCK.sub(block, text))
+
+
+def _refuse_unread(text: str) -> None:
+    """Raises `PlaceError` for a source of a number that does not stand behind a number."""
+    read = {match.end() for match in _NUMBER.finditer(text)}
+    for source in _SOURCE.finditer(text):
+        if source.end() not in read:
+            raise PlaceError(f"before {source[0]} there is no number, or a space or unit after it")
 
 
 def _existing(folder: Path, name: str) -> Path:
@@ -233,6 +243,11 @@ def _crossed(rows: Sequence[Row | LearnRow], fields: Sequence[str]) -> str:
     lines = [["model", "network", *titles]]
     for (model, network), here in grouped(rows, lambda row: (row.model, row.network)).items():
         by_name = {row.algorithm: row for row in here}
+        if len(by_name) < len(here):
+            raise PlaceError(
+                f"{model} has several batch sizes, numbers of workers or faults on {network}: this "
+                "table has one line for all of them"
+            )
         texts = [_short(by_name.get(name), field) for name in names for field in fields]
         lines.append([model, network or "", *texts])
     return markdown(lines, [False, False, *[True] * len(titles)], padded=False)

@@ -134,6 +134,29 @@ def test_a_doubted_or_missing_result_decides_nothing(tmp_path):
     assert ratios.figure(Source(record=SWEPT, of="dear", over=("ddp",)), folder).doubt
 
 
+def test_a_rival_or_a_larger_figure_that_is_in_doubt_is_told(tmp_path):
+    flagged = with_notes(record("horovod", 0.15), "disturbed: by somebody")
+    folder = shelf(tmp_path, ROWS, [record("ddp", 0.11), record("dear", 0.1), flagged])
+    figure = ratios.figure(Source(record=SWEPT, of="dear", over=("ddp", "horovod")), folder)
+    assert figure.value == pytest.approx(1.1) and figure.doubt and figure.text.startswith("[1.10")
+    (tmp_path / "second").mkdir()
+    doubted = [row("ddp", 3.0, model="n@gpu", event_model_s=99.0), row("dear", 1.5, model="n@gpu")]
+    largest = Source(**PREDICTED, take="largest")
+    figure = ratios.figure(largest, shelf(tmp_path / "second", [*ROWS[:3], *doubted]))
+    assert (figure.of, figure.without, figure.doubt) == ("m", "n", None)
+    assert figure.text.endswith(", m; without n")
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [(0.89, "less"), (0.905, "agrees"), (1.095, "agrees"), (1.105, "more")],
+)
+def test_what_agrees_is_at_most_a_tenth_away_on_either_side(value, word):
+    figure = Figure(value=value, low=value, high=value)
+    other = "more" if value > 1 else "less"
+    assert Claimed.of("1").word(figure, 0.1).replace("differs", other) == word
+
+
 def test_a_measured_figure_is_that_of_the_tables(tmp_path):
     records = [varied("ddp", (1.0, 1.01, 0.99), 0.12), varied("dear", (1.0, 1.0, 1.0), 0.1)]
     records.append(record("none", 0.06, 1))
@@ -155,7 +178,9 @@ def trained(algorithm: str, rates: list[float], accuracy: float, *, target=None,
     ]
     results = []
     for seed, rate in enumerate(rates):
-        ranks = [RankPace(steps=int(100 * r), samples=9, elapsed_s=100.0) for r in (rate, 1.0)]
+        ranks = [
+            RankPace(steps=int(100 * r), samples=int(800 * r), elapsed_s=100.0) for r in (rate, 1.0)
+        ]
         learning = Learning(evaluations=marks, ranks=ranks, seed=seed)
         results.append(with_first(plain, learning=learning, iters=[]).results[0])
     trial = plain.trial | {"learn": learn}

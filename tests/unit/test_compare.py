@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from common.harness.cli import main
+from common.results import stats
 from common.results.stats import Difference
 from common.results.timed import compare
 from common.results.timed.rows import make_rows
@@ -120,6 +121,36 @@ def test_how_many_repeats_would_decide():
             log_ratio=log_ratio, error=error, freedom=9, repeats=10, n=100, paired=True
         )
         assert compare.more_repeats(ten) == more
+
+
+def test_repeats_to_decide_are_those_of_all_comparisons():
+    one = Difference(log_ratio=0.05, error=0.012, freedom=9, repeats=10, n=100, paired=True)
+    alone, among = compare.more_repeats(one, 1), compare.more_repeats(one, 20)
+    assert alone == 1 < among
+    later = one.with_repeats(10 + among)
+    assert stats.verdicts([later] * 20)[0] == "FASTER"
+    assert stats.detectable(later, 20) < math.expm1(0.05) < stats.detectable(one, 20)
+
+
+def test_settings_in_which_a_pair_differs_are_named():
+    (row,) = compare.rows(compare.pairs([trial("ddp")], [trial("ddp", dtype="bfloat16", seed=1)]))
+    assert row.reason == "also different: dtype float32 -> bfloat16"
+    (row,) = compare.rows(compare.pairs([trial("ddp")], [trial("dear", 0.08)]))
+    assert row.reason is None, "the label tells it"
+    changed = trial("dear", options={"threshold_mb": 5.0})
+    (row,) = compare.rows(compare.pairs([trial("dear")], [changed]))
+    assert row.reason == "also different: options.threshold_mb 25.0 -> 5.0"
+
+
+def test_machines_of_all_records_are_compared():
+    old, new = ({"cpu": "A", "packages": {"torch": version}} for version in ("1", "2"))
+    first, second = record("ddp"), record("wfbp")
+    for item in (first, second):
+        object.__setattr__(item, "machine", old)
+    continued = record("dear")
+    object.__setattr__(continued, "machine", new)
+    lines = compare.environment([first, second], [first, continued])
+    assert lines == ["packages.torch: 1 -> 1, 2"]
 
 
 def test_repeats_to_decide_are_a_number_or_many():

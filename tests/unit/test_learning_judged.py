@@ -20,7 +20,7 @@ from common.launch.job import Outcome
 from common.models.datasets import Parts
 from common.models.datasets.tensors import Tensors
 from common.models.registry import build
-from common.results.learning import summary, tables
+from common.results.learning import race, summary, tables
 from common.results.records import Record, Result
 from common.results.records.learned import Data, Evaluation, Learning, RankPace
 from common.results.records.trust import Check, Note
@@ -283,6 +283,8 @@ def test_repeats_give_rates_and_what_is_kept_an_interval():
     assert ours.steps_per_s_low < 96 and ours.steps_per_s_high > 104
     assert ours.speedup == 1.0 and ours.verdict == "SAME" and base.verdict is None
     assert slow.kept == pytest.approx(0.5) and slow.kept_low < 0.48 and slow.kept_high > 0.52
+    fewer = dataclasses.replace(records[2], results=records[2].results[:2])
+    assert summary.make_rows([*records[:2], fewer], "allreduce")[2].kept == pytest.approx(0.51, abs=1e-3)
     text = tables.table([base, ours, slow], "allreduce").markdown()
     assert "0.50 (0.46-0.55)" in text and "99.9 (90.5-110)" in text and "to target" not in text
 
@@ -317,6 +319,54 @@ def test_what_is_compared_is_the_time_to_the_target_over_seeds():
     (line,) = answers.general_remarks([base, faster, same, some, none], records)
     assert "with 80 % probability" in line and "with Holm's correction for 4 comparisons" in line
     assert "% for dear" in line
+
+
+def test_a_trial_that_misses_the_target_is_not_the_first():
+    slow, missing = (_record(_learning_trial(name), _run(10, 10)) for name in ("ddp", "dear"))
+    rows = summary.make_rows([_target(slow, 1.5), _target(missing, 1.0, missing=3)], "ddp")
+    rows = [dataclasses.replace(row, leads=True) for row in rows]  # of few runs, both may lead
+    assert tables.summary(rows) == [
+        "mnist_cnn, 2 workers: ddp is the first at 50%, after 1.5 s (1.4-1.6); not distinguishable "
+        "from it: dear; 1 of 2 get there in every run"
+    ]
+
+
+def test_runs_that_miss_the_target_are_the_reason_why_nothing_is_detectable():
+    one, other = (_record(_learning_trial(name), _run(10, 10)) for name in ("ddp", "dear"))
+    records = [_target(one, 1.5, missing=1), _target(other, 1.0)]
+    (line,) = answers.general_remarks(summary.make_rows(records, "ddp"), records)
+    assert line == "mnist_cnn, 2 workers: runs missed the target, so no difference is detectable"
+
+
+def test_a_median_is_that_of_all_runs():
+    two = _record(_learning_trial(), _run(4, 4, loss=0.2), _run(4, 4, loss=0.4))
+    assert summary.make_rows([two])[0].loss == pytest.approx(0.3)
+    without = _record(_learning_trial(), _run(4, 4, loss=0.2), *[_run(4, 4, loss=None)] * 2)
+    assert summary.make_rows([without])[0].loss is None
+    assert race.typical([1.0, 2.0, 3.0], missing=1).value == 2.5
+    assert race.typical([1.0, 2.0], missing=2) is None
+
+
+def test_sentences_of_two_lengths_are_two_cells_and_a_word_is_an_answer():
+    text = LearnConfig(budget_s=2, data="text", target_accuracy=0.5)
+
+    def trained(length, name, *runs):
+        return _record(make_trial(name, 2, learn=text, sentence_len=length), *runs or [_run(9, 9)])
+
+    records = [
+        _target(trained(length, name), seconds)
+        for length, name, seconds in ((20, "ddp", 1.0), (20, "dear", 0.8), (35, "ddp", 1.6))
+    ]
+    rows = summary.make_rows(records, "ddp")
+    assert [row.verdict for row in rows] == [None, "FASTER", None]
+    assert rows[2].model == "mnist_cnn, 35 tokens" and rows[2].where.startswith(rows[2].model)
+    (row,) = summary.make_rows([records[2]])
+    accuracy = row.accuracy
+    assert row.model == "mnist_cnn"
+    assert row.accuracy_error == pytest.approx((accuracy * (1 - accuracy) / 35_000) ** 0.5)
+    assert "number of test words" in tables.remarks([records[2]])[0]
+    huge = trained(35, "ddp", _run(9, 9, loss=800.0))
+    assert summary.make_rows([huge])[0].perplexity is None
 
 
 def test_accuracy_has_an_interval_over_seeds_and_an_error_by_the_number_of_images():

@@ -180,6 +180,22 @@ def test_ratios_in_a_table_by_algorithm_have_their_intervals():
     assert re.fullmatch(r"1\.\d\d \(1\.\d\d-1\.\d\d\)", dear)
 
 
+@pytest.mark.parametrize("number", ["1.84x", "3 %", "many", "1.84 "])
+def test_a_source_behind_something_else_than_a_number_is_refused(number):
+    text = f"It is {number}<!-- emulated-quick: speedup of dear, resnet50 --> as fast.\n"
+    with pytest.raises(readme.PlaceError, match="there is no number"):
+        readme.filled(text, readme.ROOT, readme.ROOT / "docs" / "records")
+
+
+def test_a_table_by_algorithm_has_one_row_for_each_number():
+    text = (
+        "<!-- standing of batches -->\n<!-- end -->\n"
+        "<!-- table of batches: speedup -->\n<!-- end -->\n"
+    )
+    with pytest.raises(readme.PlaceError, match="several batch sizes"):
+        readme.filled(text, readme.ROOT, readme.ROOT / "docs" / "records")
+
+
 @pytest.mark.parametrize(
     "sentence",
     [

@@ -72,14 +72,15 @@ class Claimed:
         if figure.low is None or figure.high is None or figure.doubt:
             return "undecided"
         # A claim about which is faster has no tolerance.
-        near = 1 + (within if None not in (self.low, self.high) else 0)
+        near = within if None not in (self.low, self.high) else 0
         least = 0.0 if self.low is None else self.low
         most = float("inf") if self.high is None else self.high
-        if least / near <= figure.low and figure.high <= most * near:
+        lowest, highest = least * (1 - near), most * (1 + near)
+        if lowest <= figure.low and figure.high <= highest:
             return "agrees"
-        if figure.high < least / near:
+        if figure.high < lowest:
             return "differs" if figure.high < 1 / NOTABLE and least >= 1 else "less"
-        if figure.low > most * near:
+        if figure.low > highest:
             return "differs" if figure.low > NOTABLE and most <= 1 else "more"
         return "undecided"
 

@@ -39,7 +39,9 @@ class Figure:
     doubt: str | None = None
     """Reason why the figure decides nothing: a flag of one of its rows."""
     of: str = ""
-    """Model of the figure, if it is the largest or the smallest of several."""
+    """Model, and point of its series, if the figure is the largest or the smallest of several."""
+    without: str = ""
+    """Models and points with larger or smaller figures, which decide nothing."""
 
     @property
     def text(self) -> str:
@@ -48,6 +50,7 @@ class Figure:
             return "[no result]"
         ends = "" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})"
         text = f"{self.value:.2f}{ends}{self.of and f', {self.of}'}"
+        text += f"; without {self.without}" if self.without else ""
         return f"[{text}]" if self.doubt else text
 
 
@@ -147,6 +150,7 @@ def figure(source: Source, folder: Path = catalogue.FOLDER) -> Figure | None:
         return None
     here = [case for case in cases(source, folder) if case.matches(source)]
     over_fault = source.fault if source.over_fault is None else source.over_fault
+    several = len({case.at for case in here}) > 1
     figures = []
     for place in grouped(here, lambda case: case.place).values():
         ours = [c for c in place if c.of(source.of, source.fault)]
@@ -157,16 +161,22 @@ def figure(source: Source, folder: Path = catalogue.FOLDER) -> Figure | None:
             raise UserError(f"no single row of each label matches {source}")
         ratios = [_ratio(ours[0], base, source.measure) for base in bases]
         ratios = ratios or [_ratio(ours[0], None, source.measure)]
-        # The smallest ratio is that to the fastest rival.
-        figures.append(min(ratios, key=lambda ratio: ratio.value or 0))
+        # The smallest ratio is that to the fastest rival, if all rivals are known.
+        best = min(ratios, key=lambda ratio: ratio.value or 0)
+        doubt = best.doubt or next((ratio.doubt for ratio in ratios if ratio.doubt), None)
+        of = f"{best.of} at {ours[0].at}" if several else best.of
+        figures.append(dataclasses.replace(best, doubt=doubt, of=of))
     if not figures:
         raise UserError(f"no rows match {source}")
     if source.take == "only":
         if len(figures) > 1:
             raise UserError(f"{len(figures)} settings match {source}; use `take`")
         return dataclasses.replace(figures[0], of="")
-    sure = [each for each in figures if each.doubt is None] or figures
-    return (max if source.take == "largest" else min)(sure, key=lambda each: each.value or 0)
+    sign = 1 if source.take == "largest" else -1
+    figures.sort(key=lambda each: sign * (each.value or 0), reverse=True)
+    chosen = next((each for each in figures if each.doubt is None), figures[0])
+    before = figures[: figures.index(chosen)]
+    return dataclasses.replace(chosen, without=", ".join(each.of for each in before))
 
 
 def _ratio(ours: Case, base: Case | None, measure: Measure) -> Figure:
@@ -246,7 +256,7 @@ def _of_runs(record: Record, measure: Measure) -> list[tuple[int, float]]:
     """Returns the seed and the value of each run of a training trial."""
     values = []
     for run in record.learning:
-        rate = sum(pace.steps_per_s for pace in run.ranks if pace)
+        rate = sum(pace.samples / pace.elapsed_s for pace in run.ranks if pace)
         value = run.evaluations[-1].accuracy if measure == "accuracy" else rate
         values.append((run.seed, value or 0.0))
     return values

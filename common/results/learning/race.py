@@ -99,7 +99,7 @@ def typical(values: Sequence[float], missing: int = 0) -> Estimate | None:
     all runs, without an interval; None if the median is one of the unknown values."""
     if missing or min(values, default=0.0) <= 0:
         every = [*values, *[math.inf] * missing]
-        median = statistics.median_high(every) if every else math.inf
+        median = statistics.median(every) if every else math.inf
         if math.isinf(median):
             return None
         return Estimate(value=median, low=None, high=None, n=len(every))

@@ -17,7 +17,7 @@ from common.results import stats
 from common.results.learning import race
 from common.results.records import Record
 from common.results.records.learned import Evaluation
-from common.results.tables.fields import Compared, Identity, Use, Validity
+from common.results.tables.fields import Compared, Identity, Use, Validity, with_lengths
 from common.results.timed.rows import asked_precision, base_of
 from common.results.validity import flag, flag_text
 
@@ -110,7 +110,7 @@ def make_rows(records: Iterable[Record], compare_to: str | None = None) -> list[
     """Returns one row per record; speed-ups are relative to the trial `compare_to` of its cell.
     Raises `UserError` if `compare_to` is no label, but an algorithm with several variants."""
     records = list(records)
-    rows = [_row(record, records) for record in records]
+    rows = with_lengths([_row(record, records) for record in records], records)
     for place in dict.fromkeys(row.place for row in rows):
         here = [index for index, row in enumerate(rows) if row.place == place]
         _compare(here, records, compare_to, rows)
@@ -134,7 +134,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         return row
     row = _with_quality(_with_target(row, record), record)
     if learn["data"] == "text" and row.loss is not None:
-        row = dataclasses.replace(row, perplexity=math.exp(row.loss))
+        row = dataclasses.replace(row, perplexity=math.exp(row.loss) if row.loss < 700 else None)
     stale = list(staleness(record))
     lost = sorted({rank for run in runs for rank in run.lost})
     why = flag_text(record)
@@ -190,7 +190,8 @@ def _with_quality(row: LearnRow, record: Record) -> LearnRow:
         low, high = max(0.0, mean - half), min(1.0, mean + half)
     data = record.first and record.first.data
     if data is not None:
-        error = (mean * (1 - mean) / data.test) ** 0.5
+        words = record.trial["sentence_len"] if record.trial["learn"]["data"] == "text" else 1
+        error = (mean * (1 - mean) / (data.test * words)) ** 0.5
     return dataclasses.replace(
         row, accuracy=mean, accuracy_low=low, accuracy_high=high, accuracy_error=error
     )
@@ -208,7 +209,7 @@ def _with_rate(row: LearnRow, record: Record, calm: Record | None, lost: Sequenc
     if calm is None or row.flag is not None:
         return row
     before = race.rates(calm, leave_out=[*slowed, *lost])
-    if len(before) != len(rates) or min(rates + before, default=0.0) <= 0:
+    if not (rates and before) or min(rates + before) <= 0:
         return row
     ours, theirs = ([[1 / rate] for rate in side] for side in (rates, before))
     # The comparison is unpaired: the two trials did not take turns.
@@ -290,6 +291,8 @@ def staleness(record: Record) -> Iterator[tuple[float, float]]:
 
 
 def _median(evaluations: Iterable[Evaluation], field: str) -> float | None:
-    values = (getattr(each, field) for each in evaluations)
-    median = statistics.median_high([value for value in values if value is not None] or [math.inf])
+    values = [getattr(each, field) for each in evaluations]
+    if not values or None in values:  # the median of the others would hide runs without a value
+        return None
+    median = statistics.median(values)
     return median if math.isfinite(median) else None

@@ -154,8 +154,11 @@ def summary(rows: Sequence[LearnRow]) -> list[str]:
 
 
 def _seconds(row: LearnRow) -> float:
-    """Returns the sort key of trials: the time to the target, or the time of a step."""
-    return (row.to_target_s or 0.0) if row.target is not None else 1 / (row.steps_per_s or math.inf)
+    """Returns the sort key of trials: the time to the target, or the time of a step. Trials of
+    which a run missed the target come last."""
+    if row.target is None:
+        return 1 / row.steps_per_s if row.steps_per_s else math.inf
+    return row.to_target_s if row.to_target_s and row.reached == row.runs else math.inf
 
 
 def remarks(records: Iterable[Record]) -> list[str]:
@@ -166,9 +169,10 @@ def remarks(records: Iterable[Record]) -> list[str]:
         if data is None or not record.learning:
             continue
         seeds = {run.seed for run in record.learning}
+        samples = "words" if record.trial["learn"]["data"] == "text" else "images"
         lines.append(
             f"{data.name}: trained on {data.title}; {len(seeds)} "
             f"{'seed' if len(seeds) == 1 else 'seeds'}; accuracy ±: standard error by the number "
-            "of test images, the same ones for all"
+            f"of test {samples}, the same ones for all"
         )
     return list(dict.fromkeys(lines))

@@ -45,7 +45,9 @@ def significant(value: float | None) -> str:
     """Formats a number with three significant digits, without an exponent."""
     if value is None:
         return ""
-    decimals = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    if not math.isfinite(value):
+        return str(value)
+    decimals = 2 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(decimals, 0)}f}"
 
 

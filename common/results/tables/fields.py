@@ -5,8 +5,10 @@ A cell, or place, is the trials that are compared with each other.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from common.results.records import DeviceUse, Record
 from common.results.tables.cells import PROVISIONAL, Cell, Column, Shown, number, numbers, texts
@@ -61,6 +63,23 @@ class Identity:
         )
 
 
+Named = TypeVar("Named", bound=Identity)
+
+
+def with_lengths(rows: Sequence[Named], records: Sequence[Record]) -> list[Named]:
+    """Returns the rows of the records; those of a model that occurs with sentences of several
+    lengths have the length in the model's name, as other settings of a cell have columns."""
+    lengths: dict[str, set[int | None]] = {}
+    for record in records:
+        lengths.setdefault(record.trial["model"], set()).add(record.trial.get("sentence_len"))
+    return [
+        dataclasses.replace(row, model=f"{row.model}, {record.trial['sentence_len']} tokens")
+        if len(lengths[row.model]) > 1
+        else row
+        for row, record in zip(rows, records, strict=True)
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compared(Identity):
     """Comparison of a trial with the baseline, and with the fastest trials of its cell."""
@@ -88,6 +107,11 @@ class Compared(Identity):
     def place(self) -> tuple[object, ...]:
         """Settings that compared rows have in common."""
         raise NotImplementedError
+
+    @property
+    def one_sided(self) -> bool:
+        """True if only one end of the speed-up's interval is known: a run missed the target."""
+        return (self.speedup_low is None) != (self.speedup_high is None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,6 +100,8 @@ def _power(rows: Sequence[Compared]) -> str | None:
         return None
     known = [row for row in compared if row.detectable is not None]
     if not known:
+        if any(row.one_sided for row in compared):
+            return f"{compared[0].where}: runs missed the target, so no difference is detectable"
         return f"{compared[0].where}: fewer than {MIN_REPEATS} repeats detect no difference"
     parts = ", ".join(f"{row.detectable:.1%} for {row.algorithm}" for row in known)
     return (

@@ -20,6 +20,7 @@ from scipy.stats import mannwhitneyu
 from common.results import stats
 from common.results.records import Record
 from common.results.records.card import flat_card
+from common.results.records.reading import JsonObject
 from common.results.stats import Difference, Repeats
 from common.results.tables.cells import Cell, Column, number, numbers, texts
 from common.results.tables.fields import AXES, NOTES, PLACE, Identity, Validity
@@ -135,7 +136,7 @@ def rows(matched: Sequence[Matched], across: Sequence[str] = ()) -> list[Pair]:
             **measured.ratio.fields("ratio"),
             u_test=u_test(*map(_per_sample, valid[i])),
             verdict=verdict,
-            more_repeats=more_repeats(measured) if verdict == "UNSURE" else None,
+            more_repeats=more_repeats(measured, len(differences)) if verdict == "UNSURE" else None,
         )
     return rows
 
@@ -162,9 +163,39 @@ def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
     )
     if first.throughput is None or second.throughput is None:
         return pair
+    others = _other_settings(first, second, across)
+    if others and reason is None:
+        pair = dataclasses.replace(pair, reason=f"also different: {', '.join(others)}")
     units = dict.fromkeys(record.throughput.unit for record in (first, second))
     unit = next(iter(units)) if len(units) == 1 else "samples/s"
     return dataclasses.replace(pair, before=_rate_of(first), after=_rate_of(second), unit=unit)
+
+
+_ASIDE = {"label", "measure", "seed", "twin", "plugin", "brought", "data_digest", *AXES}
+"""Settings of which no note is needed: shown anyway, or without influence on a step."""
+_FOLLOWS = {
+    "model": ("profile_digest", "sentence_len", "learn"),
+    "batch_size": ("profile_digest",),
+    "world_size": ("ranks_per_host",),
+    "network": ("network_digest",),
+}
+"""Settings that follow from one in which the two may differ."""
+
+
+def _other_settings(first: Record, second: Record, across: Iterable[str]) -> list[str]:
+    """Returns `key A -> B` for each setting, apart from the place and the label, that differs."""
+    aside = _ASIDE | {key for axis in across for key in _FOLLOWS.get(axis, ())}
+    if first.label != second.label:
+        aside |= {"algorithm", "options"}
+    before, after = (
+        flat_card({key: value for key, value in record.trial.items() if key not in aside})
+        for record in (first, second)
+    )
+    return [
+        f"{key} {before.get(key, '-')} -> {after.get(key, '-')}"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
+    ]
 
 
 def _flag(side: str, record: Record) -> str | None:
@@ -209,15 +240,17 @@ def u_test(before: Repeats, after: Repeats) -> float | None:
     return float(mannwhitneyu(*times).pvalue)
 
 
-def more_repeats(measured: Difference) -> int | None:
-    """Returns how many more repeats of each trial would probably give a verdict; None: too many."""
+def more_repeats(measured: Difference, comparisons: int = 1) -> int | None:
+    """Returns how many more repeats of each trial would probably give a verdict; None: too many.
+    Of so many `comparisons`, all others are taken to be alike, as in `detectable`."""
     if measured.error is None or measured.repeats < 2:
         return max(1, stats.MIN_REPEATS - measured.repeats)
     for count in range(max(measured.repeats, stats.MIN_REPEATS), MOST_REPEATS + 1):
         likely = measured.with_repeats(count)
-        needed = stats.detectable(likely, 1)
-        if stats.verdicts([likely]) != ["UNSURE"] and (
-            stats.verdicts([likely]) == ["SAME"] or needed < math.expm1(abs(likely.log_ratio))
+        needed = stats.detectable(likely, comparisons)
+        verdict, *_ = stats.verdicts([likely] * comparisons)
+        if verdict == "SAME" or (
+            verdict != "UNSURE" and needed < math.expm1(abs(likely.log_ratio))
         ):
             return max(1, count - measured.repeats)
     return None
@@ -230,15 +263,31 @@ def geometric_mean(compared: Iterable[Pair]) -> tuple[float, int] | None:
 
 
 def environment(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
-    """Returns a line `name: A -> B` for each difference between the machines."""
+    """Returns a line `name: A -> B` for each difference between the machines; records of a sweep
+    that was continued may have several values."""
     if not (before and after):
         return []
-    first, second = (flat_card(records[0].machine) for records in (before, after))
-    return [
-        f"{name}: {first.get(name, '-')} -> {second.get(name, '-')}"
-        for name in {**first, **second}
-        if first.get(name) != second.get(name)
-    ]
+    first, second = (
+        [flat_card(machine) for machine in _distinct(record.machine for record in records)]
+        for records in (before, after)
+    )
+    lines = []
+    for name in dict.fromkeys(name for card in [*first, *second] for name in card):
+        sides = [
+            ", ".join(dict.fromkeys(str(card.get(name, "-")) for card in side))
+            for side in (first, second)
+        ]
+        if sides[0] != sides[1]:
+            lines.append(f"{name}: {sides[0]} -> {sides[1]}")
+    return lines
+
+
+def _distinct(machines: Iterable[JsonObject]) -> list[JsonObject]:
+    distinct: list[JsonObject] = []
+    for machine in machines:
+        if machine not in distinct:
+            distinct.append(machine)
+    return distinct
 
 
 def refuse_mixed(before: Sequence[Record], after: Sequence[Record]) -> None:

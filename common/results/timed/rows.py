@@ -26,7 +26,16 @@ from common.results.tables.cells import (
     significant,
     texts,
 )
-from common.results.tables.fields import NOTES, PLACE, USE, Compared, Identity, Use, Validity
+from common.results.tables.fields import (
+    NOTES,
+    PLACE,
+    USE,
+    Compared,
+    Identity,
+    Use,
+    Validity,
+    with_lengths,
+)
 from common.results.tables.table import Table
 from common.results.timed import bounds
 from common.results.timed.bounds import BoundNote
@@ -134,7 +143,7 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
                 rows[id(record)] = _efficient(rows[id(record)], record, single)
         _compare(peers, compare_to, rows)
         _lead(peers, rows)
-    return [rows[id(record)] for record in records]
+    return with_lengths([rows[id(record)] for record in records], records)
 
 
 def _measured(record: Record) -> Row:

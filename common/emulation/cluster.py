@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -85,6 +86,8 @@ class EmulatedCluster:
         self._asked, self._networks = links, (profile, *networks)
         self._holders: Holders | None = None
         self.gbps: list[float] = []
+        self._changing = threading.Lock()
+        """Held while rates change: a fault and a trace change them in two threads."""
         self.congestion = network.check_congestion(congestion)
         for used_profile in self._networks:
             used_profile.check_hosts(hosts)
@@ -113,8 +116,9 @@ class EmulatedCluster:
 
     def set_rate(self, host: int, gbps: float) -> None:
         """Sets the rate of one host's link, in both directions, in emulated Gb/s."""
-        self.links.set_rate(host, gbps)
-        self.gbps[host] = gbps
+        with self._changing:
+            self.links.set_rate(host, gbps)
+            self.gbps[host] = gbps
 
     def set_link(self, host: int, up: bool) -> None:
         """Connects or cuts one host's link. A cut drops the packets queued for it in the switch."""
@@ -122,11 +126,15 @@ class EmulatedCluster:
         network.batch("ip", [f"link set dev {network.port_of(host)} {state}"])
 
     def restore(self) -> None:
-        """Connects all links and sets them to the profile's rate."""
+        """Connects all links with the profile's latencies. They keep their rates, which a trace may
+        have changed."""
         ports = [network.port_of(host) for host in range(len(self.hosts))]
         network.batch("ip", [f"link set dev {port} up" for port in ports])
-        self.links.shape()
-        self.gbps = [self.profile.gbps] * len(self.hosts)
+        with self._changing:
+            self.links.shape()
+            for host, gbps in enumerate(self.gbps):
+                if gbps != self.profile.gbps:
+                    self.links.set_rate(host, gbps)
 
     @property
     def burst_bytes(self) -> int:

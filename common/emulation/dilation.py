@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -102,11 +102,11 @@ class Seen:
         return self.cpu_s_per_s * self.step_s * self.time_scale
 
 
-def calibrate(hosts: Sequence[OnHost]) -> Calibration:
+def calibrate(hosts: Sequence[OnHost], links_s: Callable[[], float]) -> Calibration:
     """Measures one transfer between the first two hosts, and the memory, in about two seconds. With
-    a single host there is no transfer, and a byte costs nothing. Raises `RuntimeError` if the hosts
-    cannot reach each other."""
-    per_byte = transfer_cost(hosts[0], hosts[1]) if len(hosts) > 1 else 0.0
+    a single host there is no transfer, and a byte costs nothing. `links_s` is that of
+    `transfer_cost`. Raises `RuntimeError` if the hosts cannot reach each other."""
+    per_byte = transfer_cost(hosts[0], hosts[1], links_s) if len(hosts) > 1 else 0.0
     cores = usable_cores()
     with ThreadPoolExecutor(cores) as pool:
         times = list(pool.map(_copy_s, [_MEMORY // cores] * cores))

@@ -21,7 +21,7 @@ from dear.errors import UserError
 Event = dict[str, Any]
 """Event with the keys at_s, what, host, rank, for_s, ok, message; see `FaultInjector.stop`."""
 
-_MEASURING = "measuring"  # phase name of common.harness.worker; faults are timed from its start
+MEASURING = "measuring"  # phase name of common.harness.worker; faults are timed from its start
 _POLL_S = 0.02
 _SLOWDOWN = struct.Struct("<d")
 
@@ -71,7 +71,7 @@ class _Change:
 def wait_until_measuring(phase: Callable[[int], tuple[int, str]], ended: threading.Event) -> bool:
     """Waits for rank 0 to begin measuring; False if the trial `ended` first. `phase` returns PID
     and phase of a rank, as `phase_of` does."""
-    while phase(0)[1] != _MEASURING:
+    while phase(0)[1] != MEASURING:
         if ended.wait(_POLL_S):
             return False
     return True
@@ -146,8 +146,11 @@ class FaultInjector:
             )
             return
         self._began = time.monotonic()
-        if self._trial_ended.wait(fault.at_s * scale) or self._phase(0)[1] != _MEASURING:
-            late = f"planned at {fault.at_s:g} s, but the measurement had ended"
+        if self._trial_ended.wait(fault.at_s * scale) or self._phase(0)[1] != MEASURING:
+            late = (
+                f"planned at {fault.at_s:g} s, but the measurement had ended; set `at_s` to less, "
+                "or measure for longer (`measure.min_iter_s`, `learn.budget_s`)"
+            )
             self._note(self._change.what, self._now(), ok=False, message=late)
             return
         self._in_effect = True  # even a failed attempt may have changed something
@@ -190,7 +193,8 @@ class FaultInjector:
         what, undone = "link cut", "link restored"
         if fault.kind == "link_rate":
             change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
-            what, undone = f"link changed to {fault.rate}", "link back at its rate"
+            back = partial(cluster.set_rate, host, cluster.profile.gbps)
+            return _Change(f"link changed to {fault.rate}", change, "link back at its rate", back)
         if fault.kind == "link_delay":
             change = partial(cluster.links.set_delay, host, fault.delay_us)
             what, undone = f"latency changed to {fault.delay_us:g} us", "latency back"

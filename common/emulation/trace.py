@@ -9,7 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from common.emulation.cluster import EmulatedCluster
-from common.emulation.faults import phase_of, wait_until_measuring
+from common.emulation.faults import MEASURING, phase_of, wait_until_measuring
+
+_LOOK_S = 0.2
+"""Real seconds between looks whether the trial still measures."""
 
 
 class TracePlayer:
@@ -32,21 +35,29 @@ class TracePlayer:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        if self.changes and self._cluster.links.broken() is None:
-            self._cluster.restore()
 
     def _run(self) -> None:
         if not wait_until_measuring(self._phase, self._ended):
             return
-        due = time.monotonic()
         try:
-            for stretch in itertools.cycle(self._cluster.profile.trace):
-                for host in range(len(self._cluster.hosts)):
-                    self._cluster.set_rate(host, stretch.gbps)
-                self.changes += 1
-                # Relative to the due time, so that the duration of changes does not add up.
-                due += stretch.for_s * self._cluster.time_scale
-                if self._ended.wait(max(0.0, due - time.monotonic())):
-                    return
+            self._play()
+            # What comes after the measurement, as costs of collectives, is that of the profile.
+            if self._cluster.links.broken() is None:
+                self._set_rates(self._cluster.profile.gbps)
         except RuntimeError as error:
             self.error = f"the trace of the network stopped: {error}"
+
+    def _play(self) -> None:
+        due = time.monotonic()
+        for stretch in itertools.cycle(self._cluster.profile.trace):
+            self._set_rates(stretch.gbps)
+            self.changes += 1
+            # Relative to the due time, so that the duration of changes does not add up.
+            due += stretch.for_s * self._cluster.time_scale
+            while (left_s := due - time.monotonic()) > 0:
+                if self._ended.wait(min(left_s, _LOOK_S)) or self._phase(0)[1] != MEASURING:
+                    return
+
+    def _set_rates(self, gbps: float) -> None:
+        for host in range(len(self._cluster.hosts)):
+            self._cluster.set_rate(host, gbps)

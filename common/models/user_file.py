@@ -71,10 +71,19 @@ def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workloa
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise UserError(f"{path}: batch() must return a pair (inputs, targets), got {_kind(pair)}")
     inputs, targets = pair
+    given = _by_name(path, inputs) if isinstance(inputs, dict) else _tensors(path, inputs)
+    wanted = _tensors(path, targets)
+    tensors = [*(given.values() if isinstance(given, dict) else given), *wanted]
+    if not any(batch_size in tensor.shape for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise UserError(
+            f"{path}: batch({batch_size}) must return {batch_size} samples, but no tensor has a "
+            f"dimension of this size: {shapes}"
+        )
     return Workload(
         model=model,
-        inputs=_by_name(path, inputs) if isinstance(inputs, dict) else _tensors(path, inputs),
-        targets=_tensors(path, targets),
+        inputs=given,
+        targets=wanted,
         criterion=getattr(file, "loss", nn.functional.cross_entropy),
     )
 

@@ -159,7 +159,9 @@ def links_have_the_speed_asked_for(kind: str) -> None:
             assert 0.8 * 5 < host["gbps"] < 1.1 * 5, host
         cluster.set_rate(1, 0.5)
         near(link_rates(cluster, 0.2), [5, 0.5])
-        cluster.restore()
+        cluster.restore()  # as after a cut: the rate may be that of a trace
+        near(link_rates(cluster, 0.2), [5, 0.5])
+        cluster.set_rate(1, 5)
         near(link_rates(cluster, 0.2), [5, 5])
         cluster.set_profile(network_profile("200mbit"), 1)
         assert (cluster.profile.name, cluster.time_scale) == ("200mbit", 1)
@@ -196,7 +198,7 @@ CONNECT = (
 
 
 def the_kernel_delays_or_says_that_it_cannot() -> None:
-    profile = NetworkProfile(**FAR, loss_percent=0.01)
+    profile = NetworkProfile(**FAR | {"jitter_us": 0}, loss_percent=0.01)
     with EmulatedCluster(hosts=2, profile=profile, time_scale=2, links="tc") as cluster:
         print(json.dumps(cluster.notes), flush=True)
         serve(cluster.hosts[1])
@@ -356,7 +358,7 @@ def programs() -> list[int]:
 
 def a_transfer_tells_what_a_byte_costs() -> None:
     with EmulatedCluster(hosts=2, profile=network_profile("1gbit")) as cluster:
-        costs = calibrate(cluster.hosts)
+        costs = calibrate(cluster.hosts, cluster.links.cpu_s)
     # A byte costs more than copying it twice, less than a microsecond on any machine in use.
     assert 1e-11 < costs.cpu_s_per_byte < 1e-6
     assert 1e8 < costs.memory_bytes_per_s < 1e12

@@ -30,6 +30,7 @@ class StandIn:
         self.calls: list[tuple] = []
         self._broken = broken
         self.links = self
+        self.profile = NetworkProfile(name="made", gbps=10)
 
     def _note(self, name: str, *values: object) -> None:
         self.calls.append((name, *values))
@@ -108,7 +109,7 @@ def test_times_are_emulated(tmp_path):
 def test_what_is_meant_for_good_lasts_until_the_trial_has_ended(tmp_path):
     trial = Trial(tmp_path, Fault(kind="link_rate", host=0, rate="100mbit"))
     (changed,) = trial.after(calls=1)
-    assert trial.cluster.calls == [("set_rate", 0, 0.1), ("restore",)]
+    assert trial.cluster.calls == [("set_rate", 0, 0.1), ("set_rate", 0, 10)]
     assert changed["what"] == "link changed to 100mbit"
 
 
@@ -125,10 +126,12 @@ class Traced(StandIn):
     """Cluster of three hosts, whose links have a trace."""
 
     hosts = (0, 1, 2)
-    profile = NetworkProfile(
-        name="traced", gbps=10, trace=(Stretch(gbps=1, for_s=0.02), Stretch(gbps=5, for_s=0.03))
-    )
     time_scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        stretches = (Stretch(gbps=1, for_s=0.02), Stretch(gbps=5, for_s=0.03))
+        self.profile = NetworkProfile(name="traced", gbps=10, trace=stretches)
 
     def broken(self) -> None:
         return None
@@ -152,9 +155,18 @@ def test_a_trace_sets_the_rates_of_all_links_again_and_again(tmp_path):
         elapsed = time.monotonic() - began
     rates = [call for call in cluster.calls if call[0] == "set_rate"]
     assert rates[:9] == [("set_rate", host, gbps) for gbps in (1, 5, 1) for host in range(3)]
-    assert player.changes == len(rates) // 3 and cluster.calls[-1] == ("restore",)
+    back = [("set_rate", host, 10) for host in range(3)]
+    assert player.changes == len(rates) // 3 - 1 and rates[-3:] == back
     assert player.error is None
     assert elapsed > 0.1, "emulated seconds: 0.02 and 0.03 at half the speed"
+
+
+def test_a_trace_ends_with_the_measurement_and_not_with_the_trial(tmp_path):
+    with played(tmp_path, calls=3) as (cluster, player):
+        (tmp_path / "phase-1-rank0").write_text("1 timing collectives again")
+        wait_for(lambda: cluster.calls[-1] == ("set_rate", 2, 10))
+        player._thread.join()
+        assert cluster.calls[-1] == ("set_rate", 2, 10) and player.error is None
 
 
 def test_a_trial_that_never_measures_leaves_the_rates_alone(tmp_path):
@@ -180,6 +192,12 @@ def test_a_trial_that_ends_early_is_left_in_order(tmp_path):
     assert "fault" not in [thread.name for thread in threading.enumerate()]
 
 
+LATE = (
+    "but the measurement had ended; set `at_s` to less, or measure for longer "
+    "(`measure.min_iter_s`, `learn.budget_s`)"
+)
+
+
 @pytest.mark.parametrize(
     ("fault", "phases", "message"),
     [
@@ -187,12 +205,12 @@ def test_a_trial_that_ends_early_is_left_in_order(tmp_path):
         (
             Fault(kind="link_down", host=0, at_s=1000),
             ["measuring"],
-            "planned at 1000 s, but the measurement had ended",
+            f"planned at 1000 s, {LATE}",
         ),
         (
             Fault(kind="link_down", host=0),
             ["measuring", "checking that the replicas agree"],
-            "planned at 0 s, but the measurement had ended",
+            f"planned at 0 s, {LATE}",
         ),
         (
             Fault(kind="kill_rank", rank=3),

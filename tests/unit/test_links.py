@@ -162,6 +162,11 @@ def test_the_kernel_shapes_where_it_can_do_all_that_is_asked_for(monkeypatch):
         assert choose(asked, profiles).kind == kind
     with pytest.raises(UserError, match="tc does not support sites, which network 'far' has"):
         choose("tc", [two_sites()])
+    shaky = NetworkProfile(name="shaky", gbps=1, latency_us=100, jitter_us=5)
+    monkeypatch.setattr(choice, "has_netem", lambda: True)
+    assert choose("auto", [shaky]).kind == "switch"
+    with pytest.raises(UserError, match="tc reorders packets by the jitter of network 'shaky'"):
+        choose("tc", [shaky])
     monkeypatch.setattr(choice, "has_netem", lambda: False)
     monkeypatch.setattr(switched, "PROGRAM", Path("/no/such/program"))
     with pytest.raises(UserError, match=r"the switch is not built.*make core"):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,6 +78,23 @@ def test_a_gauge_counts_all_threads_and_adds_up_blocks(monkeypatch):
     assert gauge.pressure.throttled_s == pytest.approx(0.3)
     assert gauge.pressure.waited_s == pytest.approx({"main": 0.5, "ended": 0.5})
     assert gauge.pressure.ran_s == pytest.approx({"main": 0.5, "ended": 0.3})
+
+
+def test_processes_that_read_data_for_a_rank_are_its_own(monkeypatch):
+    ran_s = iter([1.0, 3.5])
+    monkeypatch.setattr(strain.multiprocessing, "active_children", lambda: [SimpleNamespace(pid=7)])
+    monkeypatch.setattr(strain, "_ran_s", lambda pid: next(ran_s))
+    monkeypatch.setattr(strain.time, "process_time", lambda: 2.0)
+    gauge = Gauge()
+    with gauge.block():
+        pass
+    assert gauge.pressure.cpu_s == pytest.approx(2.5)
+
+
+def test_the_main_thread_is_found_where_proc_has_other_pids(monkeypatch):
+    """As in a sandbox that cannot mount its own /proc."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert strain._name(Path("/proc/self").readlink().name) == "main"
 
 
 def test_what_a_replay_has_not_made_up_for_is_late(monkeypatch):

@@ -29,15 +29,20 @@ def check(kind: str, profiles: Iterable[NetworkProfile]) -> None:
                 f"cluster.links: tc does not support sites, which network {profile.name!r} has; "
                 "use switch"
             )
+        if kind == "tc" and profile.jitter_us:
+            raise UserError(
+                f"cluster.links: tc reorders packets by the jitter of network {profile.name!r}, "
+                "which TCP takes for losses; use switch"
+            )
 
 
 def choose(kind: str, profiles: Sequence[NetworkProfile]) -> Links:
     """Returns links of this kind (`auto`, `switch` or `tc`) that can apply all profiles. `auto`
-    means `tc` if the kernel has netem and no profile has sites, else `switch`. `tc` is preferred:
-    it needs half the CPU time, and other emulations use it, too. Raises `UserError` as `check`
-    does, or if the switch is not built."""
+    means `tc` if the kernel has netem and no profile has sites or jitter, else `switch`. `tc` is
+    preferred: it needs half the CPU time, and other emulations use it, too. Raises `UserError` as
+    `check` does, or if the switch is not built."""
     check(kind, profiles)
-    sites = any(profile.sites for profile in profiles)
-    if kind == "tc" or (kind == "auto" and has_netem() and not sites):
+    special = any(profile.sites or profile.jitter_us for profile in profiles)
+    if kind == "tc" or (kind == "auto" and has_netem() and not special):
         return KernelLinks()
     return SwitchedLinks()

@@ -8,6 +8,7 @@ import json
 import select
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class SwitchProgram:
     `pid` is as /proc shows it."""
 
     def __init__(self, ports: Sequence[tuple[str, int]]) -> None:
+        self._asking = threading.Lock()
+        """Held from a question to its answer: a fault and a trace change links in two threads."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the program)
         self._process = subprocess.Popen(
             [str(PROGRAM), *(f"{device}={number}" for device, number in ports)],
@@ -63,13 +66,14 @@ class SwitchProgram:
 
     def ask(self, text: str) -> str:
         """Sends commands, and returns the answer to the last one."""
-        try:
-            self._process.stdin.write(f"{text}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._process.wait()
-            raise RuntimeError(self.broken()) from None
-        return self._answer()
+        with self._asking:
+            try:
+                self._process.stdin.write(f"{text}\n")
+                self._process.stdin.flush()
+            except BrokenPipeError:
+                self._process.wait()
+                raise RuntimeError(self.broken()) from None
+            return self._answer()
 
     def broken(self) -> str | None:
         """Returns how the program ended; None while it runs."""

@@ -157,7 +157,7 @@ class EmulatedFabric(Fabric):
 
     def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
         if self._calibration is None:
-            self._calibration = calibrate(self._cluster.hosts)
+            self._calibration = calibrate(self._cluster.hosts, self._cluster.links.cpu_s)
         self.foreign_cores = foreign_cores()
         largest = max(trials, key=lambda trial: trial.world_size)
         self._links = network_profile(largest.network)
@@ -243,6 +243,9 @@ class EmulatedFabric(Fabric):
             others = [e for e in self._events.get(trial.hash, []) if e["repeat"] != job.repeat]
             events_here = [{"repeat": job.repeat, **event} for event in events]
             self._events[trial.hash] = others + events_here
+        if outcome.status == "ok" and not any(event["ok"] for event in events):
+            why = events[0]["message"]
+            outcome = Outcome.of("failed", f"the fault did not happen: {why}")
         phrase = blame(outcome.error, events)
         if phrase and outcome.error is not None:
             outcome.error["message"] = f"{outcome.error['message']} ({phrase})"

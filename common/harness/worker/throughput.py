@@ -91,7 +91,8 @@ class _Repeat:
         plan = self._plan(self._evidence["plan"]["groups"], training)
         self._result["plan"] = plan
         say(ui.log_plan(plan))
-        if samples:
+        # A fault may still be in effect: its costs would be no check of the first ones.
+        if samples and trial.fault is None:
             self._phase("timing collectives again")
             again = self._time_collectives(samples)
             self._result["cost_check"] = costs.check(samples, again)
@@ -99,7 +100,8 @@ class _Repeat:
                 *costs.to_json(samples, self._scale, when="begin"),
                 *costs.to_json(again, self._scale, when="end"),
             ]
-        self._engine_costs(training)
+        if trial.fault is None:
+            self._engine_costs(training)
         self._phase("counting operations")
         self._result["use"] = device_use.arithmetic(trial, self._gather)
         return self._end(training, lambda: checker.recompute(check))

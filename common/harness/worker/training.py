@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,6 +12,7 @@ import torch
 
 from common.harness.settings import OptimizerConfig
 from common.harness.trial import BASELINE, Trial
+from common.machine.cgroups import usable_cores
 from common.models.registry import is_replay
 from common.models.replay import pace
 from common.models.replay.brake import Brake
@@ -63,7 +63,7 @@ class Training:
         self.optimizer = make_optimizer(trial.optimizer, workload.model)
         # Replayed models need no brake. Only virtual hosts, all on this machine, are slowed down.
         threads = trial.world_size * trial.threads_per_rank
-        crowd = threads / len(os.sched_getaffinity(0))
+        crowd = threads / usable_cores()
         self._replayed = is_replay(trial.model)
         self._brake = Brake(None if self._replayed else pace.current(), crowd)
         if self._brake.scaled:
@@ -84,7 +84,7 @@ class Training:
                 workload.model, self.optimizer, self._communicator, options
             )
             self.engine = self.optimizer
-        self.loss = torch.zeros(())
+        self.loss = torch.zeros((), device=self.device)
         self._marks: list[tuple[Any, Any, Any, Any]] = []
         """Marks of every step: its start, and the ends of its three phases."""
 

@@ -8,6 +8,7 @@ all ranks.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import time
@@ -112,7 +113,9 @@ class _Reading:
         self.links_s = 0.0 if links_pid is None else _ran_s(links_pid)
         self.cores = {str(core): times for core, times in cores_s().items()}
         self.throttled_s = cgroups.throttled_s()
-        self.cpu_s = time.process_time()
+        # Processes that read data in advance are this rank's, too.
+        helpers = multiprocessing.active_children()
+        self.cpu_s = time.process_time() + sum(_ran_s(child.pid) for child in helpers)
         self.late_s = pace.current().late_s()
         self.at_s = time.perf_counter()
 
@@ -140,7 +143,8 @@ def _ran_s(pid: int) -> float:
 
 
 def _name(thread: str) -> str:
-    if thread == str(os.getpid()):
+    # Not os.getpid(): a sandbox that cannot mount its own /proc shows the PIDs outside of it.
+    if thread == Path("/proc/self").readlink().name:
         return _MAIN
     try:
         return (_TASKS / thread / "comm").read_text(encoding="utf-8").strip()

@@ -265,6 +265,14 @@ def test_the_device_is_waited_for_before_and_after_a_block_only(cuda):
     assert result.iters == [pytest.approx([5.0, 6.0, 7.0])]
 
 
+def test_before_the_first_step_the_loss_is_where_the_model_is(monkeypatch):
+    """Losses are added up from there: a sum on a CPU takes no loss of a GPU."""
+    model = torch.nn.Linear(2, 1, device="meta")
+    workload = Workload(model=model, inputs=(), targets=(), criterion=torch.sum)
+    monkeypatch.setattr(training.runtime, "communicator", _Alone)
+    assert training.Training(make_trial(BASELINE, world=1), workload).loss.device.type == "meta"
+
+
 def test_a_step_on_a_gpu_does_not_wait_for_it(monkeypatch, cuda):
     trial = make_trial(BASELINE, world=1, device="cuda")
     model = torch.nn.Linear(2, 1)

@@ -84,7 +84,7 @@ class Training:
                 workload.model, self.optimizer, self._communicator, options
             )
             self.engine = self.optimizer
-        self.loss = torch.zeros((), device=self.device)
+        self.loss = torch.zeros((), device=next(workload.model.parameters()).device)
         self._marks: list[tuple[Any, Any, Any, Any]] = []
         """Marks of every step: its start, and the ends of its three phases."""
 

@@ -1,7 +1,8 @@
 """DeAR's setting, 64 predicted GPUs: `python -m plots.paper_dear_64 FOLDER TITLE=ROWS.json ...`.
 
-Each file has the rows of `predict --json` under an assumption, which the title names. The table of
-DeAR's speed-ups goes to stdout, the figure and its data into the folder.
+Each file has the rows of `predict --json` under an assumption, which the title names. The name of
+the file begins with the network, as in 10gbe-ring.json, because rows of given costs have none. The
+table of DeAR's speed-ups goes to stdout, the figure and its data into the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ Gains = dict[str, object]
 def read(path: Path) -> list[PredictedRow]:
     """Reads rows; raises `UserError` if the file does not have the output of `predict --json`."""
     try:
-        return [build_options(PredictedRow, row, "key") for row in json.loads(path.read_bytes())]
+        given = {"network": path.stem.partition("-")[0]}
+        rows = [row | given for row in json.loads(path.read_bytes())]
+        return [build_options(PredictedRow, row, "key") for row in rows]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, TypeError, AttributeError) as error:

@@ -14,8 +14,16 @@ from common.harness.cli import main
 from common.harness.experiment_file import load
 from common.harness.running import fabric
 from common.harness.verbs import predict
+from common.models.registry import profile_of
 from common.paths import COMMAND, EXPERIMENTS, ROOT
+from common.virtual.costs.engines import costs_of
+from common.virtual.costs.networks import platform_of
+from common.virtual.costs.parts import Shape
+from common.virtual.foresee import foresee
+from common.virtual.over import Point
+from common.virtual.training.run import slowest
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_options
 
 
 def one_line(text, message):
@@ -114,3 +122,71 @@ def test_a_launcher_script_predicts():
 def test_a_launcher_script_refuses_what_a_prediction_ignores(given, message):
     done = script(**given)
     assert done.returncode == 2 and one_line(done.stderr, message)
+
+
+TINY = ("mnist_cnn@rtx2080ti-modelled", 32)
+
+
+def planned(*overrides, model=TINY):
+    """Returns the cluster and the trials of `predicted-64` with one model on 10gbe."""
+    name, batch = model
+    models = f"models=[{{name: {name}, batch_size: {batch}}}]"
+    given = [models, "networks=[]", "baseline=false", *overrides]
+    experiment = load(EXPERIMENTS / "predicted-64.yaml", given)
+    return experiment.cluster, experiment.trials()
+
+
+def row(trial, cluster, point=None):
+    return predict._row(trial.to_json(), point, cluster, None)
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("engine", ["gloo", "mpi", "comm_core"])
+def test_horovod_sends_by_its_own_library_unless_it_is_nccl(engine, controller):
+    options = {"controller": controller}
+    here = ["cluster.inside=null", "cluster.hosts=4", "cluster.ranks_per_host=1"]
+    algorithms = f"algorithms=[ddp, {{name: horovod, options: {{controller: {controller}}}}}]"
+    cluster, (ddp, trial) = planned(*here, algorithms, f"cluster.engine={engine}")
+    if controller == "gloo":  # the event model does not know the cycles over MPI
+        costs = costs_of("horovod_gloo", platform_of("10gbe"), Shape(hosts=4))
+        kind = algorithm_options("horovod", options)
+        plain = foresee(profile_of(*TINY), "horovod", kind, costs, 4)
+        assert row(trial, cluster).step_s == pytest.approx(plain.step_s)
+    assert predict.setting_of(trial, cluster, 0, None).engine == f"horovod_{controller}"
+    assert predict.setting_of(ddp, cluster, 0, None).engine == engine
+    cluster, (_, trial) = planned(algorithms)
+    assert predict.setting_of(trial, cluster, 0, None).engine == "nccl"
+
+
+def test_efficiency_is_relative_to_a_worker_that_waits_for_nobody():
+    model = ("inceptionv4@h200-tf32", 64)
+    cluster, (trial,) = planned(
+        "algorithms=[dear]", "compare_to=dear", "cluster.network=400gbib", model=model
+    )
+    profile = profile_of(*model)
+    alone = predict._setting(trial, cluster, None, 0, alone=True)
+    waiting = predict._setting(trial, cluster, None, 0)
+    assert alone.profile == profile
+    late = slowest(64, profile.jitter.relative_std)
+    assert waiting.profile.step_s == pytest.approx(late * profile.step_s) and late > 1.3
+    found = row(trial, cluster)
+    assert found.compute_s / found.step_s < 1.02 / late
+
+
+def test_faster_gpus_have_faster_memory():
+    cluster, (trial,) = planned("algorithms=[ddp]")
+    one, four = (
+        row(trial, cluster, Point(axis="compute", value=speed)).compute_s for speed in (1, 4)
+    )
+    assert one == pytest.approx(4 * four, rel=1e-6)
+
+
+def test_given_costs_have_no_network(capsys):
+    given = ["predict", "--alpha-ms", "1", "--beta-ns", "1", "--json"]
+    model = ["--model", TINY[0], "--batch", str(TINY[1]), "-k", "algorithm=horovod"]
+    assert main([*given, *model]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["network"] is None and found["step_s"] > 0
+    for flag in (["--network", "10gbe"], ["--inside", "nvlink3"]):
+        assert main([*given, *model, *flag]) == 2
+        assert one_line(capsys.readouterr().err, f"{flag[0]}: no effect with --alpha-ms")

@@ -97,10 +97,12 @@ def test_a_series_has_its_points_and_a_figure(tmp_path, capsys):
 
 
 def test_bandwidths_are_printed_by_share(capsys):
-    model = [*TINY, "-k", "ddp"]
-    assert main(["predict", *model, "--over", "bandwidth=1,10"]) == 0
-    line = capsys.readouterr().out.splitlines()[-2]
-    gbps = [float(cell) for cell in line.split("|")[4:7]]
+    model = ["-k", "resnet50", "-k", "10gbe", "-k", "algorithm=ddp"]
+    assert main(["predict", *model, "--over", "bandwidth=10"]) == 0
+    line = capsys.readouterr().out.splitlines()[-3]
+    place = [cell.strip() for cell in line.split("|")[1:6]]
+    assert place == ["resnet50@rtx2080ti-modelled", "64", "64", "10gbe", "ddp"]
+    gbps = [float(cell) for cell in line.split("|")[6:9]]
     assert gbps == sorted(gbps)
 
 

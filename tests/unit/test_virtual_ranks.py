@@ -153,7 +153,7 @@ def test_a_changed_link_counts_for_messages_that_start_meanwhile():
 def test_faults_become_changes():
     platform = platform_of("10gbe", None)
     slow, rate, delay = (
-        disturbances(Fault(host=1, **fault), "comm_core", platform)[0]
+        disturbances(Fault(host=1, **fault), "comm_core", 4, platform)[0]
         for fault in (
             {"kind": "slow_host", "factor": 3.0, "at_s": 1.0, "for_s": 2.0},
             {"kind": "link_rate", "rate": "1gbe"},
@@ -166,6 +166,74 @@ def test_faults_become_changes():
     assert rate.costs(2, 1)["exchange"](1e8) == pytest.approx(10 * usual(1e8), rel=0.01)
     late_s = delay.costs(2, 1)["exchange"](1e6) - usual(1e6)
     assert late_s == pytest.approx(5e-3 - wire.latency_s)
+
+
+def faulty(engine, operation, nbytes, hosts, **fault):
+    """Returns the seconds of a collective without and with a fault of one host's link."""
+    platform = platform_of("10gbe", "pcie4" if engine == "nccl" else None)
+    (change,) = disturbances(Fault(host=1, **fault), engine, hosts, platform)
+    usual = costs_of(engine, platform, Shape(hosts=hosts))
+    return usual[operation](nbytes), change.costs(hosts, 1)[operation](nbytes)
+
+
+DELAY = {"kind": "link_delay", "delay_us": 5000.0}
+
+
+@pytest.mark.parametrize(
+    ("engine", "operation", "nbytes", "hosts", "passes"),
+    [
+        ("comm_core", "all_reduce", 4e6, 16, 4),  # a ring: in and out, in each half
+        ("comm_core", "all_gather", 4e6, 16, 2),
+        ("comm_core", "all_reduce", 1024, 4, 1),  # all at once
+        ("comm_core", "all_reduce", 1024, 16, 4),  # every host takes part in each of 4 rounds
+        ("gloo", "reduce_scatter", 4e6, 16, 4),  # an all-reduce
+        ("gloo", "all_gather", 1024, 2, 1),
+        ("nccl", "all_gather", 4e6, 16, 2),
+        ("mpi", "broadcast", 4e6, 16, 2),  # a chain
+        ("mpi", "all_reduce", 4e6, 2, 2),
+    ],
+)
+def test_a_delay_counts_as_often_as_a_block_passes_the_link(
+    engine, operation, nbytes, hosts, passes
+):
+    usual_s, late_s = faulty(engine, operation, nbytes, hosts, **DELAY)
+    assert late_s - usual_s == pytest.approx(passes * 5e-3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("engine", "operation", "fault"),
+    [
+        ("mpi", "all_reduce", DELAY),
+        ("mpi", "all_reduce", {"kind": "link_rate", "rate": "1gbe"}),
+        ("gloo", "broadcast", DELAY),
+        ("nccl", "all_reduce", DELAY),
+    ],
+)
+def test_the_place_of_a_slow_host_in_a_tree_is_not_known(engine, operation, fault):
+    with pytest.raises(UserError, match="a tree pass the link of one host depends on its place"):
+        faulty(engine, operation, 1024, 16, **fault)
+
+
+def test_a_slow_link_sets_the_pace_of_a_ring_but_not_of_a_root():
+    slow = {"kind": "link_rate", "rate": "1gbe"}
+    usual_s, slow_s = faulty("gloo", "all_reduce", 100e6, 8, **slow)
+    assert slow_s == pytest.approx(10 * usual_s, rel=0.02)
+    with pytest.raises(UserError, match="one root"):
+        faulty("mpi", "broadcast", 1e6, 4, **slow)
+
+
+def test_a_fault_that_cannot_be_predicted_is_a_row(capsys):
+    models = f"models=[{{name: {TINY[0]}, batch_size: {TINY[1]}}}]"
+    given = ["--set", models, "--set", "learn=null", "-k", "allreduce", "--json"]
+    fault = ["--set", "faults=[{kind: link_delay, host: 3, delay_us: 5000}]", "-k", "link_delay"]
+    assert main(["predict", "slow_host", *given, *fault, "--engine", "mpi"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["status"] == "unsupported" and "depends on its place" in row["reason"]
+    series = ["--engine", "comm_core", "--over", "workers=2,4"]
+    assert main(["predict", "slow_host", *given, *fault, *series]) == 0
+    small, whole = json.loads(capsys.readouterr().out)
+    assert small["status"] == "unsupported" and whole["step_s"] > 0
+    assert small["reason"].endswith("host 3 is not one of 2 hosts")
 
 
 def test_a_fault_in_time_changes_the_steps_meanwhile():

@@ -22,7 +22,7 @@ from common.harness.experiment import Experiment
 from common.harness.experiment_file import CommandLine, find_experiment, load, load_plugins
 from common.harness.trial import Trial
 from common.harness.verbs import Status
-from common.harness.verbs.predict import EXPERIMENT, setting_of
+from common.harness.verbs.predict import EXPERIMENT, notes_of, setting_of
 from common.harness.verbs.run import add_cluster, add_custom, cluster_overrides
 from common.machine.processes import started
 from common.models import profile as profiles
@@ -186,6 +186,8 @@ class _Asked:
         if assumption is not None:
             print(assumption, file=sys.stderr)
         setting_of(asked.trial, asked.cluster, 0, None)  # refuses what cannot be predicted
+        for note in notes_of(asked._own, asked.cluster):
+            print(note, file=sys.stderr)
         return asked
 
     @property

@@ -23,6 +23,7 @@ from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
 from common.models.profile import Profile
 from common.models.registry import profile_of
+from common.virtual.costs.engines import SENDERS
 from common.virtual.costs.faults import check, disturbances
 from common.virtual.costs.known import Links, given_links, links_of
 from common.virtual.costs.parts import COMPUTE, COSTS
@@ -30,19 +31,20 @@ from common.virtual.pool import mapped
 from dear.cost.fit import AlphaBeta
 from dear.errors import Unavailable, UserError
 from dear.options import positive
+from dear.training.algorithm import algorithm_class
 
 if TYPE_CHECKING:
     from common.results.tables.predicted import PredictedRow, ReachRow
     from common.virtual.costs.parts import Shape
     from common.virtual.over import Point
     from common.virtual.setting import Setting
-    from dear.cost.event_model.link import Cost
 
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
 NOTHING_RUNS = ("measure={}", "launcher=local", "launcher_options={}", "hostfile=null")
 NOTHING_RUNS += ("backend=null", "device=cpu", "tf32=false", "cudnn_benchmark=false")
 """Overrides of an experiment's keys about how and where its trials run."""
+NO_NETWORK = {"network": None, "network_digest": None}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +98,9 @@ def main(options: argparse.Namespace) -> int:
     usual = {field.name: field.default for field in dataclasses.fields(ClusterConfig)}
     overrides += [f"cluster.{key}={json.dumps(usual[key])}" for key in EMULATED_ONLY]
     overrides += ["cluster.kind=predicted", *NOTHING_RUNS]
+    for flag in ("network", "inside"):
+        if fixed is not None and getattr(options, flag) is not None:
+            raise UserError(f"--{flag}: no effect with --alpha-ms, which gives the costs")
     overrides += [*cluster_overrides(options), *options.set]
     with contextlib.redirect_stdout(sys.stderr):
         experiment = load(path, overrides, CommandLine.of(options))
@@ -105,6 +110,9 @@ def main(options: argparse.Namespace) -> int:
     from common.results.tables.predicted import overview, reach_text, table_of
 
     trials = plan.select(everything, options.filter, None, experiment.name)
+    if fixed is not None:  # networks of the experiment do not matter
+        alike = (json.dumps(trial.to_json() | NO_NETWORK, sort_keys=True) for trial in trials)
+        trials = list(dict(zip(alike, trials, strict=True)).values())
     cluster = experiment.cluster
     assert cluster is not None, "the overrides have made one"
     rows = predictions(trials, experiment.base, cluster, fixed, series)
@@ -186,8 +194,8 @@ def predictions(
         _check(trial)
         if trial.learn and trial.learn.batch_sizes and series and series[0].axis == "workers":
             raise UserError("--over workers: not with learn.batch_sizes, one for each worker")
-    for network, shape in dict.fromkeys((trial.network, _shape(trial, cluster)) for trial in many):
-        _links(network, shape, cluster, fixed, series[0] if series else None)
+    for note in notes_of(many, cluster, fixed, series):
+        print(note, file=sys.stderr)
     planned = [(trial.to_json(), point) for trial in many for point in series or [None]]
     alike = [(t.model, t.batch_size, t.sentence_len, t.label, t.world_size) for t in many]
     together = [key for key in alike for _ in series or [None]]
@@ -213,10 +221,17 @@ def _reach(planned: Mapping[str, object], cluster: ClusterConfig) -> ReachRow:
     def efficiency(gbps: float) -> float:
         point = Point(axis="bandwidth", value=gbps)
         setting = _setting(trial, cluster, None, 0, point)
-        return alone_s(setting) / predicted(setting).step_s
+        return alone / predicted(setting).step_s
 
-    row = ReachRow(model=trial.model, workers=trial.world_size, algorithm=trial.label)
+    row = ReachRow(
+        model=trial.model,
+        batch=_batch(trial),
+        workers=trial.world_size,
+        network=trial.network,
+        algorithm=trial.label,
+    )
     try:
+        alone = alone_s(_setting(trial, cluster, None, 0, alone=True))
         return dataclasses.replace(row, gbps=reached(efficiency, SHARES))
     except (UserError, Unavailable, UnmodelledError) as error:
         return dataclasses.replace(row, reason=str(error))
@@ -243,19 +258,17 @@ def _row(
     from common.virtual.passes import UnmodelledError
     from common.virtual.training.run import alone_s, predicted, stated
 
-    trial = Trial.from_json(planned)  # loads the plugin and the model of the user
-    if point is not None and point.axis == "workers":
-        trial = dataclasses.replace(trial, world_size=int(point.value))
+    trial = _moved(Trial.from_json(planned), point)  # loads the plugin and the model of the user
     if point is not None and point.axis == "start_up":
         assert fixed is not None, "checked with the flags"
         fixed = dataclasses.replace(fixed, alpha_s=point.value / 1e3)
     place: dict[str, Any] = {
         "point": point,
         "model": trial.model,
-        "batch": int(trial.batch) if trial.batch.isdecimal() else trial.batch,
+        "batch": _batch(trial),
         "world_size": trial.world_size,
         "samples": sum(trial.rank_batches),
-        "network": trial.network,
+        "network": trial.network if fixed is None else None,
         "algorithm": trial.label,
         "kind": trial.algorithm,
         "fault": trial.fault and trial.fault.title,
@@ -277,7 +290,7 @@ def _row(
         step_low_s=min(step.step_s for step in steps),
         step_high_s=max(step.step_s for step in steps),
         exposed_s=steps[0].exposed_s,
-        compute_s=alone_s(settings[0]),
+        compute_s=alone_s(_setting(trial, cluster, fixed, 0, point, alone=True)),
         event_model_s=second_s,
         messages=steps[0].messages,
         reason=steps[0].note,
@@ -286,8 +299,29 @@ def _row(
     )
 
 
+def _batch(trial: Trial) -> int | str:
+    return int(trial.batch) if trial.batch.isdecimal() else trial.batch
+
+
 def _engine(cluster: ClusterConfig) -> str:
     return cluster.engine or "nccl"
+
+
+def _sender(trial: Trial, cluster: ClusterConfig) -> str:
+    """Returns the engine that sends a trial's messages: that of the cluster, unless the algorithm
+    sends by its own library; over NCCL, both are the same.
+
+    Raises:
+        UserError: the costs of the algorithm's library are not known.
+    """
+    engine, sender = _engine(cluster), algorithm_class(trial.algorithm).sends_by(trial.options)
+    if sender is None or engine == "nccl":
+        return engine
+    if sender not in SENDERS:
+        raise UserError(
+            f"{trial.algorithm}: what messages of {sender} cost is known for engine nccl only"
+        )
+    return SENDERS[sender]
 
 
 def _shape(trial: Trial, cluster: ClusterConfig) -> Shape:
@@ -302,9 +336,43 @@ def _shape(trial: Trial, cluster: ClusterConfig) -> Shape:
     return Shape(hosts=trial.world_size // local, ranks_per_host=local)
 
 
+def notes_of(
+    trials: Sequence[Trial],
+    cluster: ClusterConfig,
+    fixed: AlphaBeta | None = None,
+    series: Sequence[Point] = (),
+) -> list[str]:
+    """Returns lines about costs that are composed although the network has measured ones.
+
+    Raises:
+        UserError: a trial's network or shape cannot be predicted, whatever the point of a series.
+    """
+    ways = []
+    for trial in trials:
+        _links(*_way(trial, cluster), cluster, fixed, series[0] if series else None)
+        for point in series or [None]:
+            with contextlib.suppress(UserError):  # its row says that hosts are not full
+                ways.append((*_way(_moved(trial, point), cluster), cluster, fixed, point))
+    notes = dict.fromkeys(_links(*way).note for way in dict.fromkeys(ways))
+    return [note for note in notes if note is not None]
+
+
+def _way(trial: Trial, cluster: ClusterConfig) -> tuple[str | None, Shape, str]:
+    """Returns the network, the shape and the engine of a trial."""
+    return trial.network, _shape(trial, cluster), _sender(trial, cluster)
+
+
+def _moved(trial: Trial, point: Point | None) -> Trial:
+    """Returns the trial with the number of workers of a point."""
+    if point is None or point.axis != "workers":
+        return trial
+    return dataclasses.replace(trial, world_size=int(point.value))
+
+
 def _links(
     network: str | None,
     shape: Shape,
+    engine: str,
     cluster: ClusterConfig,
     fixed: AlphaBeta | None,
     point: Point | None = None,
@@ -313,12 +381,19 @@ def _links(
     if fixed is not None:
         return given_links(fixed, shape.ranks)
     assert network is not None, "a cluster has a network"
-    changes = point is not None and point.axis in ("workers", "bandwidth", "latency")
-    changed = point.platform if point is not None and changes else None
-    return links_of(network, shape, _engine(cluster), cluster.inside, changed)
+    axis = None if point is None else point.axis
+    changed = point.platform if point is not None and axis in ("bandwidth", "latency") else None
+    return links_of(network, shape, engine, cluster.inside, changed, varied=axis == "workers")
 
 
-_slowed = functools.lru_cache(maxsize=32)(Profile.slowed)
+@functools.lru_cache(maxsize=32)
+def _slowed(profile: Profile, factor: float, speed: float) -> Profile:
+    """Returns the profile of a GPU whose compute takes `factor` times as long, if the GPU and its
+    memory are `speed` times as fast."""
+    slowed = profile.slowed(factor / speed)
+    return dataclasses.replace(slowed, memory_bytes_per_s=speed * profile.memory_bytes_per_s)
+
+
 _known_links = functools.lru_cache(_links)
 """`_links` for a process whose trials share the files of networks."""
 
@@ -329,40 +404,40 @@ def _setting(
     fixed: AlphaBeta | None,
     sign: int,
     point: Point | None = None,
+    *,
+    alone: bool = False,
 ) -> Setting:
-    """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs."""
+    """Returns a trial's setting; with a `sign` (-1 or 1), at an end of the ranges of its inputs.
+
+    Args:
+        alone: the times of compute are those of a worker that waits for no other.
+    """
     from common.virtual.setting import Setting
     from common.virtual.training.run import at_own_pace, slowest
-    from dear.cost.event_model.link import Scaled
 
-    shape = _shape(trial, cluster)
-    links = _known_links(trial.network, shape, cluster, fixed, point)
+    network, shape, engine = _way(trial, cluster)
+    links = _known_links(network, shape, engine, cluster, fixed, point)
     profiles = {
         size: profile_of(trial.model, size, trial.sentence_len) for size in set(trial.rank_batches)
     }
     profile = profiles[trial.rank_batches[0]]
-    alone, factor = at_own_pace(trial.algorithm, trial.options), 1 + sign * links.error
+    alone = alone or at_own_pace(trial.algorithm, trial.options)
     jitter = 0.0 if alone or profile.jitter is None else profile.jitter.relative_std
     slowdown = (1 + sign * COMPUTE) * slowest(shape.ranks, jitter)
-
-    def costs(hosts: int, local: int) -> Mapping[str, Cost]:
-        middle = links.costs(hosts, local)
-        return {name: Scaled(cost=cost, factor=factor) for name, cost in middle.items()}
-
-    slowdown /= point.speed if point else 1
-    slowed = {size: _slowed(profile, slowdown) for size, profile in profiles.items()}
-    unequal = len(profiles) > 1
+    speed = point.speed if point else 1.0
+    slowed = {size: _slowed(profile, slowdown, speed) for size, profile in profiles.items()}
+    unequal, factor = len(profiles) > 1, 1 + sign * COSTS
     return Setting(
         profile=slowed[trial.rank_batches[0]],
         rank_profiles=tuple(slowed[size] for size in trial.rank_batches) if unequal else (),
         algorithm=trial.algorithm,
         options=trial.options,
         shape=shape,
-        costs=costs if sign else links.costs,
-        engine=_engine(cluster),
+        costs=links.within(sign),
+        engine=engine,
         optimizer=trial.optimizer.name,
         momentum=trial.optimizer.momentum,
-        disturbances=disturbances(trial.fault, _engine(cluster), links.platform, factor),
+        disturbances=disturbances(trial.fault, engine, shape.hosts, links.platform, factor),
         budget_s=trial.learn and trial.learn.budget_s,
     )
 

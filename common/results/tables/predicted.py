@@ -190,7 +190,9 @@ class ReachRow:
     """Bandwidths at which an algorithm reaches `SHARES` of the speed of compute alone."""
 
     model: str
+    batch: int | str
     workers: int
+    network: str | None
     algorithm: str
     gbps: Mapping[float, float | None] = field(default_factory=dict)
     """Bandwidth of a host's link in Gb/s by share; None: no bandwidth is enough."""
@@ -200,13 +202,14 @@ class ReachRow:
 
 def reach_text(rows: Sequence[ReachRow]) -> str:
     """Returns a Markdown table of the bandwidths, with the notes below it."""
-    titles = ["model", "workers", "algorithm", *(f"{share:.0%}, Gb/s" for share in SHARES)]
+    place = ["model", "batch", "workers", "network", "algorithm"]
+    titles = [*place, *(f"{share:.0%}, Gb/s" for share in SHARES)]
     lines = [titles]
     for row in rows:
         cells = [row.gbps.get(share) for share in SHARES]
         texts = ["never" if value is None else significant(value) for value in cells]
         if row.reason is None:
-            lines.append([row.model, str(row.workers), row.algorithm, *texts])
+            lines.append([*(str(getattr(row, name) or "") for name in place), *texts])
     notes = [f"{row.algorithm}: {row.reason}" for row in rows if row.reason]
-    table = markdown(lines, [False, True, False, *[True] * len(SHARES)])
+    table = markdown(lines, [False, True, True, False, False, *[True] * len(SHARES)])
     return "\n".join([table, *dict.fromkeys(notes)])

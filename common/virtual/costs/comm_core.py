@@ -77,7 +77,7 @@ def _few_hops(name: str, operation: str, nbytes: float, platform: Platform, shap
     if operation == "reduce":
         return steps.from_root(platform, shape, nbytes)
     if name == "tree":
-        return steps.rounds(platform, shape, nbytes, senders=1)
+        return steps.rounds(platform, shape, nbytes, senders=1, tree=True)
     if name == "doubling":
         return steps.rounds(platform, shape, nbytes)
     block = nbytes / shape.ranks

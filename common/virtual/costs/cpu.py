@@ -38,7 +38,7 @@ def gloo_timing(operation: str, nbytes: float, platform: Platform, shape: Shape)
     """Returns the timing of a collective of Gloo; two segments are in flight at a time."""
     block = nbytes / shape.ranks
     if operation == "broadcast":
-        return steps.rounds(platform, shape, nbytes)
+        return steps.rounds(platform, shape, nbytes, tree=True)
     if operation == "exchange":
         return steps.exchange(platform, shape, nbytes)
     piece = block / 2 if operation == "all_gather" else min(block / 2, GLOO_SEGMENT)
@@ -55,23 +55,23 @@ def gloo_timing(operation: str, nbytes: float, platform: Platform, shape: Shape)
 def mpi_timing(operation: str, nbytes: float, platform: Platform, shape: Shape) -> Timing:
     """Returns the timing of a nonblocking collective; in place, an all-reduce is two trees."""
     block = nbytes / shape.ranks
-    reduced = steps.rounds(platform, shape, nbytes, senders=1)
-    if operation == "all_reduce":
-        return reduced + steps.rounds(platform, shape, nbytes)
-    if operation == "reduce_scatter":
-        return reduced + steps.from_root(platform, shape, block)
     if operation == "all_gather":
         return steps.to_all(platform, shape, block)
     if operation == "exchange":
         return steps.exchange(platform, shape, nbytes)
-    if operation == "reduce":
-        if shape.ranks > 4 or nbytes < SMALL:
-            return reduced
-        return steps.chain(platform, shape, nbytes, segment=8192)
+    if operation in ("all_reduce", "reduce_scatter", "reduce"):
+        if operation == "reduce" and shape.ranks <= 4 and nbytes >= SMALL:
+            return steps.chain(platform, shape, nbytes, segment=8192)
+        reduced = steps.rounds(platform, shape, nbytes, senders=1, tree=True)
+        if operation == "all_reduce":
+            return reduced + steps.rounds(platform, shape, nbytes, tree=True)
+        if operation == "reduce_scatter":
+            return reduced + steps.from_root(platform, shape, block)
+        return reduced
     if shape.ranks <= 4:
         return steps.from_root(platform, shape, nbytes)
     if nbytes < SMALL:
-        return steps.rounds(platform, shape, nbytes)
+        return steps.rounds(platform, shape, nbytes, tree=True)
     segment = 8192 if nbytes < 524288 else 32768
     return steps.chain(platform, shape, nbytes, segment=segment)
 
@@ -98,4 +98,4 @@ def blocking_mpi_timing(operation: str, nbytes: float, platform: Platform, shape
         return steps.ring(platform, shape, nbytes) if rings else halved
     if operation == "exchange":
         return steps.exchange(platform, shape, nbytes)
-    return steps.rounds(platform, shape, nbytes, senders=1)
+    return steps.rounds(platform, shape, nbytes, senders=1, tree=True)

@@ -43,7 +43,7 @@ class Engine:
 def textbook(operation: str, nbytes: float, platform: Platform, shape: Shape) -> Timing:
     """Returns the timing of rings of whole blocks, and of binomial trees."""
     if operation in ("broadcast", "reduce"):
-        return steps.rounds(platform, shape, nbytes, senders=1)
+        return steps.rounds(platform, shape, nbytes, senders=1, tree=True)
     if operation == "exchange":
         return steps.exchange(platform, shape, nbytes)
     half = steps.ring(platform, shape, nbytes)
@@ -66,6 +66,9 @@ ENGINES: Mapping[str, Engine] = {
     "ring": Engine(timing=textbook, inside=("memory", "tcp", *_GPU)),
 }
 """Engines by name; `ring` is the textbook's, for costs given as alpha and beta."""
+SENDERS = {"Horovod, gloo": "horovod_gloo", "Horovod, mpi": "horovod_mpi"}
+"""Engines of algorithms with a library of their own, by what `sends_by` of the algorithm returns;
+over NCCL, Horovod sends by the engine of the cluster."""
 
 
 def costs_of(engine: str, platform: Platform, shape: Shape) -> dict[str, Composed]:

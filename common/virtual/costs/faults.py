@@ -55,20 +55,24 @@ def check(fault: Fault | None, *, timed: bool) -> None:
 
 
 def disturbances(
-    fault: Fault | None, engine: str, platform: Platform | None, factor: float = 1.0
+    fault: Fault | None, engine: str, hosts: int, platform: Platform | None, factor: float = 1.0
 ) -> tuple[Disturbance, ...]:
     """Returns the change that a fault makes, if there is any.
 
     Args:
+        hosts: number of hosts.
         platform: wires from which costs are composed; None: costs are measured or given.
         factor: factor of all costs.
 
     Raises:
-        UserError: the fault changes a link, but costs are not composed.
+        UserError: the fault's host does not exist, or the fault changes a link, but costs are not
+            composed.
     """
     if fault is None:
         return ()
     assert fault.host is not None, "all modelled kinds have a host"
+    if fault.host >= hosts:
+        raise UserError(f"faults: {fault.title}: host {fault.host} is not one of {hosts} hosts")
     until_s = math.inf if fault.for_s is None else fault.at_s + fault.for_s
     change = Disturbance(host=fault.host, from_s=fault.at_s, until_s=until_s)
     if fault.kind == "slow_host":
@@ -86,7 +90,7 @@ def disturbances(
         )
     if fault.delay_us is not None:
         wire = dataclasses.replace(wire, latency_s=fault.delay_us / 1e6)
-    changed = dataclasses.replace(platform, wires={**platform.wires, "between": wire})
+    changed = dataclasses.replace(platform, wires={**platform.wires, "slow": wire})
 
     def costs(hosts: int, ranks_per_host: int) -> Mapping[str, Cost]:
         shape = Shape(hosts=hosts, ranks_per_host=ranks_per_host)

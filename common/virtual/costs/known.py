@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from common.emulation.links.profile import NetworkProfile, network_profile
-from common.virtual.costs.engines import costs_of, ring_of
+from common.emulation.links.profile import network_profile
+from common.virtual.costs.engines import OPERATIONS, SENDERS, costs_of, ring_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import COSTS, CostsOf, Platform, Shape
 from dear.cost.calibrated import NetworkCosts
-from dear.cost.fit import AlphaBeta, Cost
+from dear.cost.event_model.link import Cost, Scaled
+from dear.cost.fit import AlphaBeta
 from dear.errors import UserError
 
 PLAIN_LINKS = ("sites", "trace", "jitter_us", "loss_percent")
@@ -20,21 +21,38 @@ PLAIN_LINKS = ("sites", "trace", "jitter_us", "loss_percent")
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Costs of collectives on a network, and their relative error."""
+    """Costs of collectives on a network, and their relative errors."""
 
     costs: CostsOf
-    error: float
+    measured: Shape | None = None
+    """Hosts and ranks whose costs are measured, as far as `residuals` has the operation."""
+    residuals: Mapping[str, float] = field(default_factory=dict)
+    """Relative error of each measured cost; that of composed and given costs is `COSTS`."""
     platform: Platform | None = None
     """Wires that the costs are composed of; None: they are measured or given."""
+    note: str | None = None
+    """Which costs are composed although the network has measured ones."""
+
+    def within(self, sign: int) -> CostsOf:
+        """Returns the costs; with a `sign` (-1 or 1), at an end of their ranges."""
+        if not sign:
+            return self.costs
+
+        def costs(hosts: int, local: int) -> Mapping[str, Cost]:
+            here = Shape(hosts=hosts, ranks_per_host=local)
+            errors = self.residuals if here == self.measured else {}
+            return {
+                name: Scaled(cost=cost, factor=1 + sign * errors.get(name, COSTS))
+                for name, cost in self.costs(hosts, local).items()
+            }
+
+        return costs
 
 
 def given_links(cost: AlphaBeta, ranks: int) -> Links:
     """Returns the costs that follow from the cost of an all-reduce of all ranks, by a ring."""
     platform = ring_of(cost, ranks)
-    return Links(
-        costs=lambda hosts, local: costs_of("ring", platform, Shape(hosts=hosts * local)),
-        error=COSTS,
-    )
+    return Links(costs=lambda hosts, local: costs_of("ring", platform, Shape(hosts=hosts * local)))
 
 
 def links_of(
@@ -43,8 +61,12 @@ def links_of(
     engine: str,
     inside: str | None,
     changed: Callable[[Platform], Platform] | None = None,
+    *,
+    varied: bool = False,
 ) -> Links:
     """Returns what collectives of an engine cost on a network.
+
+    The measured costs of a network do not count for an algorithm's own library.
 
     Args:
         network: a file of configs/networks, or a path to a user's file.
@@ -52,6 +74,7 @@ def links_of(
         inside: links between the GPUs of a host; None: PCIe 4 for NCCL, else shared memory.
         changed: function that replaces the network's wires. With it, the measured costs of the
             network are not used.
+        varied: where the measured costs are of other ranks, costs are composed.
 
     Raises:
         UserError: predictions do not model the network, the engine cannot use its links, or its
@@ -62,37 +85,58 @@ def links_of(
         if getattr(profile, key):
             raise UserError(f"network {profile.name}: predictions do not model `{key}:`")
     platform = platform_of(network, inside or ("pcie4" if engine == "nccl" else None))
-    measured = profile.costs
     if changed is not None:
-        platform, measured = changed(platform), None
+        platform = changed(platform)
 
     @functools.cache
     def composed(hosts: int, local: int) -> Mapping[str, Cost]:
         return costs_of(engine, platform, Shape(hosts=hosts, ranks_per_host=local))
 
     composed(shape.hosts, shape.ranks_per_host)  # refuses links that the engine cannot use
+    measured = profile.costs
     if measured is None:
-        return Links(costs=composed, error=COSTS, platform=platform)
-    _check_measured(profile, measured, engine, shape)
+        return Links(costs=composed, platform=platform)
+    note = f"network {profile.name}: its measured costs are of {_where(measured, shape)}; "
+    if engine in SENDERS.values() and engine != measured.engine:
+        note += f"those of {engine} are composed"
+        return Links(costs=composed, platform=platform, note=note)
+    if changed is not None:
+        note += "on changed links, all costs are composed"
+        return Links(costs=composed, platform=platform, note=note)
+    if not _is_measured(measured, engine, shape):
+        if varied:
+            note += "elsewhere, costs are composed"
+            return Links(costs=composed, platform=platform, note=note)
+        raise UserError(
+            f"network {profile.name}: its costs are of {_where(measured, shape)}, but this is "
+            f"{engine} with {_ranks(shape.ranks, shape.ranks_per_host)}; calibrate there, or use a "
+            "network without measured costs"
+        )
+    known = measured.collective_costs()
 
-    def known(hosts: int, local: int) -> Mapping[str, Cost]:
-        if (hosts, local) != (shape.hosts, shape.ranks_per_host):
-            return composed(hosts, local)
-        return {**composed(hosts, local), **measured.collective_costs()}
+    def costs(hosts: int, local: int) -> Mapping[str, Cost]:
+        here = composed(hosts, local)
+        return here | known if (hosts, local) == (shape.hosts, shape.ranks_per_host) else here
 
-    residuals = [cost.residual_rms for cost in measured.by_operation().values()]
-    return Links(costs=known, error=max(residuals))
+    missing = [name for name in OPERATIONS if name not in known]
+    return Links(
+        costs=costs,
+        measured=shape,
+        residuals={name: cost.residual_rms for name, cost in measured.by_operation().items()},
+        note=f"{note}those of {', '.join(missing)} are composed" if missing else None,
+    )
 
 
-def _check_measured(
-    profile: NetworkProfile, measured: NetworkCosts, engine: str, shape: Shape
-) -> None:
-    here = (engine, shape.ranks, shape.ranks_per_host)
+def _is_measured(measured: NetworkCosts, engine: str, shape: Shape) -> bool:
     local = measured.ranks_per_host or shape.ranks_per_host
     there = (measured.engine, measured.world_size, local)
-    if here != there:
-        raise UserError(
-            f"network {profile.name}: its costs are of {there[0]} with {there[1]} ranks, "
-            f"{there[2]} per host, but this is {here[0]} with {here[1]} ranks, {here[2]} per host; "
-            "calibrate there, or use a network without measured costs"
-        )
+    return there == (engine, shape.ranks, shape.ranks_per_host)
+
+
+def _where(measured: NetworkCosts, shape: Shape) -> str:
+    local = measured.ranks_per_host or shape.ranks_per_host
+    return f"{measured.engine} with {_ranks(measured.world_size, local)}"
+
+
+def _ranks(ranks: int, local: int) -> str:
+    return f"{ranks} ranks, {local} per host"

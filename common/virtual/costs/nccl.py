@@ -8,7 +8,8 @@ per channel are left out, as are NVLS and CollNet (reductions in switches).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from common.virtual.costs import steps
 from common.virtual.costs.parts import Kind, Platform, Shape, Timing, Wire
@@ -46,20 +47,21 @@ def timing(operation: str, nbytes: float, platform: Platform, shape: Shape) -> T
         protocols.remove(LL128)
     if operation == "exchange":
         protocols = [LL, SIMPLE]
-    candidates = _candidates(operation, nbytes, platform, shape, protocols)
-    return min(candidates, key=lambda candidate: candidate.alone_s)
+    candidates = list(_candidates(operation, nbytes, shape, protocols))
+    # NCCL chooses without knowing of a slow host.
+    return min(candidates, key=lambda timing: timing(platform.usual).alone_s)(platform)
 
 
 def _candidates(
-    operation: str, nbytes: float, platform: Platform, shape: Shape, protocols: list[int]
-) -> Iterator[Timing]:
+    operation: str, nbytes: float, shape: Shape, protocols: list[int]
+) -> Iterator[Callable[[Platform], Timing]]:
     for protocol in protocols:
-        yield _ring(operation, protocol, nbytes, platform, shape)
+        yield partial(_ring, operation, protocol, nbytes, shape)
         if operation == "all_reduce":
-            yield _tree(protocol, nbytes, platform, shape)
+            yield partial(_tree, protocol, nbytes, shape)
 
 
-def _ring(operation: str, protocol: int, nbytes: float, platform: Platform, shape: Shape) -> Timing:
+def _ring(operation: str, protocol: int, nbytes: float, shape: Shape, platform: Platform) -> Timing:
     """Timing base + hops + n / rate on a ring, or one hop for `exchange`.
 
     The longest way of a block has P - 1 hops, H of them between H hosts (H - 1 with one rank per
@@ -69,9 +71,9 @@ def _ring(operation: str, protocol: int, nbytes: float, platform: Platform, shap
     several = shape.hosts > 1
     passes = 2 if operation == "all_reduce" else 1
     share = (shape.ranks - 1) / shape.ranks
-    hops, sent = steps.ring_hops(shape), passes * share
+    hops, sent = steps.ring_hops(platform, shape), passes * share
     if operation == "exchange":
-        hops, sent = {steps.used_kinds(shape)[-1]: 1}, shape.ranks_per_host if several else 1
+        hops, sent = {_kinds(platform, shape)[-1]: 1}, shape.ranks_per_host if several else 1
     elif operation in ("broadcast", "reduce"):
         sent = 1
     latency_us = BASE_US["ring"][protocol]
@@ -92,8 +94,9 @@ def _ring(operation: str, protocol: int, nbytes: float, platform: Platform, shap
     return Timing(latency_s=1e-6 * latency_us, link_s=sent * nbytes / rate)
 
 
-def _tree(protocol: int, nbytes: float, platform: Platform, shape: Shape) -> Timing:
+def _tree(protocol: int, nbytes: float, shape: Shape, platform: Platform) -> Timing:
     """Timing base + 2 x (R - 1 hops in a host + log2(H) hops between hosts) + 2 n / rate."""
+    steps.refuse_slow_tree(platform, shape)
     latency_us = BASE_US["tree"][protocol]
     hops: dict[Kind, int] = {
         "inside": shape.ranks_per_host - 1,
@@ -114,6 +117,11 @@ def _tree_share(protocol: int, nbytes: float) -> float:
     return table[low] + (place - low) * (table[low + 1] - table[low])
 
 
+def _kinds(platform: Platform, shape: Shape) -> list[Kind]:
+    slow: list[Kind] = ["slow"] if "slow" in platform.wires and shape.hosts > 1 else []
+    return [*steps.used_kinds(shape), *slow]
+
+
 def _hop_us(algorithm: str, protocol: int, wire: Wire) -> float:
     """Returns the microseconds of a hop.
 
@@ -128,6 +136,6 @@ def _hop_us(algorithm: str, protocol: int, wire: Wire) -> float:
 
 def _rate(protocol: int, factor: float, platform: Platform, shape: Shape) -> float:
     """Returns the bytes per second on the slowest wire; `llMaxBws` limits LL."""
-    slowest = min(platform.wire(kind).bytes_per_s for kind in steps.used_kinds(shape))
+    slowest = min(platform.wire(kind).bytes_per_s for kind in _kinds(platform, shape))
     most = {1: 87.7e9, 2: 39.0e9}.get(shape.hosts, 20.4e9) if protocol == LL else math.inf
     return min(factor * slowest, most)

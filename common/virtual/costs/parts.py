@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dear.cost.fit import Cost
 from dear.errors import UserError, unknown
 from dear.options import at_least, positive
 
-Kind = Literal["inside", "between", "sites"]
-"""Place of a wire: inside a host, from a host to the switch, or between two sites."""
+Kind = Literal["inside", "between", "slow", "sites"]
+"""Place of a wire: inside a host, from a host to the switch, from the one host whose link a fault
+changes, or between two sites."""
 Medium = Literal["tcp", "rdma", "nvlink", "pcie", "memory"]
 
 COSTS, COMPUTE = 0.1, 0.02
@@ -73,6 +74,12 @@ class Platform:
     wires: Mapping[Kind, Wire]
     core_bytes_per_s: float = math.inf
     """Rate at which a core receives a message and adds it to another; engines on GPUs ignore it."""
+
+    @property
+    def usual(self) -> Platform:
+        """The platform without a slow host."""
+        wires = {kind: wire for kind, wire in self.wires.items() if kind != "slow"}
+        return replace(self, wires=wires)
 
     def __post_init__(self) -> None:
         if self.core_bytes_per_s != math.inf:

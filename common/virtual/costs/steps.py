@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from common.virtual.costs.parts import Kind, Platform, Shape, Timing, Wire
+from dear.errors import UserError
 
 READ_BYTES = 256 << 10
 """Bytes that a rank reads at a time from a message of its own (`tcp_chunk` of the comm core)."""
@@ -75,6 +76,8 @@ def _loads(
         yield platform.wire("inside"), near, 1
     if far:
         yield platform.wire("between"), far, shape.ranks_per_host
+        if "slow" in platform.wires:
+            yield platform.wire("slow"), far, shape.ranks_per_host
         if shape.sites > 1:
             others = shape.hosts - shape.hosts / shape.sites
             crossing = far * others / (shape.hosts - 1)
@@ -100,7 +103,7 @@ def ring(platform: Platform, shape: Shape, nbytes: float, *, piece: float | None
     """
     steps, block = shape.ranks - 1, nbytes / shape.ranks
     piece = block if piece is None else min(piece, block)
-    hops = ring_hops(shape)
+    hops = ring_hops(platform, shape)
     wires = {kind: platform.wire(kind) for kind in hops}
     step_s = max(wire.overhead_s + block / wire.bytes_per_s for wire in wires.values())
     core = _core_bytes_per_s(platform, list(wires.values()))
@@ -116,8 +119,11 @@ def ring(platform: Platform, shape: Shape, nbytes: float, *, piece: float | None
     return Timing(latency_s=stalls_s + wires[last].latency_s, link_s=steps * step_s, core_s=piece_s)
 
 
-def ring_hops(shape: Shape) -> dict[Kind, int]:
-    """Returns the hops of the block with the longest way along a ring, by kind of wire."""
+def ring_hops(platform: Platform, shape: Shape) -> dict[Kind, int]:
+    """Returns the hops of the block with the longest way along a ring, by kind of wire.
+
+    A block comes to a slow host and leaves it, so two hops at most are slow.
+    """
     hops: dict[Kind, int] = {}
     if shape.ranks_per_host > 1:
         hops["inside"] = shape.hosts * (shape.ranks_per_host - 1) + (shape.hosts == 1)
@@ -127,6 +133,9 @@ def ring_hops(shape: Shape) -> dict[Kind, int]:
         hops["sites"] = shape.sites
     nearest = next(kind for kind, count in hops.items() if count)
     hops[nearest] -= 1  # a block visits all ranks without closing the ring
+    if "slow" in platform.wires and "between" in hops:
+        hops["slow"] = min(2, hops["between"])
+        hops["between"] -= hops["slow"]
     return {kind: count for kind, count in hops.items() if count}
 
 
@@ -137,6 +146,7 @@ def rounds(
     *,
     halving: bool = False,
     senders: int | None = None,
+    tree: bool = False,
 ) -> Timing:
     """Rounds of one message per rank, with partners at the distances 1, 2, 4, ...
 
@@ -147,7 +157,13 @@ def rounds(
     Args:
         halving: the messages shrink by half from round to round.
         senders: ranks of a host that send in a round between hosts; None: all of them.
+        tree: not every host sends in every round.
+
+    Raises:
+        UserError: the link of one host differs, and its place in the tree is not known.
     """
+    if tree:
+        refuse_slow_tree(platform, shape)
     result = Timing()
     size = nbytes
     sharers = shape.ranks_per_host if senders is None else senders
@@ -162,8 +178,31 @@ def rounds(
     return result
 
 
+def refuse_slow_tree(platform: Platform, shape: Shape) -> None:
+    """Raises `UserError` for a tree of hosts of which one has a link of its own."""
+    if "slow" in platform.wires and shape.hosts > 2:
+        raise UserError(
+            "faults: link_rate, link_delay: how often the messages of a tree pass the link of one "
+            "host depends on its place, which predictions do not model; use another --engine or "
+            "algorithm, or `run`"
+        )
+
+
 def from_root(platform: Platform, shape: Shape, nbytes: float) -> Timing:
-    """Messages of `nbytes` from the root to every other rank, or from each of them to the root."""
+    """Messages of `nbytes` from the root to every other rank, or from each of them to the root.
+
+    Raises:
+        UserError: the link of one host has another rate, and it is not known whether it is the
+            root's.
+    """
+    if "slow" in platform.wires and shape.hosts > 2:
+        usual, slow = platform.wire("between"), platform.wire("slow")
+        if slow.bytes_per_s != usual.bytes_per_s:
+            raise UserError(
+                "faults: link_rate: messages from or to one root load its link more than others, "
+                "and predictions do not model whose link is slow; use another --engine or "
+                "algorithm, or `run`"
+            )
     local = shape.ranks_per_host
     alone = Shape(hosts=shape.hosts, sites=shape.sites)
     return at_once(platform, alone, nbytes, far=shape.ranks - local, near=local - 1)
@@ -176,7 +215,7 @@ def chain(platform: Platform, shape: Shape, nbytes: float, *, segment: float) ->
     other segments arrive: (n / segment - 1) x (overhead + segment / rate).
     """
     segment = min(segment, nbytes)
-    hops = ring_hops(shape)
+    hops = ring_hops(platform, shape)
     wires = {kind: platform.wire(kind) for kind in hops}
     each_s = max(wire.overhead_s + segment / wire.bytes_per_s for wire in wires.values())
     core = _core_bytes_per_s(platform, list(wires.values()))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from common.emulation.links.profile import network_file
 from common.profiling import nccl_tests
 from common.results.tables.cells import significant
+from common.virtual.costs.engines import costs_of
+from common.virtual.costs.networks import CORE_GB_PER_S, payload_rate, wire_inside
+from common.virtual.costs.parts import Kind, Medium, Platform, Shape, Wire
+from common.virtual.over import turn
 from dear.cost.calibrated import NetworkCosts, OperationCost, OperationCosts
-from dear.cost.measurement import Measurement, Operation, carried
+from dear.cost.measurement import Measurement, Operation
 from dear.errors import UserError
 
 LEAST_SIZES = 3
@@ -25,6 +31,19 @@ _BY_LINK: tuple[Operation, ...] = (
     *("broadcast", "exchange", "sendrecv"),
 )
 """Operations in the order in which the links are estimated from them."""
+_HARDWARE = ("rdma", "overhead_us", "core_gb_per_s")
+"""Keys of a network file that a measurement does not tell."""
+_GBPS = (1e-3, 1e5)
+"""Slowest and fastest link that a network file may have."""
+_INSIDE = ("pcie4", "nvlink3", "nvlink4")
+"""Links inside a host that are tried for NCCL, in this order; predictions use the first if the user
+names none."""
+_NEAREST_S = 1e-9
+"""Shortest latency above 0 that is tried."""
+_PRECISE = 1e-3
+"""Relative precision of a link that is searched."""
+_TURNS = 8
+"""Searches of the rate, and of the latency, each with the last result of the other one."""
 
 
 def from_nccl_tests(files: Sequence[str], ranks: int | None = None) -> NetworkCosts:
@@ -95,13 +114,15 @@ def fitted(
 
 
 def write(path: Path, costs: NetworkCosts) -> None:
-    """Writes a network file. Its rate and latency of links are estimates from the costs."""
-    gbps, latency_us, how = _link(costs)
+    """Writes a network file. Its rate and latency of links are estimates from the costs.
+
+    An older file keeps its keys that are about the hardware.
+    """
+    older = network_file(path) if path.exists() else None
+    kept = {key: getattr(older, key) for key in _HARDWARE if older and getattr(older, key)}
     values = {
-        "gbps": gbps,
-        "latency_us": latency_us,
+        **_link(costs, kept),
         "stands_for": describe(costs),
-        "source": how,
         "costs": dataclasses.asdict(costs, dict_factory=_given),
     }
     text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100)
@@ -160,26 +181,77 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _link(costs: NetworkCosts) -> tuple[float, float, str]:
-    """Returns rate in Gb/s and latency in microseconds of the links, and how they were estimated.
+def _link(costs: NetworkCosts, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a network file about a link between hosts, and how they were found.
 
-    The rate is the bus bandwidth (bytes on each link per second) of the largest message. The
-    latency is the start-up of the smallest messages, divided by the steps of a ring.
+    The costs composed of this link are those of the smallest and the largest measured message.
+    Predictions compose costs where nothing was measured: for other numbers of ranks, for groups,
+    and for missing operations.
+
+    Args:
+        kept: keys of the network that are known (`_HARDWARE`).
     """
-    known = costs.by_operation()
-    size = costs.world_size
-    name = next(n for n in _BY_LINK if n in known)
-    cost = known[name]
-    largest_s = cost.cost()(cost.largest_bytes)
-    gbps = 8e-9 * carried(name, size) * cost.largest_bytes / largest_s
-    steps = {"all_reduce": 2 * (size - 1), "all_gather": size - 1, "reduce_scatter": size - 1}
-    latency_us = cost.regimes[0].alpha_us / steps.get(name, 1)
+    name = next(n for n in _BY_LINK if n in costs.by_operation())
+    known, operation = costs.by_operation()[name], "exchange" if name == "sendrecv" else name
+    local = costs.ranks_per_host or 1
+    shape, engine = Shape(hosts=costs.world_size // local, ranks_per_host=local), costs.engine
+    core = 1e9 * kept.get("core_gb_per_s", CORE_GB_PER_S)
+    where = f"as {describe(costs)}"
+    if shape.hosts == 1:  # no bytes were sent between hosts
+        shape, engine, core = Shape(hosts=costs.world_size), "ring", math.inf
+        where = "as a ring of ranks with hosts of their own, though only one host took part"
+    elif name == "sendrecv":  # of the ranks of a host, one sends to another host
+        shape = Shape(hosts=shape.hosts)
+    medium: Medium = "rdma" if kept.get("rdma") else "tcp"
+    overhead_s = 1e-6 * kept.get("overhead_us", 0.0)
+
+    def composed_s(
+        nbytes: float, rate: float, latency_s: float, inside: str | None, core: float
+    ) -> float:
+        what = {"latency_s": latency_s, "bytes_per_s": rate, "overhead_s": overhead_s}
+        between = Wire(kind="between", medium=medium, **what)
+        wires: dict[Kind, Wire] = {"inside": wire_inside(inside), "between": between}
+        platform = Platform(wires=wires, core_bytes_per_s=core)
+        return costs_of(engine, platform, shape)[operation](nbytes)
+
+    few, many = known.smallest_bytes, known.largest_bytes
+    few_s, many_s = (known.cost()(size) for size in (few, many))
+    slowest, fastest = (payload_rate(gbps, medium) for gbps in _GBPS)
+    hosts: list[tuple[str | None, float]] = [(None, core * 2**power) for power in range(10)]
+    if engine == "nccl":
+        hosts = [(name, core) for name in _INSIDE]
+    # A slow core, or slow links in a host, may take longer than was measured, however fast the
+    # link between hosts is.
+    fit = (host for host in hosts if composed_s(many, fastest, 0.0, *host) <= many_s)
+    host = inside, core = next(fit, hosts[0])
+    latency_s = 0.0
+    for _ in range(_TURNS):  # the latency hardly matters for many bytes, nor the rate for few
+
+        def is_fast(rate: float, latency_s: float = latency_s) -> bool:
+            return composed_s(many, rate, latency_s, *host) <= many_s
+
+        rate = turn(is_fast, slowest, fastest, precise=_PRECISE)
+
+        def is_near(latency_s: float, rate: float = rate) -> bool:
+            return composed_s(few, rate, latency_s, *host) <= few_s
+
+        latency_s = turn(is_near, few_s, _NEAREST_S, precise=_PRECISE)
+        latency_s = latency_s if is_near(latency_s) else 0.0
+    off = [
+        f"{abs(composed_s(size, rate, latency_s, *host) / seconds - 1):.1%} for {_size(size)}"
+        for size, seconds in ((few, few_s), (many, many_s))
+    ]
     how = (
-        f"estimates from the times of {name}: the rate is the bus bandwidth of "
-        f"{_size(cost.largest_bytes)}, the latency the start-up of the smallest messages, divided "
-        "by the steps of a ring"
+        f"estimates from the times of {name}: the costs that predictions compose of them, {where}"
+        f"{f', inside {inside}' if inside else ''}, differ by {' and '.join(off)}"
     )
-    return float(f"{gbps:.4g}"), float(f"{latency_us:.3g}"), how
+    found: dict[str, Any] = {
+        "gbps": float(f"{rate / payload_rate(1.0, medium):.4g}"),
+        "latency_us": float(f"{1e6 * latency_s:.4g}"),
+    }
+    if core != hosts[0][1]:
+        found["core_gb_per_s"] = core / 1e9
+    return {**kept, **found, "source": how}
 
 
 def _given(pairs: list[tuple[str, object]]) -> dict[str, object]:

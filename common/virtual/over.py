@@ -125,15 +125,22 @@ def reached(
     return result
 
 
-def turn(holds: Callable[[float], bool], start: float, end: float, *, whole: bool = False) -> float:
-    """Returns the value nearest to `start` at which `holds`, to a relative `PRECISE`.
+def turn(
+    holds: Callable[[float], bool],
+    start: float,
+    end: float,
+    *,
+    whole: bool = False,
+    precise: float = PRECISE,
+) -> float:
+    """Returns the value nearest to `start` at which `holds`, to a relative `precise`.
 
     The method is bisection on a logarithmic scale; it must hold at `end`, and not at `start`.
 
     Args:
         whole: only whole numbers are tried.
     """
-    while max(start, end) / min(start, end) > 1 + PRECISE:
+    while max(start, end) / min(start, end) > 1 + precise:
         middle = math.sqrt(start * end)
         middle = float(round(middle)) if whole else middle
         if middle in (start, end):

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 
+from common.emulation.links import profile
 from common.emulation.links.profile import network_file
 from common.harness.cli import main
+from common.harness.experiment_file import CommandLine, find_experiment, load
+from common.harness.verbs import predict
 from common.profiling import nccl_tests
-from common.profiling.calibration import from_nccl_tests
+from common.profiling.calibration import fitted, from_nccl_tests, write
+from common.virtual.costs.engines import OPERATIONS, costs_of
+from common.virtual.costs.known import links_of
+from common.virtual.costs.networks import CORE_GB_PER_S, payload_rate, platform_of, wire_inside
+from common.virtual.costs.parts import Platform, Shape, Wire
+from common.virtual.over import Point
+from dear.cost.calibrated import OperationCosts
+from dear.cost.fit import AlphaBeta
+from dear.cost.measurement import Measurement
 from dear.errors import UserError
 
 RANKS = 4
@@ -263,8 +276,10 @@ def test_the_network_file_comes_back_as_it_was_and_is_shown(tmp_path, capsys):
     assert printed.endswith(f"wrote {path}\n")
     network = network_file(path)
     assert network.costs == from_nccl_tests(list(map(str, logs)))
-    assert network.gbps == pytest.approx(8 * 1.5 * 1000 / BANDWIDTH[1], rel=0.02)
-    assert network.latency_us == pytest.approx(LATENCY[0] / 6, rel=0.02)
+    assert "inside nvlink3" in network.source, "faster than PCIe"
+    shape = Shape(hosts=2, ranks_per_host=2)
+    composed = costs_of("nccl", on_hosts(network, "nvlink3"), shape)["all_reduce"]
+    assert composed(SIZES[-1]) == pytest.approx(1e-6 * time_us(SIZES[-1]), rel=0.02)
     assert network.summary.endswith("on each host; costs of all_reduce, all_gather")
     assert main(["show", str(path)]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -272,6 +287,146 @@ def test_the_network_file_comes_back_as_it_was_and_is_shown(tmp_path, capsys):
     assert shown[1:] == printed.splitlines()[: len(shown) - 1]
     assert shown[3].split()[:3] == ["all_reduce", "4", "KiB"]
     assert main(["show", str(path), "--json"]) == 2
+    path.write_text(path.read_text() + "rdma: true\noverhead_us: 1.5\n")
+    assert main(["calibrate", "--from-nccl-tests", *map(str, logs), "-o", str(path)]) == 0
+    again = network_file(path)
+    assert (again.rdma, again.overhead_us) == (True, 1.5), "the user knows the hardware"
+
+
+def on_hosts(network, inside):
+    """Returns the platform of a network that is in no folder."""
+    medium = "rdma" if network.rdma else "tcp"
+    between = Wire(
+        kind="between",
+        latency_s=1e-6 * network.latency_us,
+        bytes_per_s=payload_rate(network.gbps, medium),
+        overhead_s=1e-6 * network.overhead_us,
+        medium=medium,
+    )
+    core = 1e9 * (network.core_gb_per_s or CORE_GB_PER_S)
+    wires = {"inside": wire_inside(inside), "between": between}
+    return Platform(wires=wires, core_bytes_per_s=core)
+
+
+def measured(true, operations=("all_reduce", "all_gather"), **where):
+    """Returns costs fitted to the times of composed ones."""
+    return fitted(
+        [
+            Measurement(operation=name, nbytes=SIZES, seconds=[[true[name](n)] * 3 for n in SIZES])
+            for name in operations
+        ],
+        source="made",
+        **where,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "network", "hosts", "local"),
+    [
+        ("comm_core", "10gbe", 8, 1),
+        ("gloo", "10gbe", 8, 1),
+        ("gloo", "2.5gbe", 4, 2),
+        ("mpi", "10gbe", 8, 1),
+        ("nccl", "10gbe", 8, 1),
+        ("nccl", "10gbe", 16, 4),
+        ("nccl", "100gbib", 8, 1),
+    ],
+)
+def test_costs_composed_of_the_written_link_are_the_measured_ones(
+    engine, network, hosts, local, tmp_path
+):
+    shape = Shape(hosts=hosts, ranks_per_host=local)
+    inside = "pcie4" if engine == "nccl" else None
+    true = costs_of(engine, platform_of(network, inside), shape)
+    costs = measured(true, engine=engine, world_size=shape.ranks, ranks_per_host=local)
+    write(tmp_path / "here.yaml", costs)
+    platform = on_hosts(network_file(tmp_path / "here.yaml"), inside)
+    back = costs_of(engine, platform, shape)["all_reduce"]
+    fit = costs.collective_costs()["all_reduce"]
+    for size in (SIZES[0], SIZES[-1]):
+        assert back(size) == pytest.approx(fit(size), rel=0.03)
+    assert back(1e8) == pytest.approx(true["all_reduce"](1e8), rel=0.03)
+
+
+def test_a_core_that_would_be_too_slow_is_faster_and_one_host_is_a_ring(tmp_path):
+    shape, path = Shape(hosts=4), tmp_path / "here.yaml"
+    fast = dataclasses.replace(platform_of("200gbib"), core_bytes_per_s=2e10)
+    true = costs_of("gloo", fast, shape)
+    where = {"engine": "gloo", "world_size": 4}
+    write(path, measured(true, **where, ranks_per_host=1))
+    network = network_file(path)
+    assert network.core_gb_per_s > CORE_GB_PER_S
+    back = costs_of("gloo", on_hosts(network, None), shape)["all_reduce"]
+    assert back(SIZES[-1]) == pytest.approx(true["all_reduce"](SIZES[-1]), rel=0.03)
+    write(path, measured(true, **where, ranks_per_host=4))
+    network = network_file(path)
+    assert "though only one host took part" in network.source and network.gbps < 400
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Writes a network of 4 hosts with 2 GPUs whose all-reduce was measured."""
+    shutil.copytree(profile._FOLDER, tmp_path / "networks")
+    monkeypatch.setattr(profile, "_FOLDER", tmp_path / "networks")
+    costs = measured(
+        {"all_reduce": AlphaBeta(alpha_s=1e-4, beta_s_per_byte=1e-9)},
+        ["all_reduce"],
+        engine="nccl",
+        world_size=8,
+        ranks_per_host=2,
+    )
+    error = dataclasses.replace(costs.operations.all_reduce, residual_rms=0.03)
+    costs = dataclasses.replace(costs, operations=OperationCosts(all_reduce=error))
+    write(tmp_path / "networks" / "here.yaml", costs)
+    return "here"
+
+
+MEASURED, HALF = Shape(hosts=4, ranks_per_host=2), Shape(hosts=2, ranks_per_host=2)
+
+
+def test_each_operation_has_the_error_of_its_own_cost(here):
+    links = links_of(here, MEASURED, "nccl", None)
+    middle, high = (links.within(sign)(4, 2) for sign in (0, 1))
+    factors = {name: high[name](1e6) / middle[name](1e6) for name in OPERATIONS}
+    assert factors.pop("all_reduce") == pytest.approx(1.03)
+    assert list(factors.values()) == pytest.approx([1.1] * 5)
+    assert middle["all_reduce"](1e6) == pytest.approx(1.1e-3, rel=1e-3)
+    of_groups = links.within(-1)(4, 1)["all_reduce"]
+    assert of_groups(1e6) == pytest.approx(0.9 * links.costs(4, 1)["all_reduce"](1e6))
+    assert links.note == (
+        "network here: its measured costs are of nccl with 8 ranks, 2 per host; those of "
+        "reduce_scatter, all_gather, broadcast, reduce, exchange are composed"
+    )
+
+
+def test_measured_costs_count_where_they_were_measured(here):
+    plain = links_of(here, MEASURED, "nccl", None).costs(4, 2)["all_reduce"]
+    same = links_of(here, MEASURED, "nccl", None, varied=True)
+    assert same.costs(4, 2)["all_reduce"] == plain and same.platform is None
+    smaller = links_of(here, HALF, "nccl", None, varied=True)
+    assert smaller.platform is not None and smaller.note.endswith("elsewhere, costs are composed")
+    with pytest.raises(UserError, match="8 ranks, 2 per host, but this is nccl with 4"):
+        links_of(here, HALF, "nccl", None)
+    faster = links_of(here, MEASURED, "nccl", None, lambda platform: platform)
+    assert faster.note.endswith("on changed links, all costs are composed")
+    own = links_of(here, MEASURED, "horovod_gloo", None)
+    assert own.platform is not None and own.note.endswith("those of horovod_gloo are composed")
+
+
+def test_a_series_over_workers_keeps_the_measured_costs(here):
+    model = CommandLine(models=("mnist_cnn@rtx2080ti-modelled",), batch_size=32)
+    cluster = ["cluster.network=here", "networks=[]", "algorithms=[ddp]", "baseline=false"]
+    size = ["cluster.hosts=4", "cluster.ranks_per_host=2"]
+    experiment = load(find_experiment("predicted-64"), [*cluster, *size], model)
+    (trial,) = experiment.trials()
+    points = [Point(axis="workers", value=workers) for workers in (4, 8)]
+    (note,) = predict.notes_of([trial], experiment.cluster, series=points[:1])
+    assert note.endswith("elsewhere, costs are composed")
+    whole, plain = (
+        predict._setting(trial, experiment.cluster, None, 0, point) for point in (points[1], None)
+    )
+    here, there = (each.costs(4, 2)["all_reduce"](1e6) for each in (whole, plain))
+    assert here == there == pytest.approx(1.1e-3, rel=1e-3)
 
 
 LINE = "{alpha_us: 1, beta_us_per_mb: 2}"

@@ -35,10 +35,10 @@ def platform_of(network: str, inside: str | None = None) -> Platform:
     """
     profile = _profile(network, is_inside=False)
     medium: Medium = "rdma" if profile.rdma else "tcp"
-    wires: dict[Kind, Wire] = {"inside": MEMORY, "between": _wire("between", profile, medium)}
-    if inside is not None:
-        local = _profile(inside, is_inside=True)
-        wires["inside"] = _wire("inside", local, local.inside or "pcie")
+    wires: dict[Kind, Wire] = {
+        "inside": wire_inside(inside),
+        "between": _wire("between", profile, medium),
+    }
     if profile.sites:
         wires["sites"] = Wire(
             kind="sites",
@@ -48,6 +48,14 @@ def platform_of(network: str, inside: str | None = None) -> Platform:
             medium=medium,
         )
     return Platform(wires=wires, core_bytes_per_s=1e9 * (profile.core_gb_per_s or CORE_GB_PER_S))
+
+
+def wire_inside(name: str | None) -> Wire:
+    """Returns the wire inside a host, from a file of configs/networks; None: shared memory."""
+    if name is None:
+        return MEMORY
+    profile = _profile(name, is_inside=True)
+    return _wire("inside", profile, profile.inside or "pcie")
 
 
 def _profile(name: str, *, is_inside: bool) -> NetworkProfile:

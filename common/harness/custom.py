@@ -8,6 +8,7 @@ a file with these times. New profiles are computed once and kept in the user's c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -145,6 +146,8 @@ def _keep(profile: Profile, path: Path) -> None:
         profile.save(partial)
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise UserError(
             f"profile {path}: {error.strerror}; XDG_CACHE_HOME says where profiles are kept"
         ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING
 from common.harness.trial import BASELINE, Trial
 from common.machine.processes import spread
 from common.paths import COMMAND, LOGS, RECORDS, short
+from common.results import store
 from common.results.exports.reference_reports import reports
 from common.results.records import Record, fabric_words, is_learning
 from common.results.report.overview import has_valid, no_answer, overview
-from common.results.store import Comparison
 from common.results.tables.table import csv_text
 from common.results.timed import rows
 from common.results.validity import flag_text, incorrect
@@ -53,22 +52,18 @@ def find_sweep(name: str | None, logs: Path, *, begun: bool = False) -> Path:
 def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
     """Writes table.md, table.tex, table.csv and, for timed trials, reports.json into the folder."""
     summary = overview(records, compare_to)
-    (folder / "table.md").write_text(summary.table.markdown(), encoding="utf-8")
-    (folder / "table.tex").write_text(summary.table.latex(), encoding="utf-8")
-    (folder / "table.csv").write_text(csv_text(summary.kind, summary.rows), encoding="utf-8")
+    store.write_whole(folder / "table.md", summary.table.markdown())
+    store.write_whole(folder / "table.tex", summary.table.latex())
+    store.write_whole(folder / "table.csv", csv_text(summary.kind, summary.rows))
     if summary.kind is rows.Row:
-        (folder / "reports.json").write_text(
-            json.dumps(reports(records, Comparison.load(folder).worlds), indent=2),
-            encoding="utf-8",
-        )
+        lines = reports(records, store.Comparison.load(folder).worlds)
+        store.write_whole(folder / "reports.json", json.dumps(lines, indent=2))
 
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file atomically; raises `UserError` if it cannot be written."""
     try:
-        half = path.with_name(f".{path.name}.{os.getpid()}")
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
+        store.write_whole(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
@@ -85,7 +80,7 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
         print(f"trained incorrectly: {record.id} ({flag_text(record)})")
     for record in records:
         if record.error is not None and record.status not in ("unsupported", "interrupted"):
-            logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
+            logs = store.logs_of(folder / record.id, record.error.rank or 0)
             print(f"{record.status}: {record.id}: {record.error.message}")
             print(f"    log: {short(str(logs[-1]))}" if logs else "    no log: it never started")
     print(f"records, table.md, table.csv: {short(str(folder))}")
@@ -191,6 +186,8 @@ def _write_predicted(
 
 
 def _title(folder: Path, records: Sequence[Record]) -> str:
+    if not records:
+        return folder.name
     machine = records[0].machine
     return (
         f"{folder.name}: {fabric_words(records)} on {machine['cores']} cores ({machine['cpu']}), "

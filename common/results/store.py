@@ -31,6 +31,18 @@ def append(path: Path, record: Record) -> None:
         os.fsync(file.fileno())
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file atomically; raises `OSError` with its name, and leaves no part of it behind."""
+    half = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            half.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def check_room(folder: Path, size: int) -> None:
     """Raises `OSError` with the folder's name if its disk or quota has no room for `size` bytes."""
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -131,6 +143,12 @@ def _parsed(line: bytes) -> JsonObject | None:
     return value if isinstance(value, dict) else None
 
 
+def logs_of(folder: Path, rank: int) -> list[Path]:
+    """Returns the logs of a rank in the folder of a trial, in the order of its repeats."""
+    paths = folder.glob(f"log-*-rank{rank}.txt")
+    return sorted(paths, key=lambda path: int(path.name.split("-")[1]))
+
+
 def latest(records: Iterable[Record]) -> dict[str, Record]:
     """Returns the newest record of each trial by hash, in the order of first appearance."""
     return {record.hash: record for record in records}
@@ -153,16 +171,18 @@ def mend(path: Path) -> None:
 
 
 def merge(parts: Sequence[Path], into: Path) -> Comparison:
-    """Merges the records of several parts of one experiment into a new folder. If several parts
-    have a record of a trial, the last one with status ok is used, or else the last one. Raises
-    `UserError` if a part is no sweep or belongs to another experiment, or if `into` exists."""
+    """Merges the records of several parts of one experiment into a new folder: of each part, the
+    newest record of a trial. If several parts have one, the last one with status ok is used, or
+    else the last one. Raises `UserError` if a part is no sweep or belongs to another experiment, or
+    if `into` exists."""
     if into.exists():
         raise UserError(f"{into} exists; merge into a new folder")
     comparisons = [Comparison.load(part) for part in parts]
     for part, comparison in zip(parts, comparisons, strict=True):
         if comparison != comparisons[0]:
             raise UserError(f"{part} and {parts[0]} are parts of different experiments")
-    records = [record for part in parts for record in load(part / "records.jsonl")]
+    newest = [latest(load(part / "records.jsonl")) for part in parts]
+    records = [record for part in newest for record in part.values()]
     into.mkdir(parents=True)
     for record in sorted(records, key=lambda record: record.ok):
         append(into / "records.jsonl", record)
@@ -192,6 +212,7 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """Appends the run to the file beside the records."""
+        mend(folder / _RUNS)
         with (folder / _RUNS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(self)) + "\n")
 
@@ -210,9 +231,7 @@ def save_foreseen(folder: Path, records: Iterable[Record]) -> None:
         for record in records
         if record.foreseen is not None
     }
-    half = folder / f".{FORESEEN}.{os.getpid()}"
-    half.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    half.replace(folder / FORESEEN)
+    write_whole(folder / FORESEEN, json.dumps(known, indent=1) + "\n")
 
 
 def load_foreseen(folder: Path) -> dict[str, Foreseen]:
@@ -233,6 +252,8 @@ class Comparison:
 
     compare_to: str
     trials: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    """Labels of the trials, which are not a part of their hashes; empty: those of the records."""
     worlds: tuple[int, ...] = ()
     """Numbers of workers of the trials, without the single worker's."""
 
@@ -242,7 +263,7 @@ class Comparison:
 
     def save(self, folder: Path) -> None:
         """Writes the comparison beside the records."""
-        (folder / _EXPERIMENT).write_text(self.text(), encoding="utf-8")
+        write_whole(folder / _EXPERIMENT, self.text())
 
     @classmethod
     def load(cls, folder: Path) -> Comparison:
@@ -253,14 +274,21 @@ class Comparison:
                 f"{folder} has no {_EXPERIMENT}: run the sweep again; it continues where it stopped"
             )
         values = json.loads(path.read_bytes())
-        lists = {key: tuple(values.get(key, ())) for key in ("trials", "worlds")}
+        lists = {key: tuple(values.get(key, ())) for key in ("trials", "labels", "worlds")}
         return cls(compare_to=values["compare_to"], **lists)
 
     def results(self, folder: Path) -> list[Record]:
-        """Returns the newest record of each trial that has one."""
+        """Returns the newest record of each trial that has one, with the trial's present label."""
         newest = latest(load(folder / "records.jsonl"))
         foreseen = load_foreseen(folder)
-        return [
+        records = [
             dataclasses.replace(record, foreseen=foreseen.get(_measurement(record)))
             for record in (newest[trial] for trial in self.trials if trial in newest)
+        ]
+        labels = dict(zip(self.trials, self.labels, strict=False))
+        return [
+            dataclasses.replace(record, trial={**record.trial, "label": labels[record.hash]})
+            if record.hash in labels
+            else record
+            for record in records
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 from pathlib import Path
@@ -11,7 +12,16 @@ import pytest
 
 from common.results.records import SCHEMA, FabricFacts, Record, Result, fabric_words
 from common.results.records.trust import Check, Note
-from common.results.store import append, latest, load, mend
+from common.results.store import (
+    Run,
+    append,
+    latest,
+    load,
+    logs_of,
+    mend,
+    runs,
+    write_whole,
+)
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -155,3 +165,36 @@ def test_a_title_names_the_emulated_fabric(trial, place):
     records = [record("a", trial=trial, fabric=fabric) for fabric in fabrics]
     assert fabric_words(records) == f"emulated, {place}, time scale 2 to 4"
     assert fabric_words([record("a", trial=trial)]) == "real processes"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_whole(path, "before")
+    wanted = OSError(errno.ENOSPC, "No space left on device")
+
+    def full(self: Path, text: str, **_: object) -> None:
+        self.touch()
+        raise wanted
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        write_whole(path, "after")
+    assert caught.value.filename == str(path)
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_follows_a_crash_is_not_lost_with_it(tmp_path):
+    (tmp_path / "runs.jsonl").write_text('{"run": "1", "comm')
+    run = Run(run="2", command="c", experiment="e")
+    run.save(tmp_path)
+    assert runs(tmp_path) == [run]
+
+
+def test_logs_are_in_the_order_of_their_repeats(tmp_path):
+    for repeat in range(12):
+        (tmp_path / f"log-{repeat}-rank0.txt").touch()
+    (tmp_path / "log-99-rank1.txt").touch()
+    assert [path.name for path in logs_of(tmp_path, 0)][-2:] == [
+        "log-10-rank0.txt",
+        "log-11-rank0.txt",
+    ]

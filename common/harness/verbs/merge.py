@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 HELP = "combine the shards of a sweep"
@@ -22,6 +23,10 @@ def main(options: argparse.Namespace) -> int:
     folders = [part if part.exists() else options.logs / part for part in options.parts]
     comparison = store.merge(folders, options.into)
     results = comparison.results(options.into)
+    missing = len(comparison.trials) - len(results)
+    if missing:
+        number = f"{missing} of {len(comparison.trials)} trials of the experiment"
+        print(f"{number}: no record in any part", file=sys.stderr)
     output.write(options.into, results, comparison.compare_to)
     output.show(options.into, results, comparison.compare_to)
     return 0

@@ -321,6 +321,7 @@ def _measure(
     comparison = Comparison(
         compare_to=experiment.base,
         trials=tuple(trial.hash for trial in everything),
+        labels=tuple(trial.label for trial in everything),
         worlds=tuple(sorted(set(experiment.worlds))),
     )
     fabric = make_fabric(experiment, trials)
@@ -355,10 +356,11 @@ def _print(
 ) -> None:
     from common.harness import output
     from common.results.exports.reference_reports import link_logs, report_lines
+    from common.results.store import logs_of
 
     if options.stream:
-        logs = [log for t in trials for log in (folder / t.id).glob("log-*-rank0.txt")]
-        text = "".join(log.read_text(encoding="utf-8", errors="replace") for log in sorted(logs))
+        logs = [log for trial in trials for log in logs_of(folder / trial.id, 0)]
+        text = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
         print(text, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps([record.to_json() for record in records]))

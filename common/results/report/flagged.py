@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.results.records import Record, grouped
+from common.results.store import logs_of
 from common.results.validity import flag_text, incorrect
 
 _LOG_BYTES = 3000
@@ -57,7 +58,7 @@ def _trouble(folder: Path, record: Record, state: str) -> Trouble:
         return trouble
     known = {"kind": record.error.kind, "rank": record.error.rank, "while": record.error.where}
     facts = {name: str(value) for name, value in known.items() if value is not None}
-    logs = sorted((folder / record.id).glob(f"log-*-rank{record.error.rank or 0}.txt"))
+    logs = logs_of(folder / record.id, record.error.rank or 0)
     if not logs:
         return dataclasses.replace(trouble, facts=facts)
     end = logs[-1].read_bytes()[-_LOG_BYTES:].decode(errors="replace")

@@ -20,6 +20,7 @@ from common.emulation.links.profile import network_profile
 from common.harness.custom import bring_model
 from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
 from common.harness.trial import BASELINE, Cuda, Sources, Trial
+from common.launch.hosts import digest_of_hosts, read_hostfile
 from common.launch.job import launcher_options
 from common.machine.cgroups import usable_cores
 from common.models import datasets
@@ -206,7 +207,12 @@ class Experiment:
                 batch_size = choice.batch_size or model_entry(choice.name).batch_size
                 others = self.learn.batch_sizes if self.learn is not None else None
                 for size in (batch_size, *(others or ())):
-                    profile_of(choice.name, size, choice.sentence_len)
+                    dtype = profile_of(choice.name, size, choice.sentence_len).dtype
+                    if not dtype.startswith(self.dtype):
+                        raise UserError(
+                            f"dtype: {choice.name} is replayed with times of {dtype}; use dtype: "
+                            f"{dtype.partition(' ')[0]}"
+                        )
 
     def _check_launch(self) -> None:
         launcher_options(self.launcher, self.launcher_options)
@@ -249,6 +255,11 @@ class Experiment:
                     f"learn.batch_sizes: must have one number for each of {world_size} workers, "
                     f"got {len(learn.batch_sizes)}"
                 )
+        if learn.epochs is not None and len(set(learn.batch_sizes or ())) > 1:
+            raise UserError(
+                "learn.batch_sizes: with learn.epochs, ranks would make different numbers of steps "
+                "and wait for each other; use learn.budget_s"
+            )
         if learn.epochs is None and self.timeout_s <= learn.budget_s:
             raise UserError(
                 f"timeout_s: {self.timeout_s:g} s leave no time for learn.budget_s="
@@ -357,15 +368,17 @@ class Experiment:
             data_digest = None
         elif data_digest is None:
             data_digest = datasets.digest(self.learn.data, self._data_path())
+        hosts = read_hostfile(Path(self.hostfile), 0) if self.hostfile is not None else None
+        digests = Sources(data_digest=data_digest, hosts_digest=hosts and digest_of_hosts(hosts))
         alone = AlgorithmChoice(name=BASELINE, label="single worker"), Options()
         trials = []
         for model in self.models:
             for network in self._networks():
                 if self.baseline:
-                    trials.append(self._trial(*alone, model, 1, network, None, data_digest))
+                    trials.append(self._trial(*alone, model, 1, network, None, digests))
                 for world_size in self.worlds:
                     for fault in (None, *self.faults):
-                        place = (model, world_size, network, fault, data_digest)
+                        place = (model, world_size, network, fault, digests)
                         trials += [self._trial(*chosen, *place) for chosen in self._chosen]
         seen: dict[str, list[str]] = {}
         for index, trial in enumerate(trials):
@@ -402,7 +415,7 @@ class Experiment:
         world_size: int,
         network: str | None,
         fault: Fault | None,
-        data_digest: str | None,
+        digests: Sources,
     ) -> Trial:
         entry = model_entry(model.name)
         cores = usable_cores()
@@ -431,8 +444,8 @@ class Experiment:
             fault=fault,
             learn=learn,
             cuda=Cuda(tf32=self.tf32, cudnn_benchmark=self.cudnn_benchmark),
-            sources=Sources(
-                data_digest=data_digest,
+            sources=dataclasses.replace(
+                digests,
                 profile_digest=profile,
                 network_digest=self.cluster.links_digest(network) if self.cluster else None,
                 plugin=plugin_of(algorithm.name),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -223,8 +224,8 @@ def _override(values: dict[str, object], text: str) -> None:
         inner = node[_index(node, part, text)] if isinstance(node, list) else node.get(part, {})
         if not isinstance(inner, (dict, list)):
             raise UserError(f"--set {text!r}: {part!r} is a value, not a mapping or a list")
-        if isinstance(node, dict):
-            node[part] = inner
+        inner = copy.copy(inner)  # a YAML alias or `<<` may have put it elsewhere, too
+        node[int(part) if isinstance(node, list) else part] = inner
         node = inner
     if isinstance(node, list):
         node[_index(node, last, text)] = value

@@ -143,6 +143,8 @@ class ScheduleConfig:
             raise UserError(f"learn.schedule.milestones must ascend, got {list(self.milestones)}")
         if bool(self.milestones) != (self.kind == "multistep"):
             raise UserError("learn.schedule: `milestones` and `kind: multistep` need each other")
+        if self.gamma != ScheduleConfig.gamma and self.kind not in ("multistep", "exponential"):
+            raise UserError(f"learn.schedule.gamma: {self.kind} has no factor; leave it out")
 
     def check(self, epochs: int) -> None:
         """Raises `UserError` if the warm-up or a milestone is not within `epochs` epochs."""

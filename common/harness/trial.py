@@ -66,6 +66,8 @@ class Sources:
     """File of an algorithm that does not come with the project."""
     brought: Brought | None = None
     """Source of a model that does not come with the project, or its profile."""
+    hosts_digest: str | None = None
+    """Digest of the hosts of a hostfile; None without one, and then not in the JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,8 @@ class Trial:
         values["options"] = settings(self.options)
         for group in ("cuda", "sources"):
             values |= values.pop(group)
+        if values["hosts_digest"] is None:  # earlier records have no such key: keeps their hashes
+            del values["hosts_digest"]
         return json.loads(json.dumps(values))
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import getpass
+import hashlib
 import ipaddress
 import re
 import socket
@@ -146,6 +147,12 @@ def read_hostfile(path: Path, world_size: int) -> list[Host]:
         raise UserError(f"hostfile {path}: no host in it; write lines `HOST slots=N`")
     require_slots(hosts, world_size, f"hostfile {path} has")
     return hosts
+
+
+def digest_of_hosts(hosts: Sequence[Host]) -> str:
+    """Returns a digest of the names, slots and users of hosts, in their order."""
+    text = repr([(host.name, host.slots, host.user) for host in hosts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _host_name(text: str) -> str | None:

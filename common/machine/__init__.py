@@ -28,6 +28,8 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_
 _VARIABLES += ("CUDA_DEVICE_MAX_CONNECTIONS", "LD_PRELOAD", "GLIBC_TUNABLES")
 _FAMILIES = ("HOROVOD_", "NCCL_", "OMP_", "KMP_", "MALLOC_", "COMM_CORE_", "DEAR_", "TORCH_NUM_")
 """Prefixes of further variables that are recorded."""
+_OURS = ("DEAR_SANDBOX", "DEAR_VIRTUAL_HOSTS")
+"""Variables of a sandbox, which differ between two sandboxes and change no measurement."""
 _SECRET = re.compile("SECRET|TOKEN|PASSW|_KEY", re.IGNORECASE)
 """Words of variables that are not recorded although they belong to a family."""
 _SYSCTLS = (
@@ -89,7 +91,8 @@ def machine_card() -> dict[str, Any]:
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name in _VARIABLES or (name.startswith(_FAMILIES) and not _SECRET.search(name))
+            if name in _VARIABLES
+            or (name.startswith(_FAMILIES) and name not in _OURS and not _SECRET.search(name))
         },
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -455,6 +456,16 @@ def test_a_base_that_is_disturbed_later_begins_again_once_at_a_scale_that_can():
     assert {len(turn.results) for turn, _ in rounds.recorded.values()} == {2}
 
 
+def test_a_variant_of_the_bases_algorithm_is_not_the_base():
+    """The base itself may be on record already."""
+    rounds = Rounds(MeasureConfig(repeats=2))
+    rounds.settled = Choice(time_scale=4.0, reason="as the others")
+    rounds.trials[0] = dataclasses.replace(rounds.trials[0], label="ddp(bucket_cap_mb=1)")
+    rounds.outcome = lambda trial, _: held_up(SHORT) if trial.algorithm == "ddp" else result()
+    assert rounds.run()
+    assert [len(rounds.recorded[name][0].results) for name in NAMES] == [1, 2, 2, 2]
+
+
 def test_launches_that_are_done_again_are_few():
     """However often others come and go."""
     rounds = Rounds(MeasureConfig(repeats=8))
@@ -549,6 +560,24 @@ def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
     real = dataclasses.replace(trial, model="mnist_cnn")
     for other in (given, faulty, real):
         assert fabric.needed(other, busy) is None
+
+
+@pytest.mark.parametrize("happened", [True, False])
+def test_a_trial_whose_fault_did_not_happen_has_failed(tmp_path, monkeypatch, happened):
+    (tmp_path / "x.yaml").write_text(BERT_SWEEP)
+    experiment = load(tmp_path / "x.yaml")
+    trial = dataclasses.replace(experiment.trials()[0], fault=Fault(kind="link_down", host=1))
+    event = {"what": "link cut", "ok": happened, "message": None if happened else "tc: refused"}
+    injector = SimpleNamespace(start=lambda: None, stop=lambda: [event])
+    monkeypatch.setattr(fabrics, "FaultInjector", lambda *given: injector)
+    monkeypatch.setattr(fabrics.Fabric, "run", lambda *given: Outcome(status="ok"))
+    fabric = fabrics.EmulatedFabric(experiment, [trial])
+    fabric._choice = Choice(time_scale=5.0, reason="")
+    outcome = fabric._run(trial, SimpleNamespace(folder=tmp_path, repeat=0))
+    if happened:
+        assert outcome.status == "ok"
+    else:
+        assert outcome.error["message"] == "the fault did not happen: tc: refused"
 
 
 def test_the_scale_that_is_chosen_is_not_below_the_least(tmp_path, monkeypatch):
@@ -699,7 +728,7 @@ def stopped(measure: MeasureConfig, launches: int, needs: dict[str, float] | Non
 
 
 def gone_on(before: Rounds, folder: Path) -> Rounds:
-    Underway(run="first", standing=before.standing).save(folder / "underway.json")
+    Underway(standing=before.standing).save(folder / "underway.json")
     rounds = Rounds(before.trials[0].measure, before.fabric.needs)
     rounds.kept = Underway.load(folder / "underway.json").standing
     assert rounds.run()
@@ -751,8 +780,14 @@ def test_a_round_that_was_torn_is_ended_before_anything_is_decided(tmp_path):
 
 def test_results_of_another_version_are_not_read(tmp_path):
     path = tmp_path / "underway.json"
-    assert Underway.load(path) is None
-    Underway(run="first", uses={"hash": {"cpu": "x"}}).save(path)
-    assert Underway.load(path).uses == {"hash": {"cpu": "x"}}
-    path.write_text(path.read_text().replace('"schema": 2', '"schema": 7', 1))
+    assert Underway.load(path) == Underway()
+    facts = FabricFacts(kind="emulated")
+    whole = Underway(standing={n: Standing(started=n, duration_s=1.0, facts=facts) for n in "ab"})
+    whole.save(path)
+    assert Underway.load(path) == whole
+    assert list(whole.without("a").standing) == ["b"]
+    whole.without("ab").save(path)
+    assert not path.exists()
+    whole.save(path)
+    path.write_text(path.read_text().replace('"schema": 3', '"schema": 7', 1))
     assert Underway.load(path).standing == {}

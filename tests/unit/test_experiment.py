@@ -106,6 +106,14 @@ def one_line(read, content, *overrides):
         ({"world_sizes": []}, ["world_sizes", "empty"]),
         ({"world_sizes": [2, 2]}, ["n=2", "twice"]),
         ({"dtype": "float31"}, ["dtype 'float31'", "did you mean 'float32'?"]),
+        (
+            {"models": [{"name": "resnet50@rtx2080ti-modelled"}], "dtype": "bfloat16"},
+            ["resnet50@rtx2080ti-modelled is replayed with times of float32; use dtype: float32"],
+        ),
+        (
+            {"world_sizes": [2], "learn": {"epochs": 1, "data": "digits", "batch_sizes": [8, 4]}},
+            ["learn.batch_sizes: with learn.epochs, ranks would make different numbers of steps"],
+        ),
         ({"device": "gpu"}, ["'device': unknown value 'gpu'", "cuda"]),
         ({"launcher": "slumr"}, ["launcher 'slumr'", "slurm"]),
         ({"hostfile": "hosts"}, ["hostfile", "use mpirun or ssh"]),
@@ -132,6 +140,11 @@ def one_line(read, content, *overrides):
             ["repeats_at_2k", "mnist_cnn computes for real"],
         ),
         ({"measure": 3}, ["'measure'", "mapping"]),
+        (
+            {"learn": {"data": "mnist", "epochs": 2, "schedule": {"kind": "cosine", "gamma": 0.5}}},
+            ["learn.schedule.gamma", "cosine has no factor"],
+        ),
+        ({"launcher": "ssh", "hostfile": "nowhere"}, ["hostfile nowhere", "No such file"]),
     ],
     ids=lambda value: next(iter(value)),
 )
@@ -291,6 +304,7 @@ def test_hash_changes_with_every_field_but_the_label(trial):
             "network_digest": "0123456789abcde1",
             "plugin": Plugin(path="/own.py", digest="0123456789abcdef"),
             "brought": Brought(source="file:/own.py", digest="0123456789abcdef"),
+            "hosts_digest": "0123456789abcde2",
         },
     }
     assert {*other, *grouped, "label"} == {field.name for field in dataclasses.fields(Trial)}
@@ -390,6 +404,23 @@ def test_merge_keys_are_yaml_and_what_stands_beside_them_counts(read):
     wanted = MeasureConfig(repeats=4, warmup_steps=1, check_steps=5)
     assert read(merged).measure == wanted
     assert "'repeats' stands twice" in one_line(read, merged + b".x: {repeats: 1, repeats: 2}")
+
+
+def test_an_override_changes_one_place_though_a_merge_key_shares_it(read):
+    shared = (
+        b".more: &more {options: {compression: fp16}}\nmodels: [mnist_cnn]\n"
+        b"algorithms: [{name: dear, <<: *more}, {name: wfbp, <<: *more}]\n"
+    )
+    built = read(shared, "algorithms.0.options.compression=none").algorithms
+    assert [choice.options["compression"] for choice in built] == ["none", "fp16"]
+
+
+def test_hosts_are_a_part_of_a_trial_and_trials_without_a_hostfile_have_no_key(read, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    plain, far = GOOD | {"launcher": "ssh"}, {"hostfile": str(tmp_path / "hosts")}
+    trial, there = read(plain).trials()[1], read(plain | far).trials()[1]
+    assert "hosts_digest" not in trial.to_json() and there.to_json()["hosts_digest"]
+    assert Trial.from_json(there.to_json()) == there and there.hash != trial.hash
 
 
 def test_a_fixed_number_of_repeats_needs_no_precision(read):

@@ -222,10 +222,7 @@ class Cell:
         return _precise(self._running, bases, self._measure.precision)
 
     def _is_base(self, trial: Trial) -> bool:
-        labels = {turn.trial.label for turn in self._all}
-        return self._context.base == (
-            trial.label if self._context.base in labels else trial.algorithm
-        )
+        return trial.label == self._context.base
 
     def _order(self, repeat: int) -> Iterator[Turn]:
         """Yields the running trials in a random order that depends only on the seed and the round.

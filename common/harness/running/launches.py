@@ -35,7 +35,7 @@ class CellContext:
 
     Attributes:
         sweep: name of the experiment.
-        base: baseline of the comparisons, by label or algorithm.
+        base: label of the baseline of the comparisons.
         timeout_s: time limit of a launch.
         record: called once for each trial, when it ends.
         report: called whenever the progress has changed.

@@ -13,7 +13,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -120,10 +120,10 @@ class Sweep:
         """
         with _exclusive(self.folder):
             store.mend(self._path)
+            for stray in self.folder.glob(".*.json.*.partial"):  # of a run that was killed
+                stray.unlink(missing_ok=True)
             self.comparison.save(self.folder)
-            (self.folder / "machine.json").write_text(
-                json.dumps(self.machine, indent=2), encoding="utf-8"
-            )
+            store.write_whole(self.folder / "machine.json", json.dumps(self.machine, indent=2))
             todo = self._todo = to_run(self.trials, self._path, rerun, self.experiment.base)
             self._say_changed_settings()
             for record in store.each(self._path):
@@ -144,6 +144,10 @@ class Sweep:
                 commit = self.machine.get("commit")
                 run = store.Run(run=self._run_id, command=words, experiment=text, commit=commit)
                 run.save(self.folder)
+            if rerun == "all":  # else a later run would go on with what this one replaces
+                for trials in _cells(todo):
+                    path = self._underway(trials)
+                    Underway.load(path).without({trial.hash for trial in trials}).save(path)
             with self.fabric:
                 for trials in _cells(todo):
                     # Trials of an interrupted cell continue their rounds separately from others.
@@ -174,21 +178,17 @@ class Sweep:
 
     def _go_on(self, trials: list[Trial]) -> None:
         begun = Underway.load(self._underway(trials))
-        if begun is None:
-            return
         if begun.schema != SCHEMA:
             _say(f"{trials[0].model}: interrupted repeats of another version are not used")
         for trial in trials:
             if trial.hash not in begun.standing:
                 continue
-            changed = changes(begun.uses[trial.hash], used(trial, self.machine))
+            kept = begun.standing[trial.hash]
+            changed = changes(kept.uses, used(trial, self.machine))
             if changed:
-                text = f"begins again, because of changes since it stopped: {', '.join(changed)}"
-                _say(f"{trial.title}: {text}")
-                self._begun_again[trial.hash] = text
+                self._begin_again(trial, f"changes since it stopped: {', '.join(changed)}")
                 continue
-            kept = self._kept[trial.hash] = begun.standing[trial.hash]
-            self._runs[trial.hash] = begun.run
+            self._kept[trial.hash], self._runs[trial.hash] = kept, kept.run
             first = kept.results[0] if kept.results else None
             if first is not None and first.costs:
                 self._costs.setdefault(
@@ -196,14 +196,42 @@ class Sweep:
                     _Costs(trial=trial.hash, repeat=0, costs=first.costs, check=first.cost_check),
                 )
 
+    def _begin_again(self, trial: Trial, reason: str) -> None:
+        text = self._begun_again[trial.hash] = f"begins again, because of {reason}"
+        _say(f"{trial.title}: {text}")
+
+    def _kept_at_scale(
+        self, trials: Sequence[Trial], settled: Choice | None
+    ) -> dict[str, Standing]:
+        """Returns the kept results of trials; drops those of another time scale than the cell's.
+
+        The repeats of a record form one sample. `--rerun all` may have chosen another scale before
+        it was stopped.
+        """
+        kept = {trial.hash: self._kept[trial.hash] for trial in trials if trial.hash in self._kept}
+        most = max(kept.values(), key=lambda standing: len(standing.results), default=None)
+        scale = settled.time_scale if settled else most and most.facts.time_scale
+        for trial in trials:
+            before = kept.get(trial.hash)
+            if before is None or before.facts.time_scale == scale:
+                continue
+            del kept[trial.hash]
+            if before.results:
+                given = f"time scale {before.facts.time_scale:g}, and the cell has {scale:g}"
+                self._begin_again(trial, f"its repeats so far: they have {given}")
+            fewer, launches = planned([trial], {trial.hash: before}), planned([trial], {})
+            left = [launch for launch in self._progress.left if launch.trial.hash != trial.hash]
+            self._progress.left = left + launches
+            self._progress.total += len(launches) - len(fewer)
+        return kept
+
     def _underway(self, trials: Sequence[Trial]) -> Path:
         return path_of(self.folder, order_seed(self.experiment.name, trials[0]))
 
     def _run_cell(self, trials: list[Trial], settled: Choice | None, fail_fast: bool) -> bool:
-        kept = {trial.hash: self._kept[trial.hash] for trial in trials if trial.hash in self._kept}
-        run = next((self._runs[trial] for trial in kept), self._run_id)
+        kept = self._kept_at_scale(trials, settled)
         for trial in trials:
-            self._runs[trial.hash] = run
+            self._runs[trial.hash] = kept[trial.hash].run if trial.hash in kept else self._run_id
             if trial.hash in kept and kept[trial.hash].results:
                 continue  # the folder has the measurements
             folder = self.folder / trial.id
@@ -211,7 +239,16 @@ class Sweep:
             folder.mkdir(parents=True)
             trial.save(folder)
         path = self._underway(trials)
+        others = Underway.load(path).without({trial.hash for trial in trials})
         uses = {trial.hash: used(trial, self.machine) for trial in trials}
+
+        def keep(now: Mapping[str, Standing]) -> None:
+            standing = {
+                key: dataclasses.replace(value, run=self._runs[key], uses=uses[key])
+                for key, value in now.items()
+            }
+            Underway(standing=others.standing | standing).save(path)
+
         context = CellContext(
             sweep=self.experiment.name,
             fabric=self.fabric,
@@ -227,11 +264,11 @@ class Sweep:
             context,
             settled=settled,
             kept=kept,
-            keep=lambda now: Underway(run=run, uses=uses, standing=now).save(path),
+            keep=keep,
         )
         going_on = cell.run(_unavailable, fail_fast)
         if cell.whole:
-            path.unlink(missing_ok=True)
+            others.save(path)
         return going_on
 
     def _settle(self, record: Record) -> None:
@@ -326,7 +363,8 @@ def _explained(outcome: Outcome, folder: Path) -> Outcome:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    with suppress(BrokenPipeError):  # as with the progress line
+        print(text, file=sys.stderr)
 
 
 def _place(trial: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -389,14 +427,10 @@ def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Tri
     def flawed(trial: Trial) -> bool:
         return trial.hash not in newest or passing_flag(newest[trial.hash]) is not None
 
-    labels = {trial.label for trial in trials}
     lost = {
         (trial.cell, trial.world_size)
         for trial in trials
-        if base == (trial.label if base in labels else trial.algorithm)
-        and trial.hash in newest
-        and newest[trial.hash].ok
-        and flawed(trial)
+        if trial.label == base and trial.hash in newest and newest[trial.hash].ok and flawed(trial)
     }
     return [
         trial

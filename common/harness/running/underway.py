@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.results.records import FabricFacts, Result, SetAside, typed
 from common.results.records.trust import Note
+from common.results.store import write_whole
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
     """Results of a running trial so far; see `turn.Turn`."""
 
+    run: str = ""
+    """Name of the run that began the trial, as in its record."""
+    uses: dict[str, Any] = field(default_factory=dict)
+    """Facts on which the results depend (`used.used`)."""
     started: str
     duration_s: float
     positions: list[int] = field(default_factory=list)
@@ -38,30 +44,33 @@ class Underway:
     """Cell that has begun.
 
     Attributes:
-        run: name of the run that began the cell, as in its records.
-        uses: facts on which the results depend (`used.used`), by hash of the trial.
-        standing: results of the trials that have not ended, by hash of the trial.
+        standing: results of the trials that have not ended, by hash of the trial. A run of some of
+            the cell's trials leaves those of the others as they are.
     """
 
     schema: int = SCHEMA
-    run: str
-    uses: dict[str, dict[str, Any]] = field(default_factory=dict)
     standing: dict[str, Standing] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Writes the file atomically."""
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        partial.replace(path)
+        """Writes the file atomically; removes it if nothing is left of the cell."""
+        if self.standing:
+            write_whole(path, json.dumps(dataclasses.asdict(self)))
+        else:
+            path.unlink(missing_ok=True)
+
+    def without(self, hashes: Collection[str]) -> Underway:
+        """Returns the cell without these trials."""
+        left = {key: value for key, value in self.standing.items() if key not in hashes}
+        return Underway(standing=left)
 
     @classmethod
-    def load(cls, path: Path) -> Underway | None:
-        """Reads the file; None if there is none. Results of another version are left out."""
+    def load(cls, path: Path) -> Underway:
+        """Reads the file; nothing stands if there is none, or if it has another version."""
         try:
             values = json.loads(path.read_bytes())
         except FileNotFoundError:
-            return None
-        return typed(cls, values) if values["schema"] == SCHEMA else cls(schema=0, run="")
+            return cls()
+        return typed(cls, values) if values["schema"] == SCHEMA else cls(schema=0)
 
 
 def path_of(folder: Path, seed: int) -> Path:

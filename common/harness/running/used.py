@@ -6,6 +6,8 @@ sample. Facts that only other trials use may change.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import functools
 import hashlib
 import json
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.harness.trial import Trial
+from common.launch.hosts import read_envs
 from common.models.registry import FILE, model_entry
 from common.paths import ROOT
 
@@ -26,8 +29,8 @@ _UNUSED = (
     *("common/virtual", "dear/bluefog", "dear/dadt", "dear/decentralized"),
 )
 """Folders that are left out: no worker runs their code, or (comm core) the card has a digest."""
-_ALGORITHMS, _BUILDERS = "dear/algorithms/", "common/models/architectures/"
-_IMPORT = re.compile(r"^from (dear\.algorithms\.\w+\.\w+) import", re.MULTILINE)
+_CHOICES = re.compile(r"(dear/algorithms/\w+|common/models/architectures)/(?!__init__)\w+\.py")
+"""Files that only trials of one algorithm or model use."""
 
 
 def used(trial: Trial, machine: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +50,8 @@ def used(trial: Trial, machine: Mapping[str, Any]) -> dict[str, Any]:
         facts["gpus"] = machine["gpus"]
     if trial.backend == "comm_core":
         facts["comm core"] = machine["comm_core"]
+    if trial.launcher != "local":
+        facts["envs.conf"] = dataclasses.asdict(read_envs())
     # A library's variables are included only if the trial uses the library.
     idle = [
         *([] if "horovod" in packages else ["HOROVOD_"]),
@@ -58,7 +63,7 @@ def used(trial: Trial, machine: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in machine["environment"].items()
         if not name.startswith(tuple(idle))
     }
-    everywhere = {name: text for name, text in code().items() if not _is_choice(name)}
+    everywhere = {name: text for name, text in code().items() if not _CHOICES.fullmatch(name)}
     digest = hashlib.sha256(json.dumps(everywhere | texts, sort_keys=True).encode())
     return json.loads(json.dumps({**facts, "code": digest.hexdigest()[:12]}))
 
@@ -86,16 +91,25 @@ def code() -> dict[str, str]:
     }
 
 
-def _is_choice(name: str) -> bool:
-    """Returns True if only trials of one algorithm or model use the file."""
-    return name.startswith((_ALGORITHMS, _BUILDERS)) and not name.endswith("__init__.py")
+@functools.cache
+def _imported(text: str) -> list[str]:
+    """Returns the paths of the modules that a Python file may import."""
+    paths = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            paths += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            paths += [alias.name for alias in node.names]
+    return [f"{path.replace('.', '/')}.py" for path in paths]
 
 
 def _texts(trial: Trial) -> dict[str, str]:
     """Returns the code of the trial's algorithm and model, by path."""
     known, plugin = code(), trial.sources.plugin
-    stem = trial.algorithm.replace("-", "_")
-    texts = {name: text for name, text in known.items() if Path(name).stem == stem}
+    # `auto` chooses from other algorithms, and imports them by their names.
+    names = (trial.algorithm, *getattr(trial.options, "candidates", ()))
+    stems = {name.replace("-", "_") for name in names}
+    texts = {name: text for name, text in known.items() if Path(name).stem in stems}
     texts |= {} if plugin is None else {plugin.path: Path(plugin.path).read_text(encoding="utf-8")}
     entry = model_entry(trial.model)
     builder = f"{entry.module.replace('.', '/')}.py"
@@ -104,9 +118,8 @@ def _texts(trial: Trial) -> dict[str, str]:
         texts |= {name: known[name] for name in known if "/datasets/" in name}
     unread = list(texts.values())
     while unread:
-        for module in _IMPORT.findall(unread.pop()):
-            name = f"{module.replace('.', '/')}.py"
-            if name not in texts:
+        for name in _imported(unread.pop()):
+            if name not in texts and name in known and _CHOICES.fullmatch(name):
                 texts[name] = known[name]
                 unread.append(known[name])
     return texts

@@ -23,6 +23,8 @@ from common.paths import COMMAND, LOGS
 from common.results import store
 from dear.errors import UserError, unknown
 
+_MAKES = ("run", "calibrate", "merge")
+"""Verbs that do more than print: the end of their reader interrupts them."""
 _EXTRA = ("jinja2", "matplotlib", "pandas")
 """Packages of the extra `plots`, which is not always installed."""
 _OF_THE_USER = (
@@ -39,37 +41,56 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # names that the locale cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
+    makes = False
     try:
         options = parse(list(arguments))
+        makes = options.verb in _MAKES and not getattr(options, "dry_run", False)
         for flag in ("logs", "trace"):
             _check_folder(flag, getattr(options, flag, None))
         options.arguments = arguments
         return verbs.load(options.verb).main(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(f"error: {error}")
         return Status.USER_ERROR
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
-        print(f"error: {error.name} is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
+        _tell(f"error: {error.name} is missing: pip install 'dear-bench[plots]'")
         return Status.USER_ERROR
+    except BrokenPipeError:  # `| head`
+        return _without_reader(makes)
+    except SystemExit as error:  # rich ends the program at a BrokenPipeError
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return _without_reader(makes)
     except OSError as error:
         # A full disk, a closed folder or a wrong path is the user's to correct. All other errors
         # are bugs and keep their traceback.
-        if isinstance(error, BrokenPipeError):  # `| head`
-            sys.stderr.close()
-            return Status.OK
         if error.errno not in _OF_THE_USER:
             raise
         # Errors of `write` do not contain the name of the file.
         place = error.filename or _full(options.logs, Path(tempfile.gettempdir()))
         advice = "; make room and run the command again: finished trials are kept"
         advice = advice if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        print(f"error: {place}: {error.strerror}{advice}", file=sys.stderr)
+        _tell(f"error: {place}: {error.strerror}{advice}")
         return Status.USER_ERROR
     except KeyboardInterrupt:
-        print("interrupted; finished trials are recorded, run again to go on", file=sys.stderr)
+        _tell("interrupted; finished trials are recorded, run again to go on")
         return Status.INTERRUPTED
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`
+        print(text, file=sys.stderr)
+
+
+def _without_reader(makes: bool) -> int:
+    if makes:
+        _tell("interrupted: nobody reads the output; finished trials are recorded")
+    sys.stderr.close()
+    with contextlib.suppress(OSError):  # else Python's flush at exit would change the status
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Status.INTERRUPTED if makes else Status.OK
 
 
 def run_variables(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -81,11 +102,11 @@ def run_variables(arguments: Sequence[str], environ: Mapping[str, str] = os.envi
     Returns:
         The exit status.
     """
-    planned = any(word in ("-n", "--dry-run") for word in arguments)
+    planned = any(re.match("-([a-jl-z]*n|-dry-run$)", word) for word in arguments)
     try:
         flags, words = variables.trial_flags(environ, planned)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(f"error: {error}")
         return Status.USER_ERROR
     print(words, file=sys.stderr)
     if environ.get("cluster") == variables.PREDICTED:

@@ -8,6 +8,7 @@ of them.
 from __future__ import annotations
 
 import importlib
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class LocalLauncher(Launcher):
         preload_in_fork_server(self._preload)
 
     def command(self, job: Job) -> str:
-        worker = f"-m {job.worker_module} {job.folder} {job.repeat}"
+        worker = f"-m {job.worker_module} {shlex.quote(str(job.folder))} {job.repeat}"
         if job.world_size == 1:
             return f"python {worker}"
         return f"torchrun --standalone --nproc-per-node {job.world_size} {worker}"

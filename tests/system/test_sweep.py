@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import errno
 import fcntl
 import gc
+import io
 import itertools
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from common.harness.running import fabric, sweep, used
 from common.harness.running.fabric import Fabric
 from common.harness.running.sweep import cost_place
 from common.harness.trial import Briefing, Trial
+from common.launch.hosts import Envs
 from common.launch.job import Job, Outcome
 from common.results import store
 from common.results.records import FabricFacts, Record, Result
@@ -260,6 +264,7 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was(line):
     line.fabric.interrupted_launch = 4
     assert line.run(*ONE_CELL, "--set", "measure.repeats=3") == 130
     first = {record.run for record in line.records}
+    (line.sweep / ".underway-1.json.7.partial").touch()  # as SIGKILL may leave one
     marks = [path.parent / "mark" for path in line.sweep.glob("*/trial.json")]
     for mark in marks:
         mark.touch()
@@ -274,7 +279,111 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was(line):
     assert all(briefing.costs for briefing in line.fabric.briefings[1:]), (
         "measured once for both runs"
     )
-    assert not list(line.sweep.glob("underway*")), "nothing is left of it"
+    assert not list(line.sweep.glob("*underway*")), "nothing is left of it"
+
+
+THREE = ("--set", "measure.repeats=3")
+
+
+def newest(line):
+    return {record.label: record for record in store.latest(line.records).values()}
+
+
+def test_a_filtered_run_leaves_the_repeats_of_the_others(line):
+    line.fabric.interrupted_launch = 5
+    assert line.run(*ONE_CELL, *THREE) == 130
+    line.fabric.interrupted_launch = None
+    assert line.run(*ONE_CELL, *THREE, "-k", "dear") == 0
+    assert len(line.fabric.started) == 1
+    assert line.run(*ONE_CELL, *THREE) == 0
+    assert len(line.fabric.started) == 1
+    assert {len(record.results) for record in newest(line).values()} == {3}
+    assert not list(line.sweep.glob("underway*"))
+
+
+def test_what_rerun_all_discards_does_not_come_back(line):
+    line.fabric.interrupted_launch = 5
+    assert line.run(*ONE_CELL, *THREE) == 130
+    line.fabric.interrupted_launch = 1
+    assert line.run(*ONE_CELL, *THREE, "--rerun", "all", "-k", "dear") == 130
+    line.fabric.interrupted_launch = None
+    assert line.run(*ONE_CELL, *THREE) == 0
+    assert sorted(labels(line)) == ["ddp"] + ["dear"] * 3
+
+
+def test_a_record_has_repeats_of_one_time_scale(line, capsys):
+    """`--rerun all` may choose another scale, and end before all trials have it."""
+    flags = (*ONE_CELL, *THREE, "--set", "algorithms=[ddp, dear, wfbp]")
+    line.fabric.scale = 4.0
+    assert line.run(*flags) == 0
+    line.fabric.scale, line.fabric.interrupted_launch = 8.0, 2
+    assert line.run(*flags, "--rerun", "all") == 130
+    line.fabric.scale, line.fabric.interrupted_launch = 4.0, None
+    capsys.readouterr()
+    assert line.run(*flags) == 0
+    assert line.fabric.settled[-1].time_scale == 4.0 and len(line.fabric.started) == 6
+    text = "its repeats so far: they have time scale 8, and the cell has 4"
+    assert capsys.readouterr().err.count(text) == 1
+    notes = [note.text for record in newest(line).values() for note in record.notes]
+    assert sum(text in note for note in notes) == 1
+
+
+def test_labels_are_those_of_the_experiment_and_not_of_old_records(line, capsys):
+    def named(first: str, second: str) -> tuple[str, str]:
+        both = f"{{name: ddp, label: {first}}}, {{name: dear, label: {second}}}"
+        return "--set", f"algorithms=[{both}]"
+
+    slow = dataclasses.replace(GOOD, iters=[[1.0, 1.0]])
+    line.fabric.outcomes["dear"] = ended_well(slow)
+    assert line.run(*ONE_CELL, *named("a", "b")) == 0
+    capsys.readouterr()
+    assert line.run(*ONE_CELL, *named("b", "a"), "--json", "--set", "compare_to=a") == 0
+    shown = {
+        r["trial"]["label"]: r["trial"]["algorithm"] for r in json.loads(capsys.readouterr()[0])
+    }
+    assert line.fabric.started == [] and shown == {"b": "ddp", "a": "dear"}
+    rows = (line.sweep / "table.csv").read_text().splitlines()
+    speedups = {row["algorithm"]: row["speedup"] for row in csv.DictReader(rows)}
+    assert {label: float(value or 1) for label, value in speedups.items()} == {"a": 1, "b": 2}
+
+
+def test_other_hosts_are_other_trials(line, tmp_path, capsys):
+    hosts = tmp_path / "hosts"
+    flags = (*ONE_CELL, "--set", "launcher=ssh", "--set", f"hostfile={hosts}")
+    hosts.write_text("h1\nh2\n")
+    assert line.run(*flags) == 0
+    hosts.write_text("# the same\nh1 slots=1\nh2\n")
+    assert line.run(*flags) == 0 and line.fabric.started == []
+    hosts.write_text("h1\nh3\n")
+    capsys.readouterr()
+    assert line.run(*flags) == 0 and len(line.fabric.started) == 4
+    assert "are not used, because of changes: hosts_digest (" in capsys.readouterr().err
+
+
+class Gone(io.StringIO):
+    """The pipe of a reader that has ended."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_sweep_does_not_end_with_the_reader_of_its_progress(line, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Gone())
+    line.fabric.interrupted_launch = 2
+    line.run(*ONE_CELL)
+    line.fabric.interrupted_launch = None
+    assert line.run(*ONE_CELL) == 0
+    assert [record.status for record in newest(line).values()] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(("words", "status"), [((), 130), (("--dry-run",), 0)])
+def test_a_reader_that_ends_interrupts_what_does_more_than_print(line, monkeypatch, words, status):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w", buffering=1, encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", io.StringIO())  # is closed
+        assert line.run(*ONE_CELL, *words) == status
 
 
 BOTH = {"ddp", "dear"}
@@ -287,11 +396,15 @@ SYNCHRONOUS = "dear/algorithms/synchronous"
         ("file", "dear/optimizer.py", BOTH),
         ("file", f"{SYNCHRONOUS}/dear.py", {"dear"}),
         ("file", f"{SYNCHRONOUS}/mgwfbp.py", set()),
+        ("file", "dear/algorithms/planning.py", BOTH),
+        ("file", "dear/algorithms/reference.py", BOTH),
+        ("file", "common/models/architectures/lstm.py", set()),
         ("package", "torch", BOTH),
         ("package", "horovod", set()),
         ("variable", "OMP_NUM_THREADS", BOTH),
         ("variable", "HOROVOD_CYCLE_TIME", set()),
         ("variable", "NCCL_ALGO", set()),
+        ("variable", "DEAR_SANDBOX", set()),
     ],
 )
 def test_a_stopped_trial_begins_again_if_what_it_uses_has_changed(
@@ -319,6 +432,26 @@ def test_a_stopped_trial_begins_again_if_what_it_uses_has_changed(
         assert ("begins again" in notes) == (label in begun_again), notes
         assert record.label == label and len(record.iters) == 2
     assert (f"{kind} {name} (" in warning) == (bool(begun_again) and kind != "file")
+
+
+@pytest.mark.parametrize(
+    ("trial", "file"),
+    [
+        (make_trial("auto"), f"{SYNCHRONOUS}/dear.py"),
+        (make_trial("auto"), f"{SYNCHRONOUS}/mgwfbp.py"),
+        (make_trial("ddp", model="resnet20"), "common/models/architectures/cnn.py"),
+        (make_trial("ddp", launcher="ssh"), "envs.conf"),
+    ],
+)
+def test_changes_are_seen_of_what_a_trial_uses_through_others(monkeypatch, trial, file):
+    card = machine.machine_card()
+    before = used.used(trial, card)
+    if file == "envs.conf":
+        monkeypatch.setattr(used, "read_envs", lambda: Envs(PY="another"))
+    else:
+        monkeypatch.setitem(used.code(), file, used.code()[file] + "# another")
+    (changed,) = used.changes(before, used.used(trial, card))
+    assert changed == file or changed.startswith("code (")
 
 
 def test_changed_settings_that_need_new_measurements_are_named(line, capsys):
@@ -411,6 +544,14 @@ def test_an_unavailable_algorithm_is_recorded_with_its_reason(line, monkeypatch,
     assert by_name["dear"].status == "unsupported" and by_name["ddp"].ok
     assert by_name["dear"].error.message == "not there; make it"
     assert "not there; make it" in capsys.readouterr().out
+
+
+def test_a_sweep_without_a_record_has_no_answer(line, capsys):
+    line.sweep.mkdir(parents=True)
+    (line.sweep / "records.jsonl").touch()
+    store.Comparison(compare_to="ddp", trials=("a",)).save(line.sweep)
+    assert cli.main(["show", "tiny", "--logs", str(line.logs)]) == 0
+    assert "No answer yet: no trial has ended." in capsys.readouterr().out
 
 
 def test_two_runs_of_one_sweep_do_not_mix(line, capsys):
@@ -545,6 +686,17 @@ def test_a_cell_without_a_valid_base_is_measured_again_as_a_whole(line, capsys):
     assert line.run(*ONE_CELL, "--set", "measure.repeats=5") == 0 and labels(line) == []
 
 
+def test_a_variant_of_the_bases_algorithm_is_not_the_base(line):
+    """The base has a valid record, the variant has none: the others need no new measurement."""
+    algorithms = "algorithms=[ddp, {name: ddp, options: {bucket_cap_mb: 1}}, dear]"
+    flags = (*ONE_CELL, "--set", algorithms, "--set", "measure.repeats=1")
+    line.fabric.outcomes["ddp"] = ended_well(DISTURBED)
+    assert line.run(*flags, "-k", "bucket|dear") == 0
+    line.fabric.outcomes.clear()
+    assert line.run(*flags, "-k", "bucket|dear") == 0
+    assert labels(line) == ["ddp(bucket_cap_mb=1)"]
+
+
 def test_costs_of_another_fabric_are_no_word_on_this_one():
     trial = make_trial("wfbp")
     others = ({"world_size": 2}, {"network": "1gbe"}, {"model": "alexnet"})
@@ -599,6 +751,20 @@ def test_of_a_trial_that_stands_in_two_parts_the_good_record_counts(line, tmp_pa
         assert [record.status for record in newest.values()] == ["ok", "ok"]
 
 
+def test_of_a_part_the_newest_record_of_a_trial_counts_and_missing_ones_are_told(
+    line, tmp_path, capsys
+):
+    assert line.run(*ONE_CELL) == 0
+    line.fabric.outcomes["ddp"] = TOO_SLOW
+    assert line.run(*ONE_CELL, "--rerun", "all") == 1
+    capsys.readouterr()
+    assert cli.main(["merge", str(line.sweep), "--into", str(tmp_path / "into")]) == 0
+    merged = store.Comparison.load(tmp_path / "into").results(tmp_path / "into")
+    assert [record.status for record in merged] == ["timeout", "ok"]
+    told = capsys.readouterr().err
+    assert told == "2 of 4 trials of the experiment: no record in any part\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -631,9 +797,26 @@ def test_parts_of_different_experiments_are_not_merged(line, tmp_path, capsys):
     assert "are parts of different experiments" in capsys.readouterr().err and not into.exists()
 
 
-def test_a_filter_may_name_several(line):
+def test_a_filter_may_name_several(line, capsys):
     assert line.run("-k", "bs=2|bs=4", "-k", "algorithm=dear|wfbp") == 0
     assert [(r.label, r.trial["batch_size"]) for r in line.records] == [("dear", 2), ("dear", 4)]
+    capsys.readouterr()
+    for text, count in (("algorithm=ddp|label=dear", 4), ("bs=4|label=wfbp|ddp", 3)):
+        assert line.run("-n", "-k", text) == 0
+        assert f"{count} trials" in capsys.readouterr().out
+    for text in ("ddp|", "algorithm=", "|ddp"):
+        assert line.run("-k", text) == 2
+        assert "a part is empty" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_what_a_shell_reads(line, tmp_path, capsys):
+    words = ("-nq", "-nk", "bs=2", "-qn", "-k", "dear", "--set", "launcher=slurm")
+    assert line.run(*words) == 0
+    script = capsys.readouterr().out.splitlines()[-1]
+    assert script.endswith("-q -k bs=2 -q -k dear --set launcher=slurm"), script
+    line.logs = tmp_path / "two words"
+    assert line.run("-n", *ONE_CELL) == 0
+    assert f"'{line.logs}/tiny/" in capsys.readouterr().out
 
 
 def test_a_trial_that_does_not_fit_is_recorded_and_the_others_run(line, monkeypatch, capsys):

@@ -221,3 +221,20 @@ def test_mistakes_are_a_line(two, capsys, given, text):
     assert main(["compare", *(word.format(a=a, b=b) for word in given)]) == 2
     output = capsys.readouterr().err
     assert text in output and output.count("\n") == 1
+
+
+def test_an_operand_is_a_label_with_options_or_a_folder_with_an_at(tmp_path, capsys):
+    item = record("dear", label="dear(fusion=none)", options={"fusion": "none"})
+    place = str(sweep(tmp_path / "resnet50@h200", [record("ddp"), item]))
+    sweep(tmp_path / "resnet50", [record("ddp")])
+    for first, second in (("@ddp", "@dear(fusion=none)"), ("@algorithm=ddp", "@algorithm=dear")):
+        assert main(["compare", place + first, place + second, "--json"]) == 0
+        (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+        assert pair["algorithm"] == "ddp -> dear(fusion=none)"
+    assert main(["compare", place, place]) == 0
+    capsys.readouterr()
+    for second in ("@netwrok=None", "@netwrok=10gbe"):
+        assert main(["compare", place, place + second, "--fail-on", "regression:5%"]) == 2
+        assert "'netwrok'; did you mean 'network'?" in capsys.readouterr().err
+    assert main(["compare", place, f"{place}@"]) == 2
+    assert "needs a label or key=value after the @" in capsys.readouterr().err

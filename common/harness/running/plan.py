@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +31,41 @@ def select(
     """Returns the trials that match all filters and are in the shard.
 
     Args:
-        filters: each a part of a trial's title, or `key=value`; `A|B` means A or B.
+        filters: each a part of a trial's title, or `key=value`; `A|B` means A or B. After a
+            `key=value`, `|` may be followed by a further value alone.
         part: shard, as `i/n`; None: all trials.
         name: name of the experiment, for messages.
 
     Raises:
-        UserError: no trial matches, or there is no such shard.
+        UserError: no trial matches, a part of a filter is empty, or there is no such shard.
     """
-    kept = [trial for trial in trials if all(_matches(trial, text) for text in filters)]
+    keys = trials[0].to_json()
+    wanted = [_parts(text, keys) for text in filters]
+    kept = [trial for trial in trials if all(_matches(trial, parts) for parts in wanted)]
     if not kept:
         raise UserError(f"--filter {' '.join(filters)}: no trial of {name} matches")
     return kept if part is None else shard(kept, part)
 
 
-def _matches(trial: Trial, text: str) -> bool:
+def _parts(text: str, keys: Container[str]) -> list[tuple[str | None, str]]:
+    """Returns the parts of a filter: key and value, or None and a part of a title."""
+    parts: list[tuple[str | None, str]] = []
+    last = None
+    for part in text.split("|"):
+        key, equals, value = part.partition("=")
+        if equals and key in keys:
+            last, part = key, value
+        if not part:
+            raise UserError(f"--filter {text!r}: a part is empty; write TEXT, key=value or A|B")
+        parts.append((last, part))
+    return parts
+
+
+def _matches(trial: Trial, parts: Sequence[tuple[str | None, str]]) -> bool:
     values = trial.to_json()
-    key, equals, wanted = text.partition("=")
-    if equals and key in values:
-        return str(values[key]) in wanted.split("|")
-    return any(part in trial.title for part in text.split("|"))
+    return any(
+        part in trial.title if key is None else str(values[key]) == part for key, part in parts
+    )
 
 
 def shard(trials: Sequence[Trial], text: str) -> list[Trial]:
@@ -107,12 +123,21 @@ def show(
     about = f" (at least {ui.duration(least_s)})" if runs else ""
     number = f"{len(entries)} trial{'s' * (len(entries) != 1)}"
     print(f"{number}, {runs} to run{about}; results in {short(str(folder))}")
-    again = [word for word in options.arguments if word not in ("-n", "--dry-run")]
+    again = [word for word in map(_without_dry_run, options.arguments) if word]
     command = [*map(short, DRIVER), *again]
     largest = max(trial.world_size for trial in trials)
     script = launcher and launcher.batch_script(command, experiment.name, largest)
     if script:
         print(f"\nTo run all trials in one Slurm allocation, give this file to sbatch:\n\n{script}")
+
+
+def _without_dry_run(word: str) -> str:
+    """Returns an argument without the dry run; `-nq` is `-n -q`, and `-nk TEXT` is `-n -k TEXT`."""
+    letters = re.fullmatch(r"-([a-jl-z]+)(k.*)?", word, re.DOTALL)
+    if letters is None:
+        return "" if word == "--dry-run" else word
+    kept = letters[1].replace("n", "") + (letters[2] or "")
+    return f"-{kept}" if kept else ""
 
 
 def _least_s(trial: Trial, entry: dict[str, Any], experiment: Experiment) -> float:

@@ -68,7 +68,8 @@ class Progress:
 class ProgressLine:
     """Output of the progress: the running trial, the number of launches, the best, the time left.
 
-    On a terminal, it is one line that changes; elsewhere, it is a line per launch.
+    On a terminal, it is one line that changes; elsewhere, it is a line per launch. If the reader
+    of a pipe ends (`2>&1 | head`), the sweep goes on without it.
     """
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
@@ -82,6 +83,12 @@ class ProgressLine:
     def __call__(self, progress: Progress) -> None:
         if self._quiet:
             return
+        try:
+            self._show(progress)
+        except BrokenPipeError:
+            self._quiet = True
+
+    def _show(self, progress: Progress) -> None:
         if self._live:
             self._draw(progress)
             return

@@ -31,7 +31,7 @@ MEANINGS = {
     Status.USER_ERROR: "an error in the command or the experiment; one line names it",
     Status.REGRESSION: "compare --fail-on: a trial is slower, or is no longer valid",
     Status.NO_ANSWER: "compare, validate: nothing was compared; report: no valid result",
-    Status.INTERRUPTED: "interrupted",
+    Status.INTERRUPTED: "interrupted, also by the end of the program that reads the output",
 }
 """Meanings of the exit statuses, for `--help`."""
 

@@ -16,7 +16,7 @@ from common.paths import RECORDS
 from common.results.records import Record, fabric_words, is_learning
 from common.results.store import Comparison
 from common.results.tables.fields import AXES
-from dear.errors import UserError, one_of
+from dear.errors import UserError, one_of, unknown
 
 if TYPE_CHECKING:
     from common.results.timed.gate import Summary
@@ -93,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
         across=across,
         fail_on=options.fail_on,
         share=share,
-        other_labels=share is None or ("@" in options.first and "@" in options.second),
+        other_labels=share is None or all(_split(text, options.logs)[1] for text in operands),
     )
     data = json.dumps(dataclasses.asdict(summary))
     if options.summary:
@@ -133,7 +133,8 @@ def _across(options: argparse.Namespace) -> list[str]:
     keys = options.across.split(",") if options.across else []
     for key in keys:
         one_of("key of --across", key, AXES)
-    parts = [text.partition("@")[2].partition("=") for text in (options.first, options.second)]
+    operands = (options.first, options.second)
+    parts = [_split(text, options.logs)[1].partition("=") for text in operands]
     (first, _, value), (second, _, other) = parts
     if first == second and first in AXES and value != other:
         keys.append(first)
@@ -170,12 +171,22 @@ def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> in
 
 
 def _worlds(text: str, logs: Path) -> tuple[int, ...]:
-    folder = _folder(text.partition("@")[0], logs)
+    folder = _folder(_split(text, logs)[0], logs)
     return Comparison.load(folder).worlds if folder else ()
 
 
 def _folder(name: str, logs: Path) -> Path | None:
     return next((path for path in (Path(name), logs / name) if (path / RECORDS).exists()), None)
+
+
+def _split(text: str, logs: Path) -> tuple[str, str]:
+    """Returns the sweep of an operand, and what follows the @ behind it. The name of a sweep may
+    have an @, too."""
+    ends = [len(text), *(i for i in range(len(text) - 1, -1, -1) if text[i] == "@")]
+    end = next((i for i in ends if _folder(text[:i], logs)), ends[-1])
+    if end == len(text) - 1:
+        raise UserError(f"compare: {text}: needs a label or key=value after the @")
+    return text[:end], text[end + 1 :]
 
 
 def _regression(text: str | None) -> float | None:
@@ -193,9 +204,7 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
     Args:
         required: True if it is an error that there are no records.
     """
-    name, at, chosen = text.partition("@")
-    if at and not chosen:
-        raise UserError(f"compare: {text}: needs a label or key=value after the @")
+    name, chosen = _split(text, logs)
     folder = _folder(name, logs)
     if folder is None:
         problem = f"compare: no records in {name}, nor in {logs / name}"
@@ -208,6 +217,10 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
             f"compare: {name} is a training sweep and has no step times; compare needs timed trials"
         )
     kept = [record for record in records if not chosen or _matches(record, chosen)]
+    key, equals, _ = chosen.partition("=")
+    keys = {key for record in records for key in record.trial}
+    if records and not kept and equals and key.isidentifier() and key not in keys:
+        raise unknown(f"key of {name}", key, keys)
     if not kept and required:
         known = ", ".join(dict.fromkeys(record.label for record in records)) or "none"
         raise UserError(f"compare: {text}: no trial matches; there are {known}")
@@ -216,6 +229,5 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
 
 def _matches(record: Record, wanted: str) -> bool:
     key, equals, value = wanted.partition("=")
-    if equals:
-        return str(record.trial.get(key)) == value
-    return wanted == record.label
+    known = bool(equals) and key in record.trial
+    return wanted == record.label or (known and str(record.trial[key]) == value)

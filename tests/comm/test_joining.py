@@ -97,6 +97,34 @@ def test_a_neighbour_who_does_not_join_in_time_is_named_with_its_host(tmp_path: 
         assert re.match(pattern, texts[rank]), texts
 
 
+def _without_one(folder: Path, absent: int) -> str:
+    """Makes a plain group of torch; `absent` does not join before the others have given up."""
+    rank, n = me()
+    if rank == absent:
+        while len(list(folder.iterdir())) < n - 1:
+            time.sleep(0.01)
+        return "not asked"
+    store = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        dist.new_group(backend="comm_core")
+    except dist.DistError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        store.set_timeout(before)
+        (folder / str(rank)).touch()
+    return "no error"
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_the_ranks_of_a_plain_group_name_the_one_that_does_not_join(absent: int, tmp_path: Path):
+    with pool("tcp3") as ranks:
+        texts = ranks.run(_without_one, tmp_path, absent)
+    for rank in {0, 1, 2} - {absent}:
+        assert re.search(rf"group \S+: rank {absent} has not joined in time: ", texts[rank]), texts
+
+
 def _with_few_descriptors(spare: int) -> str:
     """Rank 1 may open `spare` more descriptors while a group is made."""
     rank, _n = me()

@@ -22,8 +22,12 @@ class TorchStore : public Store {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
   }
   std::string get(const std::string& key) override {
-    const std::vector<uint8_t> value = store_->get(key);
-    return std::string(value.begin(), value.end());
+    try {
+      const std::vector<uint8_t> value = store_->get(key);
+      return std::string(value.begin(), value.end());
+    } catch (const c10::DistStoreError& error) {
+      throw StoreError(error.what_without_backtrace());
+    }
   }
   int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
   void remove(const std::string& key) override { store_->deleteKey(key); }

@@ -180,6 +180,8 @@ void throw_as_torch(const std::exception_ptr& error) {
     C10_THROW_ERROR(ValueError, e.what());
   } catch (const MismatchError& e) {
     throw DistMismatchError({__func__, __FILE__, __LINE__}, e.what());
+  } catch (const StoreError& e) {
+    C10_THROW_ERROR(DistStoreError, e.what());
   } catch (const CommError& e) {
     C10_THROW_ERROR(DistBackendError, e.what());
   }

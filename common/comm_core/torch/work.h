@@ -16,8 +16,8 @@ struct DistMismatchError : c10::DistBackendError {
   const char* what() const noexcept override { return what_without_backtrace(); }
 };
 
-// Converts an error of the core to torch's: DistBackendError, DistMismatchError, or ValueError for
-// an invalid request.
+// Converts an error of the core to torch's: DistBackendError, DistMismatchError, DistStoreError, or
+// ValueError for an invalid request.
 [[noreturn]] void throw_as_torch(const std::exception_ptr& error);
 
 class CoreWork : public c10d::Work {

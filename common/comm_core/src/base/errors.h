@@ -50,6 +50,11 @@ struct SystemError : KindOfError<SystemError> {
   using KindOfError::KindOfError;
 };
 
+// The store did not answer in time: mostly, another rank has not written what this one awaits.
+struct StoreError : KindOfError<StoreError> {
+  using KindOfError::KindOfError;
+};
+
 // Throws SystemError with the text "<what>: <text of errno>".
 [[noreturn]] void throw_errno(const std::string& what);
 

@@ -14,7 +14,7 @@ class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  // Blocks until the key exists. Throws an error of the store after the store's own timeout.
+  // Blocks until the key exists. Throws StoreError after the store's own timeout.
   virtual std::string get(const std::string& key) = 0;
   // Adds `amount` to an integer that is 0 initially, and returns the sum.
   virtual int64_t add(const std::string& key, int64_t amount) = 0;

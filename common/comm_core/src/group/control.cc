@@ -128,13 +128,13 @@ void Control::enter(int peer, Arrival& arrival) {
   lines_[size_t(peer)]->send(farewells_);
 }
 
-bool Control::connected() const {
+int Control::absent() const {
   const size_t expected = passes_on() ? lines_.size() : size_t(kHubs);
   for (size_t peer = 0; peer < expected; ++peer) {
     if (int(peer) == group_.rank()) continue;
-    if (lines_[peer] == nullptr || !lines_[peer]->greeted()) return false;
+    if (lines_[peer] == nullptr || !lines_[peer]->greeted()) return int(peer);
   }
-  return true;
+  return -1;
 }
 
 void Control::tell_failure(const std::string& reason, bool mismatch) {

@@ -25,8 +25,8 @@ class Control {
 
   // Takes over the connection of `peer`, a higher rank, on a hub. Other ranks connect themselves.
   void enter(int peer, Arrival& arrival);
-  // Returns whether all connections of this rank are authenticated.
-  bool connected() const;
+  // Returns a rank whose connection to this one is not authenticated yet; -1 if all are.
+  int absent() const;
 
   // Reports to all ranks that the group has failed, with the reason, which they get as a
   // MismatchError or as an AbortedError.

@@ -42,6 +42,16 @@ std::string accepted(const std::string& note) {
   return note;
 }
 
+// Returns what a rank has left under a key. If it has left nothing in time, the error names it.
+std::string left_by(int rank, Store& store, const std::string& key, const std::string& group) {
+  try {
+    return store.get(key);
+  } catch (const StoreError& error) {
+    throw StoreError("group " + group + ": rank " + std::to_string(rank) +
+                     " has not joined in time: " + error.what());
+  }
+}
+
 // Returns the words in which two texts differ: "A=1 and A=2".
 std::string difference(const std::string& one, const std::string& other) {
   const std::vector<std::string> words = split(one, ' '), others = split(other, ' ');
@@ -160,7 +170,7 @@ void Group::introduce(Store& store, const std::string& towards) {
     random_bytes(id.data(), id.size());
     store.set("secret", secret + id);
   }
-  const std::string secret = store.get("secret");
+  const std::string secret = left_by(0, store, "secret", name());
   if (secret.size() != kSecretBytes) {
     accepted(secret);
     throw MismatchError("the store holds a malformed secret");
@@ -196,7 +206,8 @@ void Group::join(Store& store) {
   const Options& options = engine_->options();
   std::vector<PeerInfo> peers;
   for (int r = 0; r < size(); ++r) {
-    peers.push_back(PeerInfo::parse(r, accepted(store.get("r" + std::to_string(r)))));
+    const std::string note = left_by(r, store, "r" + std::to_string(r), name());
+    peers.push_back(PeerInfo::parse(r, accepted(note)));
   }
   for (const PeerInfo& peer : peers) {
     if (peer.settings == peers[0].settings) continue;
@@ -244,19 +255,19 @@ void Group::join(Store& store) {
 void Group::connect_all(Store& store) {
   const double began_s = now_s(), deadline = began_s + timeout_s_;
   double look_s = began_s + kLookS;
-  for (bool connected = false; !connected;) {
+  for (int absent = 0; absent >= 0;) {
     engine_->call([&] {
       if (error_) std::rethrow_exception(error_);
-      connected = control_->connected();
+      absent = control_->absent();
       const double since_s = engine_->device()->exhausted_since_s();
-      if (!connected && now_s() - std::max(began_s, since_s) > kExhaustedS) {
+      if (absent >= 0 && now_s() - std::max(began_s, since_s) > kExhaustedS) {
         throw SystemError("it has no descriptor for the connection of another rank");
       }
     });
-    if (connected) break;
+    if (absent < 0) break;
     if (now_s() > deadline) {
-      throw TimeoutError("group " + name() + ": not all ranks have connected to " +
-                         peers_[0].label);
+      throw TimeoutError("group " + name() + ": " + peers_[size_t(absent)].label + " and " +
+                         peers_[size_t(rank())].label + " are not connected");
     }
     if (now_s() > look_s) {
       if (store.add("declined", 0) > 0) throw Declined(store.get("why"));
@@ -290,7 +301,7 @@ std::unique_ptr<ShmStreams> Group::share_memory(Store& store, const std::vector<
     }
     store.set(key + std::to_string(rank()), mine);
     for (int r = 0; r < size(); ++r) {
-      const std::string told = accepted(store.get(key + std::to_string(r)));
+      const std::string told = accepted(left_by(r, store, key + std::to_string(r), name()));
       if (told == kFine) continue;
       const std::string reason = peers[size_t(r)].label + " cannot share memory: " + told;
       if (options.transport == TransportChoice::shm) {

@@ -261,7 +261,7 @@ WRONG_MODELS = {
     "no pair": (TINY + "def batch(n): return torch.ones(n)\n", ["a pair (inputs, targets)"]),
     "other samples": (
         TINY + "def batch(n): return torch.ones(8, 999), torch.ones(8, 999)\n",
-        ["batch(4) must return 4 samples, but no tensor has a dimension of this size: (8, 999), (8"],
+        ["batch(4) must return 4 samples, but no tensor has a dimension of this size: (8, 999)"],
     ),
     "no tensors": (TINY + "def batch(n): return [1], None\n", ["must return tensors, got int"]),
     "fails to be made": (TINY + "def model(): {}['k']\n", ["model() failed: KeyError: 'k'"]),

@@ -284,7 +284,9 @@ def test_repeats_give_rates_and_what_is_kept_an_interval():
     assert ours.speedup == 1.0 and ours.verdict == "SAME" and base.verdict is None
     assert slow.kept == pytest.approx(0.5) and slow.kept_low < 0.48 and slow.kept_high > 0.52
     fewer = dataclasses.replace(records[2], results=records[2].results[:2])
-    assert summary.make_rows([*records[:2], fewer], "allreduce")[2].kept == pytest.approx(0.51, abs=1e-3)
+    assert summary.make_rows([*records[:2], fewer], "allreduce")[2].kept == pytest.approx(
+        0.51, abs=1e-3
+    )
     text = tables.table([base, ours, slow], "allreduce").markdown()
     assert "0.50 (0.46-0.55)" in text and "99.9 (90.5-110)" in text and "to target" not in text
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -44,6 +45,8 @@ _PRECISE = 1e-3
 """Relative precision of a link that is searched."""
 _TURNS = 8
 """Searches of the rate, and of the latency, each with the last result of the other one."""
+_Host: TypeAlias = tuple[str | None, float]
+"""Links inside a host, and the bytes per second of a core."""
 
 
 def from_nccl_tests(files: Sequence[str], ranks: int | None = None) -> NetworkCosts:
@@ -192,8 +195,7 @@ def _link(costs: NetworkCosts, kept: Mapping[str, Any]) -> dict[str, Any]:
         kept: keys of the network that are known (`_HARDWARE`).
     """
     name = next(n for n in _BY_LINK if n in costs.by_operation())
-    known, operation = costs.by_operation()[name], "exchange" if name == "sendrecv" else name
-    local = costs.ranks_per_host or 1
+    known, local = costs.by_operation()[name], costs.ranks_per_host or 1
     shape, engine = Shape(hosts=costs.world_size // local, ranks_per_host=local), costs.engine
     core = 1e9 * kept.get("core_gb_per_s", CORE_GB_PER_S)
     where = f"as {describe(costs)}"
@@ -202,56 +204,87 @@ def _link(costs: NetworkCosts, kept: Mapping[str, Any]) -> dict[str, Any]:
         where = "as a ring of ranks with hosts of their own, though only one host took part"
     elif name == "sendrecv":  # of the ranks of a host, one sends to another host
         shape = Shape(hosts=shape.hosts)
-    medium: Medium = "rdma" if kept.get("rdma") else "tcp"
-    overhead_s = 1e-6 * kept.get("overhead_us", 0.0)
-
-    def composed_s(
-        nbytes: float, rate: float, latency_s: float, inside: str | None, core: float
-    ) -> float:
-        what = {"latency_s": latency_s, "bytes_per_s": rate, "overhead_s": overhead_s}
-        between = Wire(kind="between", medium=medium, **what)
-        wires: dict[Kind, Wire] = {"inside": wire_inside(inside), "between": between}
-        platform = Platform(wires=wires, core_bytes_per_s=core)
-        return costs_of(engine, platform, shape)[operation](nbytes)
-
-    few, many = known.smallest_bytes, known.largest_bytes
-    few_s, many_s = (known.cost()(size) for size in (few, many))
-    slowest, fastest = (payload_rate(gbps, medium) for gbps in _GBPS)
-    hosts: list[tuple[str | None, float]] = [(None, core * 2**power) for power in range(10)]
-    if engine == "nccl":
-        hosts = [(name, core) for name in _INSIDE]
-    # A slow core, or slow links in a host, may take longer than was measured, however fast the
-    # link between hosts is.
-    fit = (host for host in hosts if composed_s(many, fastest, 0.0, *host) <= many_s)
-    host = inside, core = next(fit, hosts[0])
-    latency_s = 0.0
-    for _ in range(_TURNS):  # the latency hardly matters for many bytes, nor the rate for few
-
-        def is_fast(rate: float, latency_s: float = latency_s) -> bool:
-            return composed_s(many, rate, latency_s, *host) <= many_s
-
-        rate = turn(is_fast, slowest, fastest, precise=_PRECISE)
-
-        def is_near(latency_s: float, rate: float = rate) -> bool:
-            return composed_s(few, rate, latency_s, *host) <= few_s
-
-        latency_s = turn(is_near, few_s, _NEAREST_S, precise=_PRECISE)
-        latency_s = latency_s if is_near(latency_s) else 0.0
+    composed = _Composed(
+        operation="exchange" if name == "sendrecv" else name,
+        engine=engine,
+        shape=shape,
+        medium="rdma" if kept.get("rdma") else "tcp",
+        overhead_s=1e-6 * kept.get("overhead_us", 0.0),
+    )
+    wanted = {size: known.cost()(size) for size in (known.smallest_bytes, known.largest_bytes)}
+    host = composed.host(core, *list(wanted.items())[-1])
+    rate, latency_s = composed.link(host, wanted)
     off = [
-        f"{abs(composed_s(size, rate, latency_s, *host) / seconds - 1):.1%} for {_size(size)}"
-        for size, seconds in ((few, few_s), (many, many_s))
+        f"{abs(composed.seconds(size, rate, latency_s, host) / seconds - 1):.1%} for {_size(size)}"
+        for size, seconds in wanted.items()
     ]
-    how = (
+    inside, fast_core = host
+    result: dict[str, Any] = {
+        "gbps": float(f"{rate / payload_rate(1.0, composed.medium):.4g}"),
+        "latency_us": float(f"{1e6 * latency_s:.4g}"),
+    }
+    if fast_core != core:
+        result["core_gb_per_s"] = fast_core / 1e9
+    result["source"] = (
         f"estimates from the times of {name}: the costs that predictions compose of them, {where}"
         f"{f', inside {inside}' if inside else ''}, differ by {' and '.join(off)}"
     )
-    found: dict[str, Any] = {
-        "gbps": float(f"{rate / payload_rate(1.0, medium):.4g}"),
-        "latency_us": float(f"{1e6 * latency_s:.4g}"),
-    }
-    if core != hosts[0][1]:
-        found["core_gb_per_s"] = core / 1e9
-    return {**kept, **found, "source": how}
+    return {**kept, **result}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Composed:
+    """Costs of an operation that are composed of links."""
+
+    operation: str
+    engine: str
+    shape: Shape
+    medium: Medium
+    overhead_s: float
+
+    def seconds(self, nbytes: float, rate: float, latency_s: float, host: _Host) -> float:
+        """Returns the cost of a message over links with a rate in payload bytes per second."""
+        inside, core = host
+        between = Wire(
+            kind="between",
+            medium=self.medium,
+            latency_s=latency_s,
+            bytes_per_s=rate,
+            overhead_s=self.overhead_s,
+        )
+        wires: dict[Kind, Wire] = {"inside": wire_inside(inside), "between": between}
+        platform = Platform(wires=wires, core_bytes_per_s=core)
+        return costs_of(self.engine, platform, self.shape)[self.operation](nbytes)
+
+    def host(self, core: float, nbytes: float, seconds: float) -> _Host:
+        """Returns the first host with which some link gives the measured cost. A slow core, or slow
+        links in a host, may take longer, however fast the link between hosts is."""
+        hosts: list[_Host] = [(None, core * 2**power) for power in range(10)]
+        if self.engine == "nccl":
+            hosts = [(name, core) for name in _INSIDE]
+        fastest = payload_rate(_GBPS[1], self.medium)
+        fit = (h for h in hosts if self.seconds(nbytes, fastest, 0.0, h) <= seconds)
+        return next(fit, hosts[0])
+
+    def link(self, host: _Host, wanted: Mapping[float, float]) -> tuple[float, float]:
+        """Returns the rate and the latency in seconds that give both wanted costs, by size."""
+        (few, few_s), (many, many_s) = wanted.items()
+        slowest, fastest = (payload_rate(gbps, self.medium) for gbps in _GBPS)
+        rate, latency_s = fastest, 0.0
+        # The latency hardly matters for many bytes, nor the rate for few.
+        for _ in range(_TURNS):
+
+            def is_fast(rate: float, latency_s: float = latency_s) -> bool:
+                return self.seconds(many, rate, latency_s, host) <= many_s
+
+            rate = turn(is_fast, slowest, fastest, precise=_PRECISE)
+
+            def is_near(latency_s: float, rate: float = rate) -> bool:
+                return self.seconds(few, rate, latency_s, host) <= few_s
+
+            latency_s = turn(is_near, few_s, _NEAREST_S, precise=_PRECISE)
+            latency_s = latency_s if is_near(latency_s) else 0.0
+        return rate, latency_s
 
 
 def _given(pairs: list[tuple[str, object]]) -> dict[str, object]:

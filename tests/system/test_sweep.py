@@ -761,8 +761,8 @@ def test_of_a_part_the_newest_record_of_a_trial_counts_and_missing_ones_are_told
     assert cli.main(["merge", str(line.sweep), "--into", str(tmp_path / "into")]) == 0
     merged = store.Comparison.load(tmp_path / "into").results(tmp_path / "into")
     assert [record.status for record in merged] == ["timeout", "ok"]
-    told = capsys.readouterr().err
-    assert told == "2 of 4 trials of the experiment: no record in any part\n"
+    messages = capsys.readouterr().err
+    assert messages == "2 of 4 trials of the experiment: no record in any part\n"
 
 
 @pytest.mark.parametrize(

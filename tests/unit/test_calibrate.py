@@ -409,8 +409,8 @@ def test_measured_costs_count_where_they_were_measured(here):
         links_of(here, HALF, "nccl", None)
     faster = links_of(here, MEASURED, "nccl", None, lambda platform: platform)
     assert faster.note.endswith("on changed links, all costs are composed")
-    own = links_of(here, MEASURED, "horovod_gloo", None)
-    assert own.platform is not None and own.note.endswith("those of horovod_gloo are composed")
+    links = links_of(here, MEASURED, "horovod_gloo", None)
+    assert links.platform is not None and links.note.endswith("those of horovod_gloo are composed")
 
 
 def test_a_series_over_workers_keeps_the_measured_costs(here):

@@ -124,12 +124,12 @@ def test_how_many_repeats_would_decide():
 
 
 def test_repeats_to_decide_are_those_of_all_comparisons():
-    one = Difference(log_ratio=0.05, error=0.012, freedom=9, repeats=10, n=100, paired=True)
-    alone, among = compare.more_repeats(one, 1), compare.more_repeats(one, 20)
+    ten = Difference(log_ratio=0.05, error=0.012, freedom=9, repeats=10, n=100, paired=True)
+    alone, among = compare.more_repeats(ten, 1), compare.more_repeats(ten, 20)
     assert alone == 1 < among
-    later = one.with_repeats(10 + among)
+    later = ten.with_repeats(10 + among)
     assert stats.verdicts([later] * 20)[0] == "FASTER"
-    assert stats.detectable(later, 20) < math.expm1(0.05) < stats.detectable(one, 20)
+    assert stats.detectable(later, 20) < math.expm1(0.05) < stats.detectable(ten, 20)
 
 
 def test_settings_in_which_a_pair_differs_are_named():

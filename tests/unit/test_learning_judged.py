@@ -334,8 +334,8 @@ def test_a_trial_that_misses_the_target_is_not_the_first():
 
 
 def test_runs_that_miss_the_target_are_the_reason_why_nothing_is_detectable():
-    one, other = (_record(_learning_trial(name), _run(10, 10)) for name in ("ddp", "dear"))
-    records = [_target(one, 1.5, missing=1), _target(other, 1.0)]
+    slow, fast = (_record(_learning_trial(name), _run(10, 10)) for name in ("ddp", "dear"))
+    records = [_target(slow, 1.5, missing=1), _target(fast, 1.0)]
     (line,) = answers.general_remarks(summary.make_rows(records, "ddp"), records)
     assert line == "mnist_cnn, 2 workers: runs missed the target, so no difference is detectable"
 

@@ -169,24 +169,24 @@ def test_efficiency_is_relative_to_a_worker_that_waits_for_nobody():
     assert alone.profile == profile
     late = slowest(64, profile.jitter.relative_std)
     assert waiting.profile.step_s == pytest.approx(late * profile.step_s) and late > 1.3
-    found = row(trial, cluster)
-    assert found.compute_s / found.step_s < 1.02 / late
+    result = row(trial, cluster)
+    assert result.compute_s / result.step_s < 1.02 / late
 
 
 def test_faster_gpus_have_faster_memory():
     cluster, (trial,) = planned("algorithms=[ddp]")
-    one, four = (
+    usual, fast = (
         row(trial, cluster, Point(axis="compute", value=speed)).compute_s for speed in (1, 4)
     )
-    assert one == pytest.approx(4 * four, rel=1e-6)
+    assert usual == pytest.approx(4 * fast, rel=1e-6)
 
 
 def test_given_costs_have_no_network(capsys):
     given = ["predict", "--alpha-ms", "1", "--beta-ns", "1", "--json"]
     model = ["--model", TINY[0], "--batch", str(TINY[1]), "-k", "algorithm=horovod"]
     assert main([*given, *model]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["network"] is None and found["step_s"] > 0
+    (line,) = json.loads(capsys.readouterr().out)
+    assert line["network"] is None and line["step_s"] > 0
     for flag in (["--network", "10gbe"], ["--inside", "nvlink3"]):
         assert main([*given, *model, *flag]) == 2
         assert one_line(capsys.readouterr().err, f"{flag[0]}: no effect with --alpha-ms")

@@ -92,7 +92,7 @@ def test_processes_that_read_data_for_a_rank_are_its_own(monkeypatch):
 
 
 def test_the_main_thread_is_found_where_proc_has_other_pids(monkeypatch):
-    """As in a sandbox that cannot mount its own /proc."""
+    """A sandbox that cannot mount its own /proc is such a place."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert strain._name(Path("/proc/self").readlink().name) == "main"
 

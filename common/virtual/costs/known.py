@@ -31,7 +31,7 @@ class Links:
     platform: Platform | None = None
     """Wires that the costs are composed of; None: they are measured or given."""
     note: str | None = None
-    """Which costs are composed although the network has measured ones."""
+    """Sentence about costs that are composed although the network has measured ones."""
 
     def within(self, sign: int) -> CostsOf:
         """Returns the costs; with a `sign` (-1 or 1), at an end of their ranges."""
@@ -97,21 +97,31 @@ def links_of(
     if measured is None:
         return Links(costs=composed, platform=platform)
     note = f"network {profile.name}: its measured costs are of {_where(measured, shape)}; "
-    if engine in SENDERS.values() and engine != measured.engine:
-        note += f"those of {engine} are composed"
-        return Links(costs=composed, platform=platform, note=note)
-    if changed is not None:
-        note += "on changed links, all costs are composed"
-        return Links(costs=composed, platform=platform, note=note)
+    if why := _why_composed(measured, engine, shape, changed is not None, varied):
+        return Links(costs=composed, platform=platform, note=note + why)
     if not _is_measured(measured, engine, shape):
-        if varied:
-            note += "elsewhere, costs are composed"
-            return Links(costs=composed, platform=platform, note=note)
         raise UserError(
             f"network {profile.name}: its costs are of {_where(measured, shape)}, but this is "
             f"{engine} with {_ranks(shape.ranks, shape.ranks_per_host)}; calibrate there, or use a "
             "network without measured costs"
         )
+    return _measured_links(measured, shape, composed, note)
+
+
+def _why_composed(
+    measured: NetworkCosts, engine: str, shape: Shape, changed: bool, varied: bool
+) -> str | None:
+    """Returns which costs are composed if none of the measured ones count; None: some count."""
+    if engine in SENDERS.values() and engine != measured.engine:
+        return f"those of {engine} are composed"
+    if changed:
+        return "on changed links, all costs are composed"
+    if varied and not _is_measured(measured, engine, shape):
+        return "elsewhere, costs are composed"
+    return None
+
+
+def _measured_links(measured: NetworkCosts, shape: Shape, composed: CostsOf, note: str) -> Links:
     known = measured.collective_costs()
 
     def costs(hosts: int, local: int) -> Mapping[str, Cost]:

@@ -208,10 +208,11 @@ class Experiment:
                 others = self.learn.batch_sizes if self.learn is not None else None
                 for size in (batch_size, *(others or ())):
                     dtype = profile_of(choice.name, size, choice.sentence_len).dtype
-                    if not dtype.startswith(self.dtype):
+                    # Mixed precision computes in 16 bits, and sends gradients in 32.
+                    if self.dtype != "float32" and not dtype.startswith(self.dtype):
                         raise UserError(
-                            f"dtype: {choice.name} is replayed with times of {dtype}; use dtype: "
-                            f"{dtype.partition(' ')[0]}"
+                            f"dtype: {choice.name} is replayed with times of {dtype}, however "
+                            "wide its gradients are; use dtype: float32"
                         )
 
     def _check_launch(self) -> None:

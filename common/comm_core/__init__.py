@@ -68,9 +68,14 @@ Times = _core.Times
 MismatchError = _core.MismatchError
 
 
-def _rendezvous_host() -> str:
-    # Empty if all ranks are on this host: they connect over loopback.
-    host = os.environ.get("MASTER_ADDR", "")
+def _rendezvous_host(store: dist.Store) -> str:
+    # Empty if all ranks are on this host: they connect over loopback. The host of the store counts
+    # before MASTER_ADDR: it is that of `init_method`.
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, given = getattr(store, "host", ""), os.environ.get("MASTER_ADDR", "")
+    if not host or host in ("localhost", "0.0.0.0", "::") or host.startswith("127."):
+        host = given or host
     local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"))
     world = os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE"))
     return "" if local is not None and local == world else host
@@ -82,7 +87,7 @@ def _create(options: _DistributedBackendOptions, _backend_options: object) -> _c
         rank=options.group_rank,
         size=options.group_size,
         name=options.group_id or "default",
-        towards=_rendezvous_host(),
+        towards=_rendezvous_host(options.store),
         timeout_s=options.timeout.total_seconds(),
     )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))

@@ -268,14 +268,14 @@ def call_roll(store: stores.Store, facts: RankFacts, timeout_s: float) -> None:
     times = store.add(f"rank{facts.rank}", 1)
     store.set(f"who{facts.rank}.{times}", f"{socket.gethostname()} process {os.getpid()}")
     if times > 1:
-        store.set(_VERDICT, json.dumps(_twice(store, facts)))
+        _judge(store, _twice(store, facts))
     elif store.add("present", 1) == facts.world_size:
-        store.set(_VERDICT, json.dumps(None))
+        _judge(store, None)
     try:
         try:
             store.wait([_VERDICT], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            store.set(_VERDICT, json.dumps(_missing(store, facts, timeout_s)))
+            _judge(store, _missing(store, facts, timeout_s))
         verdict = json.loads(store.get(_VERDICT))
         if verdict is not None:
             _let_the_others_read(store, facts)
@@ -286,6 +286,11 @@ def call_roll(store: stores.Store, facts: RankFacts, timeout_s: float) -> None:
         ) from None
     if verdict is not None:
         raise UserError(verdict)
+
+
+def _judge(store: stores.Store, verdict: str | None) -> None:
+    # The first verdict counts: a rank that has read one must not be left alone by another one.
+    store.compare_set(_VERDICT, "", json.dumps(verdict))
 
 
 def _twice(store: stores.Store, facts: RankFacts) -> str:

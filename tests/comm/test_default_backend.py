@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,28 @@ print(runtime.communicator().backend)
     env = {**os.environ, "DEAR_STORE": str(tmp_path / "store"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "gloo", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "wanted"),
+    [
+        ("192.0.2.2", "", "192.0.2.2"),
+        ("192.0.2.2", "192.0.2.9", "192.0.2.2"),
+        ("localhost", "192.0.2.9", "192.0.2.9"),
+        ("127.0.0.1", "", "127.0.0.1"),
+        (None, "192.0.2.9", "192.0.2.9"),
+        (None, "", ""),
+    ],
+)
+def test_ranks_listen_towards_the_host_of_their_store(monkeypatch, host, given, wanted):
+    """`init_method="tcp://HOST:PORT"` sets no variable."""
+    comm_core = pytest.importorskip("comm_core")
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv("MASTER_ADDR", given)
+    store = SimpleNamespace() if host is None else SimpleNamespace(host=host)
+    assert comm_core._rendezvous_host(SimpleNamespace(underlying_store=store)) == wanted
 
 
 def test_a_missing_comm_core_names_the_command_that_builds_it(monkeypatch):

@@ -52,6 +52,18 @@ def test_a_full_roll_passes_and_another_is_told_to_all():
         assert "MASTER_ADDR" in message
 
 
+def test_the_first_verdict_counts(monkeypatch):
+    """The last rank may come just when another one has given up on it."""
+    store = dist.HashStore()
+
+    def comes_late(*_) -> str:
+        call_roll(store, facts(1, 2), 60.0)
+        return "rank 1 did not come"
+
+    monkeypatch.setattr(rendezvous, "_missing", comes_late)
+    call_roll(store, facts(0, 2), 0.1)  # both have joined
+
+
 @pytest.fixture
 def port(monkeypatch) -> int:
     """A free port of this machine, set as MASTER_PORT."""

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
+#include <chrono>
 #include <mutex>
 
 #include "base/clock.h"
@@ -17,12 +18,16 @@ using c10d::OpType;
 // Adapts torch's store to the core's interface.
 class TorchStore : public Store {
  public:
-  explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  // Waits for keys for `timeout_s`, as the group's operations do, and not for the store's own
+  // limit.
+  TorchStore(c10::intrusive_ptr<c10d::Store> store, double timeout_s)
+      : store_(std::move(store)), timeout_(int64_t(1e3 * timeout_s)) {}
   void set(const std::string& key, const std::string& value) override {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
   }
   std::string get(const std::string& key) override {
     try {
+      store_->wait({key}, timeout_);
       const std::vector<uint8_t> value = store_->get(key);
       return std::string(value.begin(), value.end());
     } catch (const c10::DistStoreError& error) {
@@ -34,6 +39,7 @@ class TorchStore : public Store {
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
+  const std::chrono::milliseconds timeout_;
 };
 
 OpKind kind_of(const std::string& operation) {
@@ -120,7 +126,7 @@ CoreBackend::CoreBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          const std::string& name, const std::string& towards, double timeout_s)
     : Backend(rank, size) {
   try {
-    TorchStore notes(store);
+    TorchStore notes(store, timeout_s);
     group_ =
         Group::create(engine_for(notes, rank, size), notes, rank, size, name, towards, timeout_s);
   } catch (const CommError&) {
@@ -178,6 +184,7 @@ WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseco
     title = type == OpType::RECVANYSOURCE ? "recvAnySource" : name(spec.kind);
     title.insert(0, "comm_core:");
   }
+  call.separate(spec, rank_);
   call.prepare(spec);
   TORCH_CHECK_TYPE(!reduces(spec.kind) || supports(spec.dtype, ReduceOp::sum), name(spec.kind),
                    ": comm_core cannot reduce ", call.shown().front().scalar_type(),

@@ -5,12 +5,21 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "engine/stage.h"
 #include "shm/buffers.h"
 
 namespace comm_core {
 
 namespace {
+
+// Returns whether the tensor's memory holds its values in order. Conjugate and negative views do
+// not: torch computes their values when it reads them.
+bool plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
 
 // Hides copies of tensors from autograd.
 struct NoAutograd {
@@ -112,7 +121,8 @@ void Tensors::check(const at::Tensor& tensor) {
 at::Tensor Tensors::host_copy(const at::Tensor& tensor, bool with_values) {
   const NoAutograd guard;
   if (!stream_) {
-    return with_values ? tensor.contiguous() : at::empty(tensor.sizes(), tensor.options());
+    if (with_values) return tensor.resolve_conj().resolve_neg().contiguous();
+    return at::empty(tensor.sizes(), tensor.options());
   }
   at::Tensor host =
       at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
@@ -128,7 +138,7 @@ at::Tensor Tensors::host_copy(const at::Tensor& tensor, bool with_values) {
 
 ConstSpan Tensors::input(const at::Tensor& tensor) {
   check(tensor);
-  const bool direct = !stream_ && tensor.is_contiguous();
+  const bool direct = !stream_ && plain(tensor);
   const at::Tensor memory = direct ? tensor : host_copy(tensor, true);
   kept_->tensors.push_back(memory);
   read_.push_back(memory);
@@ -137,7 +147,7 @@ ConstSpan Tensors::input(const at::Tensor& tensor) {
 
 Span Tensors::output(const at::Tensor& tensor, bool keeps) {
   check(tensor);
-  const bool direct = !stream_ && tensor.is_contiguous();
+  const bool direct = !stream_ && plain(tensor);
   TORCH_CHECK_VALUE(direct || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, what_,
                     ": several elements of an output, such as an expanded tensor, share memory");
   const at::Tensor memory = direct ? tensor : host_copy(tensor, keeps);
@@ -153,6 +163,37 @@ std::vector<ConstSpan> Tensors::input_blocks(const at::Tensor& tensor, int n) {
 
 std::vector<Span> Tensors::output_blocks(const at::Tensor& tensor, int n) {
   return equal_parts(output(tensor), size_t(n));
+}
+
+void Tensors::separate(OpSpec& spec, int rank) {
+  if (stream_ || spec.inputs.empty() || spec.outputs.empty()) return;  // device tensors are copied
+  const char *first = spec.outputs[0].data, *last = first;
+  for (const Span& out : spec.outputs) {
+    first = std::min<const char*>(first, out.data);
+    last = std::max<const char*>(last, out.data + out.bytes);
+  }
+  const auto in_place = [&](size_t i, size_t o) {
+    if (spec.inputs[i].data != spec.outputs[o].data ||
+        spec.inputs[i].bytes != spec.outputs[o].bytes)
+      return false;
+    const bool one_of_each = spec.kind == OpKind::all_reduce || spec.kind == OpKind::reduce;
+    return one_of_each || (spec.kind == OpKind::reduce_scatter && i == size_t(rank)) ||
+           (spec.kind == OpKind::all_gather && o == size_t(rank));
+  };
+  for (size_t i = 0; i < spec.inputs.size(); ++i) {
+    const ConstSpan in = spec.inputs[i];
+    if (in.bytes == 0 || in.data >= last || in.data + in.bytes <= first) continue;
+    for (size_t o = 0; o < spec.outputs.size(); ++o) {
+      const Span& out = spec.outputs[o];
+      const bool apart = in.data >= out.data + out.bytes || in.data + in.bytes <= out.data;
+      if (apart || in_place(i, o)) continue;
+      const at::Tensor copy = at::empty({int64_t(in.bytes)}, at::kByte);
+      std::memcpy(copy.mutable_data_ptr(), in.data, in.bytes);
+      kept_->tensors.push_back(copy);
+      spec.inputs[i] = {static_cast<const char*>(copy.const_data_ptr()), in.bytes};
+      break;
+    }
+  }
 }
 
 DType Tensors::dtype() const { return type_ ? dtype_of(kept_->tensors.front(), what_) : DType::u8; }

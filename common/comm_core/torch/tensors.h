@@ -39,6 +39,10 @@ class Tensors {
   std::vector<ConstSpan> input_blocks(const at::Tensor& tensor, int n);
   std::vector<Span> output_blocks(const at::Tensor& tensor, int n);
 
+  // Lets the operation read a copy of each input that an output overlaps, other than in place: it
+  // writes outputs in any order.
+  void separate(OpSpec& spec, int rank);
+
   DType dtype() const;
   // The tensors for the profiler: those that the operation reads; if none, those that it writes.
   std::vector<at::Tensor> shown() const;

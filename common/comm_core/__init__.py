@@ -68,7 +68,7 @@ Times = _core.Times
 MismatchError = _core.MismatchError
 
 
-def _rendezvous_host(store: dist.Store) -> str:
+def _rendezvous_host(store: object) -> str:
     # Empty if all ranks are on this host: they connect over loopback. The host of the store counts
     # before MASTER_ADDR: it is that of `init_method`.
     while hasattr(store, "underlying_store"):

@@ -123,7 +123,7 @@ class DecentralizedDataParallel(Module):
         self._graph = job.weighed(graph, runtime.size(), weighted)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._engine is None and self.training and torch.is_grad_enabled():
+        if self._engine is None and torch.is_grad_enabled():
             self._begin()
         return self._model(*args, **kwargs)
 

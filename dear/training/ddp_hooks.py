@@ -39,9 +39,11 @@ class Passes:
         self._reducer = reducer
         self._armed = self._running = self._averaged = self._unsent = False
         self._last: tuple[torch.Tensor, int] | None = None
-        self._nodes = [self._node(param) for param in self._params]
-        self._versions = self._now()
-        """Version counters after the last step; another counter means that the script wrote."""
+        self._nodes = {param: self._node(param) for param in params}
+        """Nodes of the graph that have DDP's hooks."""
+        self._strides = {param: param.stride() for param in params}
+        self._moved: torch.nn.Parameter | None = None
+        """Parameter whose gradient DDP did not see in this pass, or averages wrongly."""
         hooks.on_gradient(params, self._accumulated)
 
     def close(self) -> None:
@@ -51,32 +53,17 @@ class Passes:
     def arm(self) -> None:
         """Notes a forward pass of the model, after which DDP averages one backward pass."""
         self._armed, self._running = True, False
-        self._refuse_unhooked()
-
-    def _now(self) -> list[int]:
-        return [param._version for param in self._params]
 
     @staticmethod
     def _node(param: torch.Tensor) -> torch.autograd.graph.Node:
         with torch.enable_grad():
             return torch.autograd.graph.get_gradient_edge(param).node
 
-    def _refuse_unhooked(self) -> None:
-        """Raises `UserError` if a parameter lost DDP's hook, e.g. by `set_()` or `resize_()`."""
-        now = self._now()
-        if now == self._versions:
-            return
-        self._versions = now
-        for param, node in zip(self._params, self._nodes, strict=True):
-            if self._node(param) is not node:
-                raise UserError(
-                    "ddp no longer sees the gradients of a parameter of shape "
-                    f"{tuple(param.shape)}, because set_() was called on it, as "
-                    "register_parametrization does; close() the optimizer and wrap again, or use "
-                    "another algorithm, such as allreduce"
-                )
-
-    def _accumulated(self, param: torch.Tensor) -> None:
+    def _accumulated(self, param: torch.nn.Parameter) -> None:
+        # `.to()` and `set_()` give a parameter another node. DDP takes other strides for its own.
+        node = torch._C._current_autograd_node()
+        if node is not self._nodes[param] or param.stride() != self._strides[param]:
+            self._moved = param
         if self._running:
             return
         self._running = True
@@ -88,6 +75,14 @@ class Passes:
 
     def _ended(self) -> None:
         self._running = False
+        param, self._moved = self._moved, None
+        if param is not None:
+            raise UserError(
+                f"ddp no longer averages the gradient of a parameter of shape {tuple(param.shape)},"
+                " because the model was moved or converted by .to() or the like, or because set_() "
+                "was called on the parameter, as register_parametrization does; close() the "
+                "optimizer before, and wrap again, or use another algorithm, such as allreduce"
+            )
 
     def unfinished(self) -> bool:
         """Returns True if a pass left out some parameters, so that the reducer waits for them."""
@@ -103,8 +98,6 @@ class Passes:
         Args:
             stepping: True if the optimizer is about to use the gradients.
         """
-        if stepping:
-            self._refuse_unhooked()
         alone = self._unsent
         if stepping and not self._averaged:
             alone = alone or not self._same()
@@ -118,7 +111,6 @@ class Passes:
     def stepped(self) -> None:
         """Notes the gradients at the end of a step; another step may use the same gradients."""
         self._averaged, self._last = False, self._smallest()
-        self._versions = self._now()
 
     def _same(self) -> bool:
         last, now = self._last, self._smallest()

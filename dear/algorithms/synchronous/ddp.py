@@ -23,11 +23,13 @@ from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.ddp_hooks import BucketPayloads, Passes, PowerSgd
 from dear.training.engine import (
+    TAKES_SCALE,
     Closure,
     ClosureUpdate,
     Engine,
     Replica,
     Update,
+    held,
     step_after_closure,
 )
 from dear.training.gradients import gradient_of, refuse_graph
@@ -177,11 +179,12 @@ class _DdpEngine(Engine[Ddp.Options]):
             with self._whole_passes(), self._same_passes():
                 if not trains and communicator.size > 1 and ddp.will_sync_module_buffers():
                     # A rank that evaluates alone must not exchange buffers with ranks that train.
+                    # In eval mode, too, a model may be trained: all ranks then meet here.
                     communicator.barrier()
                 return ddp._pre_forward(*args, **kwargs)
 
         def after_forward(output: object) -> object:
-            if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
                 self._passes.arm()
                 self._learning = False
                 self._watch(output)
@@ -288,6 +291,8 @@ class _DdpEngine(Engine[Ddp.Options]):
     def close(self) -> None:
         super().close()
         self.optimizer.state.update(self.whole_state())
+        if self._zero is not None:
+            self._zero.close()
         self._zero = None
         # The reducer takes out its autograd hooks when it is destroyed.
         self._passes.close()
@@ -319,7 +324,7 @@ class ZeroUpdate:
     """Updates of ZeRO-1: each rank updates some parameters, holds their state, and sends results.
 
     Each step uses the current hyper-parameters of the script's optimizer. The optimizer's own
-    `state` is empty meanwhile; `whole_state` collects it.
+    `state` holds this rank's part meanwhile; `whole_state` collects all parts.
 
     Args:
         optimizer: the script's optimizer, before `distribute` changes its class.
@@ -350,6 +355,7 @@ class ZeroUpdate:
                         "among the ranks; keep it in `state` or `param_groups`, or use zero=False"
                     )
         self._loaded: dict[torch.Tensor, dict[str, object]] | None = None
+        self._params = held(optimizer)
         try:
             self._zero = ZeroRedundancyOptimizer(
                 [dict(group) for group in optimizer.param_groups],
@@ -362,6 +368,15 @@ class ZeroUpdate:
                 f"optimizer: {error}"
             ) from None
         self.take_state()
+        # A scaler gives its scale to the script's optimizer, which does not update. So it must
+        # unscale gradients and skip steps itself.
+        self._takes_scale = getattr(optimizer, TAKES_SCALE, False)
+        for each in (optimizer, self._zero.optim):
+            vars(each)[TAKES_SCALE] = False
+
+    def close(self) -> None:
+        """Restores what the optimizer declared before."""
+        vars(self._optimizer)[TAKES_SCALE] = self._takes_scale
 
     def _local(self, groups: Sequence[dict[str, object]], **_: object) -> torch.optim.Optimizer:
         """Returns an optimizer of the same class, without a call of its constructor."""
@@ -380,6 +395,13 @@ class ZeroUpdate:
 
     def _step(self) -> object:
         ours, given = self._zero.param_groups, self._optimizer.param_groups
+        if _members(self._zero) != _members(self._optimizer):
+            raise UserError(
+                "ddp option 'zero': parameters were moved between groups, or taken out of one, "
+                "after the optimizer was distributed; close() it, change its groups, and wrap it "
+                "again"
+            )
+        self._zero.optim.state = self._optimizer.state  # the script may have reset it
         _copy_settings(given, ours)
         self._copy_attributes(self._optimizer, self._zero.optim)
         self._loaded = None
@@ -398,24 +420,26 @@ class ZeroUpdate:
         """Takes this rank's part of the optimizer's whole state. Keeps the rest until a step: if
         only this rank has loaded the state, it may broadcast it next."""
         mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
-        whole = self._optimizer.state
-        self._zero.optim.state.clear()
-        self._zero.optim.state.update({p: state for p, state in whole.items() if p in mine})
-        self._loaded = dict(whole)
-        whole.clear()
+        self._loaded = dict(self._optimizer.state)
+        part = {param: state for param, state in self._loaded.items() if param in mine}
+        self._optimizer.state = self._zero.optim.state = defaultdict(dict, part)
 
     def whole_state(self) -> dict[torch.Tensor, dict[str, object]]:
         """Returns the state of all ranks; a collective call."""
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        params = self._params
         place = {param: i for i, param in enumerate(params)}
         mine = {place[param]: state for param, state in self._zero.optim.state.items() if state}
-        result = {}
+        result: dict[torch.Tensor, dict[str, object]] = {}
         for part in self._communicator.gather_objects(mine):
             for index, state in part.items():
                 result[params[index]] = {
                     key: beside(value, params[index]) for key, value in state.items()
                 }
         return result if self._loaded is None else self._loaded
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _copy_settings(source: Sequence[dict[str, object]], to: Sequence[dict[str, object]]) -> None:

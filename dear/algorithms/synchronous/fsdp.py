@@ -17,8 +17,8 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Replica, Update, held, step_after_closure
-from dear.training.gradients import in_parts
+from dear.training.engine import Replica, Update, held, in_parts, step_after_closure
+from dear.training.hooks import refuse_later_hooks
 from dear.training.sharding.model import ShardedModel
 from dear.training.sharding.tensors import full, shard
 
@@ -76,6 +76,11 @@ class Fsdp(Algorithm["Fsdp.Options"]):
 
     def refuse(self, replica: Replica[Options]) -> None:
         optimizer = replica.optimizer
+        if any(_sparse(module, replica.params) for module in replica.model.modules()):
+            raise UserError(
+                "fsdp cannot send the sparse gradients of an embedding; build it with sparse=False,"
+                " or use algorithm='dadt'"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UserError(
                 "fsdp cannot train with LBFGS, which joins all parameters; use "
@@ -117,15 +122,16 @@ class _FsdpEngine(AveragingEngine):
         self.resume({})
         self._sharded.meet()
         self._paused = False
-        self._unsent = False
         self._fresh = False
         """True if there may be gradients that no step has used."""
         self.hooks.before_forward([self.model], self._before_forward)
-        self.hooks.around_forward(self.model, lambda args, kwargs: None, _refuse_second_derivatives)
+        self.hooks.around_forward(self.model, lambda args, kwargs: None, self._after_forward)
         owners = {module for module in self.model.modules() if module._parameters}
         self.hooks.before_forward(owners, _refuse_parts, last=True)
 
     def step(self, update: Update) -> object:
+        with torch._C.DisableTorchFunctionSubclass():
+            refuse_later_hooks(self._sharded.of.values())  # parts have no gradient in the pass
         self._send_unsent()
         self._sharded.refuse_written()
         self._sharded.reshard()  # an evaluation may have left whole parameters behind
@@ -184,12 +190,11 @@ class _FsdpEngine(AveragingEngine):
         self._sharded.root.set_reshard_after_backward(allowed)
 
     def forget(self) -> None:
-        if self._unsent:
-            self._sharded.drop_unsent()
-            self._unsent = False
+        self._sharded.drop_unsent()
         super().forget()
 
     def close(self) -> None:
+        self._fresh = True  # or parts would be gathered that `release` gathers in another way
         super().close()
         state = self.whole_state()
         self._sharded.release()
@@ -201,19 +206,32 @@ class _FsdpEngine(AveragingEngine):
         self.optimizer.state.update({plain.get(param, param): s for param, s in state.items()})
 
     def _before_forward(self, module: torch.nn.Module) -> None:
-        self._sharded.refuse_half_sent()
+        self._sharded.refuse_pass()
         self._sharded.meet()
         if self._sharded.whole:
             self._sharded.reshard()
-        if module.training and torch.is_grad_enabled():
-            self._fresh = True
-            # A pass that is sent includes the gradients accumulated before.
-            self._unsent = self._paused
+
+    def _after_forward(self, output: object) -> None:
+        """Watches for a backward pass; a model in eval mode may be trained, too."""
+        from torch.utils._pytree import tree_leaves
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._passing)
+
+    def _passing(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise UserError(
+                "fsdp cannot differentiate twice (create_graph=True): the graph would hold whole "
+                "parameters that are freed; use algorithm='dear' or 'allreduce'"
+            )
+        self._fresh = True
 
     def _send_unsent(self) -> None:
-        if self._unsent:
-            self._unsent = False
+        if self._sharded.has_unsent():
+            self._let_sync(True)  # also in a step under `no_sync()`
             self._sharded.send_unsent()
+            self._let_sync(not self._paused)
 
     def _point_to(self, other: Mapping[torch.Tensor, torch.Tensor]) -> None:
         for group in self.optimizer.param_groups:
@@ -254,20 +272,10 @@ def _agree_on_state(replica: Replica[Fsdp.Options]) -> None:
             )
 
 
-def _refuse_second_derivatives(output: object) -> None:
-    """Makes a backward pass raise `UserError` if it builds a graph (`create_graph=True`)."""
-    from torch.utils._pytree import tree_leaves
-
-    def refuse(gradient: torch.Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise UserError(
-                "fsdp cannot differentiate twice (create_graph=True): the graph would hold whole "
-                "parameters that are freed; use algorithm='dear' or 'allreduce'"
-            )
-
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(refuse)
+def _sparse(module: torch.nn.Module, trained: Sequence[torch.nn.Parameter]) -> bool:
+    """Returns True for an embedding whose gradient is sparse."""
+    weight = getattr(module, "weight", None)
+    return getattr(module, "sparse", False) is True and any(weight is param for param in trained)
 
 
 def _refuse_parts(module: torch.nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -10,7 +10,7 @@ from dear.comm.backends import mismatch_errors
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.gradients import in_parts
+from dear.training.engine import in_parts
 from dear.training.inflight import InFlight
 from dear.training.sharding.tensors import Parts, Together, full, shard
 from dear.training.sharding.units import blocks_of, places_of, registered, shardable, units_of
@@ -45,6 +45,8 @@ class ShardedModel:
     """True while the model has whole parameters."""
     loaded = False
     """True if this rank has loaded state, but has not yet seen that all other ranks have, too."""
+    moved = False
+    """True if parameters may have another type or device than when they were sharded."""
     _memory: Mapping[Place, torch.Tensor] = {}
     """Memory of the whole parameters."""
     _versions: Sequence[int] = ()
@@ -71,6 +73,7 @@ class ShardedModel:
         self._before = [_Traces(module) for module in self._modules]
         places = places_of(model)
         able = shardable(places, set(params))
+        self._kind = next(((param.dtype, param.device) for param in able), None)
         self.rest = [param for param in params if param not in able]
         """Trained parameters that are not sharded."""
         for work in [communicator.broadcast(param.data, root=0) for param in able]:
@@ -97,6 +100,8 @@ class ShardedModel:
             )
         ]
         self.gather()  # torch registers the rest of its hooks, which `release` must know
+        for param, (module, name) in {param: (m, name) for m, name, param in self._places}.items():
+            _copy_hooks(param, registered(module, name))
         self.reshard()
         self._after = [_Traces(module) for module in self._modules]
 
@@ -151,7 +156,11 @@ class ShardedModel:
             plain.data = plain.data.new_empty(0)
         self._empty.launch(self.of)
         for module in self._modules:
-            vars(module).update(__deepcopy__=_refuse_copy, __reduce_ex__=_refuse_copy)
+            vars(module).update(
+                __deepcopy__=_refuse_copy,
+                __reduce_ex__=_refuse_copy,
+                _apply=partial(_convert, self, module),
+            )
 
     def units(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """Returns the bytes and the current parameters of each unit that torch sends together."""
@@ -210,8 +219,9 @@ class ShardedModel:
         self.meet()
         self.reshard()
 
-    def refuse_half_sent(self) -> None:
-        """Raises `UserError` if the last backward pass ended with an error."""
+    def refuse_pass(self) -> None:
+        """Raises `UserError` if the last backward pass ended with an error, or if parameters have
+        got another type or device since they were sharded."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         passing = TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
@@ -220,6 +230,12 @@ class ShardedModel:
                 "fsdp: the last backward pass ended with an error, after parts of its gradients "
                 "were averaged; resume from a checkpoint, or use algorithm='dear'"
             )
+
+        if self.moved:
+            with torch._C.DisableTorchFunctionSubclass():
+                if any((part.dtype, part.device) != self._kind for part in self.of.values()):
+                    raise UserError(_MOVED)
+            self.moved = False
 
     def refuse_written(self) -> None:
         """Raises `UserError` if a pass has written to whole parameters, which torch discards."""
@@ -237,6 +253,15 @@ class ShardedModel:
             for param in group.fsdp_params
             if hasattr(param, "_unsharded_param")
         ]
+
+    def has_unsent(self) -> bool:
+        """Returns True if gradients were accumulated without being sent."""
+        return any(
+            param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+            for group in self._groups()
+            for param in group.fsdp_params
+        )
 
     def drop_unsent(self) -> None:
         """Forgets gradients that were accumulated without being sent."""
@@ -307,6 +332,44 @@ def _refuse_empty() -> NoReturn:
         "close(); take parameters from model.parameters(), after synchronize() if they must be "
         "whole"
     )
+
+
+_MOVED = (
+    "fsdp: torch cannot train a sharded model that was moved or converted; close() the optimizer "
+    "before, and wrap again"
+)
+
+
+def _copy_hooks(param: torch.nn.Parameter, whole: torch.nn.Parameter) -> None:
+    """Lets gradient hooks of the script's parameter run on gradients of the whole one of torch."""
+    for hook in (param._backward_hooks or {}).values():
+        whole.register_hook(hook)
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        whole.register_post_accumulate_grad_hook(hook)
+
+
+def _convert(
+    sharded: ShardedModel,
+    module: torch.nn.Module,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    *args: object,
+    **options: object,
+) -> torch.nn.Module:
+    """Replaces `module._apply`, which `module.to()` and the like call."""
+    if sharded.whole:
+        sharded.reshard()
+    for param in module._parameters.values():
+        if in_parts(param):
+            # Torch raises an error for another memory format, but not on a rank without elements.
+            like = torch.empty([2] * param.dim(), dtype=param.dtype, device=param.device)
+            if not change(like).is_contiguous():
+                raise UserError(_MOVED)
+    sharded.moved = True
+    apply: Callable[..., torch.nn.Module] = type(module)._apply
+    try:
+        return apply(module, change, *args, **options)
+    except RuntimeError as error:
+        raise UserError(f"{_MOVED} ({error})") from None
 
 
 def _refuse_copy(*_: object) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, SupportsIndex, TypeVar
 from dear.comm.backends import mismatch_errors
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.gradients import in_parts
+from dear.training.engine import in_parts
 from dear.training.inflight import InFlight, Mixin, as_plain
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from dear.comm import runtime
 from dear.errors import UserError
 from dear.options import positive
 from dear.training.algorithm import algorithm_class, algorithm_options
-from dear.training.engine import Distributed
-from dear.training.gradients import gradient_of, in_parts
+from dear.training.engine import Distributed, in_parts
+from dear.training.gradients import gradient_of
 from dear.training.hooks import Hooks
 
 
@@ -110,12 +110,20 @@ def broadcast_parameters(
             different orders and memory formats. Sharded parameters (of `fsdp`) stay as they are.
 
     Raises:
-        UserError: on all ranks, if a rank lacks a name or has another shape or dtype for it.
+        UserError: on all ranks, if a rank lacks a name or has another shape or dtype for it; or a
+            tensor has gaps in its memory.
     """
     communicator = runtime.communicator()
     items = params.items() if isinstance(params, Mapping) else params
     named = [(name, value) for name, value in items if torch.is_tensor(value)]
     named = [(name, value) for name, value in named if not in_parts(value)]
+    for name, value in named:
+        if value.layout is torch.strided and not torch.ops.aten.is_non_overlapping_and_dense(value):
+            raise UserError(
+                f"broadcast_parameters: {name!r} (shape {tuple(value.shape)}, strides "
+                f"{value.stride()}) is a view with gaps in memory; replace it by its contiguous() "
+                "copy before you make the optimizer"
+            )
     everyone = tables(described(named), communicator)
     with torch.no_grad():
         if everyone:

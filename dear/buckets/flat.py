@@ -19,6 +19,8 @@ ALIGNMENT_BYTES = 64
 B = TypeVar("B", bound="Bucket")
 T = TypeVar("T")
 Kind: TypeAlias = "tuple[torch.dtype, torch.device]"
+Form: TypeAlias = "tuple[torch.Size, tuple[int, ...]]"
+"""Shape and strides of a tensor without gaps."""
 Gradients: TypeAlias = "Mapping[torch.nn.Parameter, torch.Tensor | None]"
 """Parameters and their gradients; None for those without."""
 
@@ -104,8 +106,9 @@ class Watch:
 class Bucket(Watch):
     """Parameters that travel together, with flat memory for their values, gradients, or both.
 
-    Values and gradients have the same order, and each parameter keeps its memory order. So a
-    collective moves a bucket as one tensor, and an optimizer sees each parameter as a tensor.
+    Values and gradients have the same order, and each parameter keeps the memory order that it has
+    when the bucket is made. So a collective moves a bucket as one tensor, and an optimizer sees
+    each parameter as a tensor.
     A bucket may also have no flat memory. Its parameters may then differ in dtype and device, and
     the bucket only detects changes of their gradients.
 
@@ -145,6 +148,9 @@ class Bucket(Watch):
         self.params = list(params)
         self.place = {param: i for i, param in enumerate(params)}
         *self.offsets, self.numel = accumulate((p.numel() for p in params), initial=0)
+        # State may lie in these forms after the script has changed those of the parameters.
+        self._forms = [_form(param) for param in params]
+        self._strides = [param.stride() for param in params]
         self.pieces: list[torch.Tensor] = []
         """Views of `values`: one per parameter, in its shape."""
         self._spare_pieces: list[torch.Tensor] = []
@@ -171,9 +177,10 @@ class Bucket(Watch):
                 self.adopt()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns one view of `flat` per parameter, in its shape and at its place in the bucket."""
-        pairs = zip(self.offsets, self.params, strict=True)
-        return [shaped(flat, offset, param) for offset, param in pairs]
+        """Returns one view of `flat` per parameter, in its form and at its place in the bucket."""
+        flat = flat.detach()
+        triples = zip(self.offsets, self.params, self._forms, strict=True)
+        return [flat[at : at + p.numel()].as_strided(*form) for at, p, form in triples]
 
     def adopt(self) -> None:
         """Makes the existing gradients views of the bucket."""
@@ -181,7 +188,19 @@ class Bucket(Watch):
             adopt(param, view)
 
     def pack(self, divisor: int = 1) -> None:
-        """Copies the gradients in, divided by `divisor`; a missing gradient counts as zeros."""
+        """Copies the gradients in, divided by `divisor`; a missing gradient counts as zeros.
+
+        Raises:
+            UserError: a parameter has got another type or device.
+        """
+        kind = _kind(self.gradients)
+        for param in self.params:
+            if _kind(param) != kind:
+                raise UserError(
+                    f"a parameter of shape {tuple(param.shape)} was {kind[0]} on {kind[1]} when "
+                    f"the optimizer was distributed, but is {param.dtype} on {param.device} now; "
+                    "close() the optimizer before you move the model, and wrap again"
+                )
         self.copy_gradients(self.gradient_views, divisor)
         has = [param.grad is not None for param in self.params]
         self._all_present = all(has)
@@ -203,12 +222,22 @@ class Bucket(Watch):
                 torch.div(gradient, divisor, out=view)
 
     def means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
-        """Returns the mean gradients after the collective; None for those that no rank has."""
-        if self._all_present:  # no mark can be 0, so the marks need not be copied from the device
-            return dict(zip(self.params, self.gradient_views, strict=True))
-        marks: list[float] = self.marks.abs().tolist()
-        triples = zip(self.params, self.gradient_views, marks, strict=True)
-        return {param: view if mark > 0 else None for param, view, mark in triples}
+        """Returns the mean gradients after the collective; None for those that no rank has.
+
+        They are views of the bucket, or copies if parameters have another memory order now: some
+        optimizers read both as they lie.
+        """
+        means: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        for param, view, strides in zip(
+            self.params, self.gradient_views, self._strides, strict=True
+        ):
+            # `module.to(...)` gives gradients other memory, so they must be other objects.
+            same = param.stride() == strides
+            means[param] = view.detach() if same else torch.empty_like(param).copy_(view)
+        if not self._all_present:  # else no mark is 0, and none is copied from the device
+            marks: list[float] = self.marks.abs().tolist()
+            means.update({p: None for p, m in zip(self.params, marks, strict=True) if not m > 0})
+        return means
 
     def reclaim(self) -> bool:
         """Makes parameters views of this bucket again; returns False if they no longer fit.
@@ -218,7 +247,9 @@ class Bucket(Watch):
         if _pointers(self.gradient_views) != self._gradient_pointers:
             return False
         if not self.pieces:
-            return all(_kind(param) == _kind(self.gradients) for param in self.params)
+            kind = _kind(self.gradients)
+            pairs = zip(self.params, self._strides, strict=True)
+            return all(_kind(p) == kind and p.stride() == strides for p, strides in pairs)
         if self._viewed and _pointers(self.params) == self._pointers:
             return True
         for param, piece in zip(self.params, self.pieces, strict=True):
@@ -294,14 +325,15 @@ def adopt(param: torch.nn.Parameter, view: torch.Tensor) -> None:
 
 
 def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns the piece of `flat` from `offset` on, in the shape and memory order of `like`.
+    """Returns the piece of `flat` from `offset` on, in the form of `like`."""
+    return flat.detach()[offset : offset + like.numel()].as_strided(*_form(like))
 
-    A `like` that is not dense gets a contiguous view.
-    """
-    piece = flat.detach()[offset : offset + like.numel()]
-    if torch.ops.aten.is_non_overlapping_and_dense(like):
-        return piece.as_strided(like.shape, like.stride())
-    return piece.view(like.shape)
+
+def _form(tensor: torch.Tensor) -> Form:
+    """Returns shape and strides; of a tensor with gaps, the strides of a contiguous one."""
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.shape, tensor.stride()
+    return tensor.shape, torch.empty(tensor.shape, device="meta").stride()
 
 
 def with_gradients(gradients: Gradients, update: Callable[[], T]) -> T:

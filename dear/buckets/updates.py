@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from dear.buckets.flat import shaped, with_gradients
 from dear.buckets.halves import AllReduced, Decoupled
 from dear.comm.communicator import Communicator
 from dear.comm.flight.recorder import note_bucket
+from dear.errors import UserError
 from dear.lazy import torch
 
 State = dict[str, Any]
@@ -77,7 +78,7 @@ class PartialUpdate:
         return supported and not has_hooks(self._optimizer)
 
     def note(self) -> None:
-        """Copies the hyper-parameters, since schedulers change some of them in place."""
+        """Copies the groups: schedulers change hyper-parameters in place, scripts the members."""
         self._hyperparameters = [
             {
                 key: value.clone() if torch.is_tensor(value) else value
@@ -86,18 +87,22 @@ class PartialUpdate:
             }
             for group in self._optimizer.param_groups
         ]
-        self._group_of = self._group_of or {
+        self._group_of = {
             param: i
             for i, group in enumerate(self._optimizer.param_groups)
             for param in group["params"]
         }
 
     def run(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]) -> None:
-        """Updates the parameters in `gradients`, with the hyper-parameters of the last `note`."""
+        """Updates the parameters in `gradients`, with the groups of the last `note`.
+
+        The script may have taken parameters out of all groups.
+        """
         groups = self._optimizer.param_groups
         parts = [{**hyper, "params": []} for hyper in self._hyperparameters]
         for param in gradients:
-            parts[self._group_of[param]]["params"].append(param)
+            if param in self._group_of:
+                parts[self._group_of[param]]["params"].append(param)
         self._optimizer.param_groups = parts
         device = next(iter(gradients)).device.type
         try:
@@ -251,20 +256,31 @@ class Sharded(Between):
         # The unwrapped step: the wrapper would run the step hooks once per bucket.
         step = self._plain.step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        params_by_group = [group["params"] for group in self._optimizer.param_groups]
-        place = {param: i for i, params in enumerate(params_by_group) for param in params}
         self._segments = [_segments(part) for part in self.parts]
         self._loaded: dict[torch.nn.Parameter, State] = {}
         """State of whole parameters that was loaded since the last update."""
         self._tables: list[dict[int, list[Segment]]] = []
         """Segments of each bucket by the index of the optimizer's parameter group."""
+        self._place: dict[torch.nn.Parameter, int] = {}
+        """Index of each parameter's group."""
+        self._follow_groups()
+
+    def _follow_groups(self) -> None:
+        """Sorts segments by the groups of their parameters; a script may have changed these."""
+        params_by_group = [group["params"] for group in self._optimizer.param_groups]
+        place = {param: i for i, params in enumerate(params_by_group) for param in params}
+        if place == self._place:
+            return
+        self._place, self._tables = place, []
         for segments in self._segments:
             table: dict[int, list[Segment]] = {}
             for segment in segments:
-                table.setdefault(place[segment.param], []).append(segment)
+                if segment.param in place:
+                    table.setdefault(place[segment.param], []).append(segment)
             self._tables.append(table)
 
     def step(self, update: Callable[[], Any], arrival: Sequence[int]) -> set[int]:
+        self._follow_groups()
         # `update` is not used: if there are step hooks, the engine calls `step_averaged` instead.
         # All ranks start second halves in the same order, as early as this order allows. Meanwhile
         # a rank updates the buckets that have arrived, and blocks only on the oldest transfer.
@@ -304,6 +320,7 @@ class Sharded(Between):
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scales the shards so that the norm of all mean gradients is at most `max_norm`.
 
+        Scales this rank's own gradients, too, since another pass or step may use them once more.
         Communicates one number; `torch.nn.utils.clip_grad_norm_` would need whole gradients.
         Returns:
             The norm before scaling, the same on all ranks (0-d tensor).
@@ -311,13 +328,14 @@ class Sharded(Between):
         for part in self.parts:
             part.finish_reduce()
         unused = self._unused()
+        self._follow_groups()
         gradients = [
             segment.gradient
             for part, segments in zip(self.parts, self._segments, strict=True)
             # All ranks hold the mean of an AllReduced bucket; only rank 0 counts it.
             if self._communicator.rank == 0 or not isinstance(part, AllReduced)
             for segment in segments
-            if segment.param not in unused
+            if segment.param in self._place and segment.param not in unused
         ]
         first = self.parts[0].shard
         norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
@@ -333,7 +351,10 @@ class Sharded(Between):
             total = total ** (1 / norm_type)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for part in self.parts:
-            part.shard.mul_(scale.to(part.shard.device, part.shard.real.dtype))
+            factor = scale.to(part.shard.device, part.shard.real.dtype)
+            part.shard.mul_(factor)
+            part.bucket.gradients.mul_(factor)
+            part.bucket.note()
         rounded: torch.Tensor = total.to(first.real.dtype)
         return rounded
 
@@ -354,7 +375,7 @@ class Sharded(Between):
         else:
             states = before.whole_state()
             self._loaded = before._loaded
-        moved = {
+        moved: dict[object, State] = {
             segments[param].tensor: {
                 key: _cut(key, value, segments[param]) for key, value in whole.items()
             }
@@ -363,7 +384,8 @@ class Sharded(Between):
         }
         if before is not None:
             before.forget_state()
-        state.update(moved)
+        cut = {param for part in self.parts for param in part.bucket.params}
+        self._optimizer.state = _SegmentState(cut, {**state, **moved})
 
     def forget_state(self) -> None:
         """Removes the state of the segments from the optimizer."""
@@ -394,6 +416,7 @@ class Sharded(Between):
     def _step_averaged(self) -> None:
         if self.frozen:
             return
+        self._follow_groups()
         for part in self.parts:
             part.bucket.adopt()
             part.shard.copy_(part.bucket.gradients[part.owned])
@@ -472,6 +495,42 @@ class Sharded(Between):
                     whole[key, value][place].clone() if by_element else beside(value, param)
                 )
             yield param, state
+
+
+class _SegmentState(defaultdict[object, State]):
+    """State of segments; refuses what would not reset the state of a whole parameter.
+
+    Args:
+        params: parameters whose state belongs to segments.
+    """
+
+    def __init__(self, params: set[torch.nn.Parameter], known: Mapping[object, State]) -> None:
+        super().__init__(dict, known)
+        self._params = params
+
+    def __setitem__(self, key: object, value: State) -> None:
+        self._refuse(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: object) -> None:
+        self._refuse(key)
+        super().__delitem__(key)
+
+    def pop(self, key: object, *default: object) -> object:  # type: ignore[override]
+        self._refuse(key)
+        removed: object = super().pop(key, *default)
+        return removed
+
+    def __missing__(self, key: object) -> State:
+        return {} if key in self._params else super().__missing__(key)
+
+    def _refuse(self, key: object) -> None:
+        if key in self._params:
+            raise UserError(
+                "each rank has a part of the optimizer's state, so optimizer.state has no entries "
+                "of single parameters: change the result of optimizer.state_dict() and load it by "
+                "load_state_dict(), or use update='replicated'"
+            )
 
 
 def _segments(part: Decoupled) -> list[Segment]:

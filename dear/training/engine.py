@@ -15,10 +15,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar, cast
+from functools import cache
+from inspect import getattr_static
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NoReturn,
+    SupportsIndex,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    cast,
+)
 
 from dear.buckets.agreement import agree, described, tables
 from dear.comm import runtime
@@ -31,6 +44,7 @@ from dear.options import Options
 from dear.training.hooks import Hooks
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
     from torch.optim.optimizer import StateDict
 
     OptimizerBase = torch.optim.Optimizer
@@ -46,6 +60,8 @@ Closure = Callable[[], float]
 torch)."""
 ClosureUpdate = Callable[[Closure | None], object]
 """An optimizer's own step, with or without a closure."""
+TAKES_SCALE = "_step_supports_amp_scaling"
+"""Attribute of optimizers to which a GradScaler leaves unscaling and the choice to skip a step."""
 
 
 class Replica(Generic[OptionsT_co]):
@@ -101,6 +117,11 @@ class Engine(Generic[OptionsT_co]):
 
     This base class is the engine of a world of one: the plain optimizer, without hooks.
     """
+
+    pending: Collection[int] = ()
+    """Units whose updates are still to be completed."""
+    updating = False
+    """True while updates run, which use the optimizer's state themselves."""
 
     def __init__(self, replica: Replica[OptionsT_co]) -> None:
         self.replica, self.options = replica, replica.options
@@ -237,6 +258,20 @@ class Distributed(OptimizerBase):
     former_findings: Mapping[str, object] = {}
     """Findings of an engine that another one has replaced."""
 
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """State of the parameters after the last step, as far as this rank has it."""
+        engine = self._engine
+        if engine.pending and not engine.updating:
+            engine.settle()
+        known: defaultdict[torch.Tensor, Any] = vars(self)["state"]
+        return known
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, object]) -> None:
+        _ = self.state  # completes updates, which would change the new state
+        vars(self)["state"] = value
+
     def step(self, closure: Closure | None = None) -> object:  # type: ignore[override]  # no overloads
         _check_all_managed(self)
         if closure is None:
@@ -359,12 +394,23 @@ def distribute(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distribut
     """
     plain = type(optimizer)
     name = f"Distributed{plain.__name__}"
-    _change_class(optimizer, type(name, (Distributed, plain), {"__doc__": plain.__doc__}))
+    members: dict[str, object] = {"__doc__": plain.__doc__, "step": _untraced_step()}
+    if (usual := getattr_static(plain, "state", None)) is not None:
+        members["state"] = usual  # e.g. a property that returns the state of an inner optimizer
+    _change_class(optimizer, type(name, (Distributed, plain), members))
     assert isinstance(optimizer, Distributed), "its class was changed"
     optimizer._engine = engine
     optimizer._managed = set(_trainable(optimizer))
     engine.hooks.after_load(engine.model, _refuse_replaced)
     return optimizer
+
+
+@cache
+def _untraced_step() -> Callable[..., object]:
+    """Returns `Distributed.step`, which `torch.compile(optimizer.step)` runs but does not trace."""
+    step = torch.compiler.disable(Distributed.step)
+    vars(step)["hooked"] = True
+    return cast(Callable[..., object], step)
 
 
 def _refuse_replaced() -> NoReturn:
@@ -386,8 +432,8 @@ class GradScaling:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
-        vars(optimizer)["_step_supports_amp_scaling"] = True
+        self._takes_scale = getattr(optimizer, TAKES_SCALE, False)
+        vars(optimizer)[TAKES_SCALE] = True
 
     def refuse(self) -> None:
         """Raises `UserError` if a scaler calls before gradients are averaged."""
@@ -421,7 +467,7 @@ class GradScaling:
 
     def close(self) -> None:
         """Restores what the optimizer declared before."""
-        vars(self._optimizer)["_step_supports_amp_scaling"] = self._takes_scale
+        vars(self._optimizer)[TAKES_SCALE] = self._takes_scale
 
 
 def scaled(optimizer: torch.optim.Optimizer) -> bool:
@@ -458,9 +504,14 @@ def _trained(
         return [param for param in model.parameters() if param.requires_grad]
     if isinstance(optimizer, Distributed):
         raise UserError("this optimizer is already distributed; close() it first")
+    _refuse_own_step(optimizer)
     wanted = set(_trainable(optimizer))
     params = [param for param in model.parameters() if param in wanted]
     if len(params) != len(wanted):
+        if any(map(in_parts, model.parameters())):
+            raise UserError(
+                "the model is sharded already (fsdp); give one optimizer all parameters of a model"
+            )
         raise UserError(
             f"{len(wanted) - len(params)} of the optimizer's parameters are not in the model; "
             "give the model whose parameters the optimizer was made with"
@@ -468,6 +519,30 @@ def _trained(
     if not params:
         raise UserError("nothing to train: no parameter of the optimizer requires a gradient")
     return params
+
+
+def _refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `UserError` if the script has replaced the optimizer's step, which would be lost."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return
+    # A scheduler's wrapper of the class's step, or that of an optimizer that was closed.
+    usual = hasattr(step, "_wrapped_by_lr_sched")
+    wrapped = getattr(step, "__wrapped__", None)
+    kinds = type(optimizer).__mro__
+    if usual and (wrapped is None or any(vars(kind).get("step") is wrapped for kind in kinds)):
+        return
+    raise UserError(
+        "the script has replaced step() of this optimizer object, and distributing it would drop "
+        "the replacement; replace step() afterwards, or override it in a subclass of the optimizer"
+    )
+
+
+def in_parts(value: object) -> TypeGuard[DTensor]:
+    """Returns True for a sharded tensor, of which each rank has a part."""
+    # torch takes a second to import DTensor. A script that has not imported it has no such tensor.
+    sharded = sys.modules.get("torch.distributed.tensor")
+    return sharded is not None and isinstance(value, sharded.DTensor)
 
 
 def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:

@@ -16,9 +16,8 @@ An algorithm overrides these methods. Those marked with * exist only in a `Defer
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeGuard
+from typing import NoReturn
 
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
@@ -35,11 +34,8 @@ from dear.training.engine import (
     grouped,
     step_after_closure,
 )
-from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
+from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward, refuse_later_hooks
 from dear.training.inflight import InFlight
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 class BackwardSchedule:
@@ -170,6 +166,7 @@ class BackwardSchedule:
             self.unsent = True
             return
         if not self._in_pass:
+            refuse_later_hooks(self._unit_of)
             self._begin()
             at_end_of_backward(self._end)
         unit = self._awaited.pop(param, None)
@@ -217,13 +214,6 @@ def refuse_graph() -> NoReturn:
         "use torch.autograd.grad(..., create_graph=True) for the penalty, and call backward() on "
         "the sum of loss and penalty"
     )
-
-
-def in_parts(value: object) -> TypeGuard[DTensor]:
-    """Returns True for a sharded tensor, of which each rank has a part."""
-    # torch takes a second to import DTensor. A script that has not imported it has no such tensor.
-    sharded = sys.modules.get("torch.distributed.tensor")
-    return sharded is not None and isinstance(value, sharded.DTensor)
 
 
 def gradient_of(param: torch.nn.Parameter) -> torch.Tensor:
@@ -364,16 +354,17 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
         """Makes the parameters of a bucket current."""
 
     def step(self, update: Update) -> object:
-        if self.averaged and not self.schedule.unsent:
-            # The script has synchronized, and may have clipped: use the gradients as they are.
-            result = self.step_averaged(update)
-        else:
-            self.scaling.refuse()
-            self.complete_pass()
-            self.schedule.restart()
-            self.settle()
-            self.refuse_touched(waiting=False)
-            result = self.apply(update)
+        with self._in_update():
+            if self.averaged and not self.schedule.unsent:
+                # The script has synchronized, and may have clipped: use the gradients as they are.
+                result = self.step_averaged(update)
+            else:
+                self.scaling.refuse()
+                self.complete_pass()
+                self.schedule.restart()
+                self.settle()
+                self.refuse_touched(waiting=False)
+                result = self.apply(update)
         for bucket in self.buckets:
             bucket.forget()
         self.readers.freeze()
@@ -394,6 +385,14 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
     def settle(self) -> None:
         for index in sorted(self.pending):
             self._finish(index)
+
+    @contextlib.contextmanager
+    def _in_update(self) -> Iterator[None]:
+        self.updating, before = True, self.updating
+        try:
+            yield
+        finally:
+            self.updating = before
 
     def synchronize(self) -> None:
         self.settle()
@@ -439,4 +438,5 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
         if index in self.pending:  # an earlier call may have finished several
             self.pending.discard(index)
             self.in_flight.land(self.buckets[index].params)
-            self.finish(index)
+            with self._in_update():
+                self.finish(index)

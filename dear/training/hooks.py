@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
+from dear.errors import UserError
 from dear.lazy import torch
 
 if TYPE_CHECKING:
@@ -66,6 +67,24 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """Does nothing; replaces this project's hooks in copies of a model."""
 
 
+class _GradientHook(partial[None]):
+    """Hook of this project on a gradient."""
+
+
+def refuse_later_hooks(params: Iterable[torch.nn.Parameter]) -> None:
+    """Raises `UserError` if the script has registered a gradient hook after this project's hooks,
+    which send the gradient."""
+    for param in params:
+        hooks = param._post_accumulate_grad_hooks
+        if hooks and not isinstance(next(reversed(hooks.values())), _GradientHook):
+            raise UserError(
+                "register_post_accumulate_grad_hook() was called on a parameter of shape "
+                f"{tuple(param.shape)} after the optimizer was distributed, so gradients are sent "
+                "before the hook runs; register it before, or close() the optimizer and wrap it "
+                "again"
+            )
+
+
 class Hooks:
     """Registers hooks, and removes them on `remove` or at the end of a `with` block."""
 
@@ -83,7 +102,7 @@ class Hooks:
     ) -> None:
         """Calls `call(p)` in each backward pass, once `p.grad` is complete in this pass."""
         for param in params:
-            self._handles.append(param.register_post_accumulate_grad_hook(call))
+            self._handles.append(param.register_post_accumulate_grad_hook(_GradientHook(call)))
 
     def before_forward(
         self,

@@ -35,18 +35,9 @@ class DenseMessage(Bucket):
         return self.gradients.nbytes
 
     def pack(self, divisor: int = 1) -> None:
-        for param, view in zip(self.params, self.gradient_views, strict=True):
+        for param in self.params:
             gradient = param.grad
-            if gradient is None:
-                continue
-            if gradient.dtype != view.dtype or gradient.device != view.device:
-                raise UserError(
-                    f"a parameter of shape {tuple(param.shape)} was {view.dtype} on "
-                    f"{view.device} in the first step, but its gradient is {gradient.dtype} on "
-                    f"{gradient.device} now; close() the optimizer before you move the model, "
-                    "and wrap again"
-                )
-            if gradient.layout is not torch.strided:
+            if gradient is not None and gradient.layout is not torch.strided:
                 raise UserError(_changed_kind(param, "sparse", "dense"))
         super().pack(divisor)
 

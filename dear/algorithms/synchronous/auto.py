@@ -259,9 +259,12 @@ class AutoEngine(AveragingEngine):
             log.info("%s", choice)
         optimizer, (name, options) = self.optimizer, self._accepted[choice.label]
         assert isinstance(optimizer, Distributed), "a step runs"
-        before = vars(optimizer).pop("before_engine", None)
+        attributes = vars(optimizer)
+        before, step = attributes.pop("before_engine", None), attributes.get("step")
         optimizer.close()
         algorithm_class(name)().wrap(self.model, optimizer, self.communicator, options)
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            attributes["step"] = step  # the script's own, which would be lost
         optimizer.before_engine, optimizer.former_findings = before, {"auto": choice.findings()}
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -462,7 +463,7 @@ class DearEngine(DeferredEngine[Dear.Options]):
         whole = self.whole_state()
         if isinstance(self._update, Sharded):
             self._update.forget_state()
-            self.optimizer.state.update(whole)
+            self.optimizer.state = defaultdict(dict, {**self.optimizer.state, **whole})
         for part in self._parts:
             part.finish_reduce()  # the script may not have made a step after the pass
             part.bucket.release()

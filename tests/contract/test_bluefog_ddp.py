@@ -178,3 +178,16 @@ def test_what_cannot_be_is_said():
 def test_its_sampler_is_there_too():
     batches = list(LocalStepRandomBatchSampler(range(10), 4, 7, rank=1))
     assert sorted(place for batch in batches for place in batch) == list(range(10))
+
+
+@on_ranks(2)
+def test_a_model_in_eval_mode_is_trained():
+    bf.init()
+    model, inner = wrapped(None)
+    model.eval()
+    start = flat(inner)
+    for step in range(2):
+        model(batch(bf.rank(), step)).square().mean().backward()
+    moved = (flat(inner) - start).abs().max().item()
+    model.close()
+    assert moved > 1e-3

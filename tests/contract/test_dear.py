@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,6 +31,7 @@ from tests.contract.loops import (
     loss_of,
     make_model,
     make_sgd,
+    mean_loss,
     message,
     mine,
     moved_and_spread,
@@ -222,6 +224,31 @@ def test_a_class_may_declare_that_it_works_element_by_element(kind: type[Whole])
     assert whole == (kind is Whole)
     refused = message(lambda: wrap(kind(model.parameters(), 0.1), model, "dear", update="sharded"))
     assert ("element by element" in refused) == whole
+
+
+def _clipped_twice(optimizer: Any, model: nn.Module, ranks: Iterable[int]) -> nn.Module:
+    """Another pass follows on the clipped gradients, and another step."""
+    for step in range(4):
+        optimizer.zero_grad()
+        for place in (step, 10 + step):
+            mean_loss(model, ranks, place).backward()
+            if hasattr(optimizer, "clip_grad_norm_"):
+                optimizer.clip_grad_norm_(0.05)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.step()
+    return model
+
+
+@on_ranks(2)
+def test_gradients_stay_clipped_in_later_passes_and_steps() -> None:
+    model, wanted = make_model(), make_model()
+    optimizer = wrap(make_sgd(model), model, "dear")
+    _clipped_twice(optimizer, model, mine())
+    far = difference(model, _clipped_twice(make_sgd(wanted), wanted, everybody()))
+    optimizer.close()
+    assert far < 1e-5
 
 
 @pytest.mark.parametrize("update", ["sharded", "replicated"])

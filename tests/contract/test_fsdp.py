@@ -249,13 +249,15 @@ def test_what_cannot_be_sharded_is_refused_and_left_as_it_was() -> None:
     assert "sharded already" in second
     first.close()
     pieces = nn.ModuleList([nn.Linear(2, 2)])
-    for words, optimizer, what, options in [
+    words = nn.Embedding(4, 2, sparse=True)
+    for text, optimizer, what, options in [
         ("fully_shard refuses this model", make_sgd(pieces), pieces, {}),
+        ("sparse=False", make_sgd(words), words, {}),
         ("LBFGS", torch.optim.LBFGS(model.parameters()), model, {}),
         ("fused=False", make_sgd(model, fused=True), model, {}),
         ("fsdp option 'stage': unknown value 1", make_sgd(model), model, {"stage": 1}),
     ]:
-        assert words in message(partial(wrap, optimizer, what, "fsdp", **options))
+        assert text in message(partial(wrap, optimizer, what, "fsdp", **options))
     left = str([*leftovers(model), *leftovers(pieces), *map(type, model)])
     assert "FSDP" not in left and "hooks" not in left
 

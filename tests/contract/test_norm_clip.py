@@ -38,7 +38,7 @@ def _serial(model: torch.nn.Module, which: range) -> int:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        *("dear", "ddp"),
+        *("dear", "ddp", "fsdp"),
         *(pytest.param(n, marks=pytest.mark.full) for n in ("wfbp", "mgwfbp", "bytescheduler")),
     ],
 )

@@ -265,6 +265,49 @@ def scaled(run: Run, *, synchronize: bool = True, clip: bool = False) -> None:
     run.see(model)
 
 
+def scaled_and_fused(run: Run) -> None:
+    """Gradients of a rank overflow once, so that all ranks skip the step."""
+    model = make_model()
+    fused = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3, fused=True)
+    optimizer = run.wrap(model, fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(run, model, step)
+        if step == 1 and run.rank == 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update()
+    run.see(torch.tensor(scaler.get_scale()))
+    run.see(model)
+
+
+def own_step(run: Run) -> None:
+    model = make_model()
+    optimizer = make_sgd(model)
+    optimizer.step = lambda plain=optimizer.step: plain()
+    train(run, model, run.wrap(model, optimizer))
+
+
+def own_step_later(run: Run) -> None:
+    model = make_model()
+    optimizer = run.wrap(model)
+    plain = optimizer.step
+
+    def step() -> None:
+        plain()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+
+    optimizer.step = step
+    train(run, model, optimizer)
+    optimizer.__dict__.pop("step")
+    run.see(model)
+
+
 def scheduled(run: Run) -> None:
     model = make_model()
     optimizer = run.wrap(model)

@@ -10,8 +10,11 @@ EARLY = "decentralized:update=backward"
 AUTO_LATER = "auto:candidates=('dear',) auto:candidates=('bytescheduler',)"
 LATER = f"dear bytescheduler dadt {AUTO_LATER}"
 """Gradients are averages after `synchronize()`."""
+AVERAGING = "allreduce wfbp mgwfbp mgs hierarchical horovod"
+"""Gradients are averages after `backward()`."""
 TRACKING = "gradient-tracking exact-diffusion push-diging"
-MIXING = f"{TRACKING} neighbor decentralized win-put pull-get push-sum asyncddp"
+TOGETHER = f"{TRACKING} neighbor decentralized win-put pull-get push-sum"
+MIXING = f"{TOGETHER} asyncddp"
 SENDING = "neighbor:combine=awc gradient-tracking"
 """Parameters are on their way between a forward pass and `step()`."""
 ALL = ""
@@ -29,6 +32,7 @@ _FSDP_PARTS = {"fsdp": "call model(...) itself"}
 _FSDP_WHOLE = {"fsdp": "call optimizer.synchronize() before"}
 _FSDP_GRAD = {"fsdp": "has no gradients of sharded parameters"}
 _FSDP_ALONE = {"fsdp": "each rank holds a part"}
+_ZERO_GROUPS = {"ddp:zero=True": "change its groups, and wrap it again"}
 
 REFUSED: dict[Loop, dict[str, str]] = {
     states.unfrozen_later: {ALL: "close() the optimizer and wrap it again"},
@@ -40,7 +44,7 @@ REFUSED: dict[Loop, dict[str, str]] = {
     states.assigned: {ALL: "assign=False"},
     states.lazy: {ALL: "run one forward pass before"},
     passes.graph_of_gradients: {
-        f"allreduce wfbp {LATER} ddp mgwfbp mgs hierarchical horovod": "call backward() on the sum",
+        f"{AVERAGING} {LATER} ddp": "call backward() on the sum",
         "auto": "call backward() on the sum",
         "fsdp": "fsdp cannot differentiate twice",
         EARLY: "call backward() on the sum",
@@ -106,6 +110,22 @@ REFUSED: dict[Loop, dict[str, str]] = {
     states.normed_and_evaluated_by_root: {"ddp": "broadcast_buffers=False", **_FSDP_ALONE},
     states.state_read_by_root: _FSDP_ALONE,
     states.used_by_turns: _FSDP_ALONE,
+    passes.stepped_without_sync: _OWN,
+    passes.hooked_later: {f"{AVERAGING} {LATER} auto fsdp {EARLY}": "register it before"},
+    between.scaled_and_fused: _NO_SCALER,
+    between.own_step: {ALL: "replace step() afterwards"},
+    between.own_step_later: _SENT,
+    states.moved_between_groups: _ZERO_GROUPS,
+    states.taken_out_of_group: _ZERO_GROUPS,
+    states.group_taken_out: _ZERO_GROUPS,
+    states.state_of_layer_cleared: {
+        "dear:update=sharded dear:update=auto auto:candidates=('dear',)": "load it by load_state",
+    },
+    states.in_double_and_back: {"ddp": "wrap again", **_SENT},
+    states.channels_last: {
+        "ddp fsdp": "wrap again",
+        TOGETHER: "close() the optimizer first",
+    },
     states.parametrized_later: {**_TAKEN, **_SENT, "ddp": "wrap again"},
 }
 """Words by the labels of subjects; several labels are one text with spaces."""
@@ -113,10 +133,12 @@ REFUSED: dict[Loop, dict[str, str]] = {
 
 UNDEFINED: dict[Loop, str] = {
     between.failed_batch_kept: "dadt",
+    between.scaled_and_fused: "dadt",
     states.frozen_later: TRACKING,
     states.used_by_turns: TRACKING,
 }
-"""Subjects whose reference does not say what becomes of parameters that have no gradient."""
+"""Subjects whose reference does not say what becomes of parameters that have no gradient, or of
+gradients with an older scale."""
 
 
 def _of(table: dict[str, str], subject: Subject) -> str | None:

@@ -292,3 +292,62 @@ def gan(run: Run) -> None:
         making.step()
     run.see(maker)
     run.see(judge)
+
+
+# --- models in eval mode, as `from_pretrained` returns them ---------------------------------------
+
+
+def _normed() -> nn.Module:
+    model = make_model()
+    return nn.Sequential(model[:2], nn.BatchNorm1d(8), model[4]).eval()
+
+
+def in_eval_mode(run: Run) -> None:
+    trained(run, _normed())
+
+
+def accumulated_in_eval_mode(run: Run) -> None:
+    """Batches 5 to 8 are thrown away; the others are used by two."""
+    model = _normed()
+    optimizer = run.wrap(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            loss_of(run, model, 5 + step).backward()
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            loss_of(run, model, step).backward()
+        loss_of(run, model, 10 + step).backward()
+        optimizer.step()
+    run.see(model)
+
+
+def stepped_without_sync(run: Run) -> None:
+    model = make_model().eval()
+    optimizer = run.wrap(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            loss_of(run, model, step).backward()
+            optimizer.step()
+    run.see(model)
+
+
+def _halve(param: nn.Parameter) -> None:
+    param.grad.mul_(0.5)
+
+
+@ordinary_but("passes")
+def hooked_later(run: Run, model: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 0:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(_halve)
+    loss_of(run, model, step).backward()
+
+
+def hooked_before(run: Run) -> None:
+    model = make_model()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(_halve)
+        param.register_hook(lambda gradient: 0.5 * gradient)
+    trained(run, model)

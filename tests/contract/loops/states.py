@@ -364,3 +364,74 @@ def max_norm(run: Run) -> None:
 
 def in_double(run: Run) -> None:
     trained(run, make_model().double(), out=lambda model, x: model(x.double()))
+
+
+# --- changes after wrapping -----------------------------------------------------------------------
+
+
+def _in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.01}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def moved_between_groups(run: Run) -> None:
+    model = make_model()
+
+    def move(optimizer: Any) -> None:
+        first, second = optimizer.param_groups
+        second["params"].append(first["params"].pop())
+
+    _changed_later(run, model, move, _in_groups(model))
+
+
+def taken_out_of_group(run: Run) -> None:
+    model = make_model()
+    take = lambda optimizer: optimizer.param_groups[0]["params"].pop()  # noqa: E731
+    _changed_later(run, model, take, _in_groups(model))
+
+
+def group_taken_out(run: Run) -> None:
+    model = make_model()
+    take = lambda optimizer: optimizer.param_groups.pop(0)  # noqa: E731
+    _changed_later(run, model, take, _in_groups(model))
+
+
+def state_cleared(run: Run) -> None:
+    _changed_later(run, make_model(), lambda optimizer: optimizer.state.clear())
+
+
+def state_of_layer_cleared(run: Run) -> None:
+    model = make_model()
+
+    def clear(optimizer: Any) -> None:
+        for param in model[2].parameters():
+            optimizer.state.pop(param, None)
+
+    _changed_later(run, model, clear)
+
+
+def _moved(run: Run, move: Callable[[nn.Module], Any]) -> None:
+    """A model with a convolution is moved when gradients are there, and when they are not; where
+    ranks take turns, only after the last step."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 4))
+    optimizer = run.wrap(model)
+    for step in HALF if run.subject.meaning.in_turn else range(STEPS):
+        x, y = batch(run.rank, step)
+        nn.functional.cross_entropy(model(x.repeat(1, 2).view(3, 3, 2, 2)), y).backward()
+        optimizer.step()
+        if step == 2:
+            move(model)
+        optimizer.zero_grad()
+        if step == 1:
+            move(model)
+    run.see(model)
+
+
+def in_double_and_back(run: Run) -> None:
+    _moved(run, lambda model: model.double().float())
+
+
+def channels_last(run: Run) -> None:
+    _moved(run, lambda model: model.to(memory_format=torch.channels_last))

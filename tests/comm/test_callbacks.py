@@ -132,9 +132,9 @@ def _late_callback() -> str:
 
 
 def test_a_callback_that_does_not_return_ends_in_a_time_out(ranks):
-    own, other = ranks.run(_late_callback)
-    assert "timed out: a collective waited for callbacks" in own, own
-    assert "on rank 1 of group 1: waiting for rank 0" in other, other
+    late, waiting = ranks.run(_late_callback)
+    assert "timed out: a collective waited for callbacks" in late, late
+    assert "on rank 1 of group 1: waiting for rank 0" in waiting, waiting
 
 
 def _powersgd() -> list[float]:

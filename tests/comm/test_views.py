@@ -15,8 +15,8 @@ from tests.ranks import RankPool
 
 @pytest.fixture(scope="module", params=["shm3", "tcp3"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pool(request.param) as made:
-        yield made
+    with pool(request.param) as world:
+        yield world
 
 
 def _overlapping(offset: int) -> dict[str, tuple[list[float], list[float]]]:

@@ -107,7 +107,7 @@ def _without_one(folder: Path, absent: int) -> str:
         return "not asked"
     try:
         # The store's own limit is much longer than that of the group.
-        dist.new_group(backend="comm_core", timeout=timedelta(seconds=1))
+        dist.new_group(backend="comm_core", timeout=timedelta(seconds=5))
     except dist.DistError as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -1,13 +1,15 @@
-"""DeAR's setting, 64 predicted GPUs: `python -m plots.paper_dear_64 FOLDER TITLE=ROWS.json ...`.
+"""DeAR's setting, 64 predicted GPUs:
+`python -m plots.paper_dear_64 FOLDER NETWORK:TITLE=ROWS.json ...`.
 
-Each file has the rows of `predict --json` under an assumption, which the title names. The name of
-the file begins with the network, as in 10gbe-ring.json, because rows of given costs have none. The
-table of DeAR's speed-ups goes to stdout, the figure and its data into the folder.
+Each file has the rows of `predict --json` under an assumption, which the title names. The rows have
+no network of their own, because their costs were given. The table of DeAR's speed-ups goes to
+stdout, the figure and its data into the folder.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -38,11 +40,11 @@ Gains = dict[str, object]
 """Row of the figure's data: assumption, network, model, and the speed-up over each half."""
 
 
-def read(path: Path) -> list[PredictedRow]:
-    """Reads rows; raises `UserError` if the file does not have the output of `predict --json`."""
+def read(path: Path, network: str) -> list[PredictedRow]:
+    """Reads rows, whose costs are those of a network; raises `UserError` if the file does not have
+    the output of `predict --json`."""
     try:
-        given = {"network": path.stem.partition("-")[0]}
-        rows = [row | given for row in json.loads(path.read_bytes())]
+        rows = [row | {"network": network} for row in json.loads(path.read_bytes())]
         return [build_options(PredictedRow, row, "key") for row in rows]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -125,13 +127,15 @@ def figure(lines: Sequence[Gains]) -> style.Drawn:
 def main(arguments: Sequence[str]) -> int:
     """Prints the table and writes the figure; a user error prints one line, exit status 2."""
     try:
-        if len(arguments) < 2 or not all("=" in text for text in arguments[1:]):
-            raise UserError("usage: python -m plots.paper_dear_64 FOLDER TITLE=ROWS.json ...")
+        if len(arguments) < 2 or not all(re.match(".+:.+=.", text) for text in arguments[1:]):
+            usage = "python -m plots.paper_dear_64 FOLDER NETWORK:TITLE=ROWS.json ..."
+            raise UserError(f"usage: {usage}")
         folder = Path(arguments[0])
         lines: list[Gains] = []
         for text in arguments[1:]:
-            title, _, name = text.rpartition("=")
-            lines += gains(title, read(Path(name)))
+            about, _, name = text.rpartition("=")
+            network, _, title = about.partition(":")
+            lines += gains(title, read(Path(name), network))
         print(table(lines), end="")
         style.writer("dear_64", lambda _: figure(lines))(folder, folder)
     except UserError as error:

@@ -211,8 +211,8 @@ class Experiment:
                     # Mixed precision computes in 16 bits, and sends gradients in 32.
                     if self.dtype != "float32" and not dtype.startswith(self.dtype):
                         raise UserError(
-                            f"dtype: {choice.name} is replayed with times of {dtype}, however "
-                            "wide its gradients are; use dtype: float32"
+                            f"dtype: {choice.name} replays times that were measured in {dtype}; "
+                            "use dtype: float32"
                         )
 
     def _check_launch(self) -> None:

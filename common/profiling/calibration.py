@@ -119,7 +119,7 @@ def fitted(
 def write(path: Path, costs: NetworkCosts) -> None:
     """Writes a network file. Its rate and latency of links are estimates from the costs.
 
-    An older file keeps its keys that are about the hardware.
+    If the file exists, its keys about the hardware (`_HARDWARE`) stay as they are.
     """
     older = network_file(path) if path.exists() else None
     kept = {key: getattr(older, key) for key in _HARDWARE if older and getattr(older, key)}

@@ -82,6 +82,12 @@ class Algorithm(ABC, Generic[OptionsT]):
         return None
 
     @classmethod
+    def costs_as(cls, options: OptionsT) -> str | None:
+        """Returns the engine of predictions whose messages cost the same as those of the library of
+        `sends_by`; None: unknown, so predictions refuse the algorithm, other than over NCCL."""
+        return None
+
+    @classmethod
     def grouping(cls, options: OptionsT, arrived: Arrived, cost: Cost) -> Groups | None:
         """Returns the groups of gradients that travel together once the algorithm has tuned itself.
 

@@ -61,7 +61,7 @@ torch)."""
 ClosureUpdate = Callable[[Closure | None], object]
 """An optimizer's own step, with or without a closure."""
 TAKES_SCALE = "_step_supports_amp_scaling"
-"""Attribute of optimizers to which a GradScaler leaves unscaling and the choice to skip a step."""
+"""Attribute of an optimizer that unscales gradients, and skips steps, in place of a GradScaler."""
 
 
 class Replica(Generic[OptionsT_co]):

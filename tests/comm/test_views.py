@@ -20,7 +20,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def _overlapping(offset: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Calls whose input is a part of their outputs, or the reverse: results, and wanted ones."""
+    """Returns the result and the wanted result of calls whose inputs and outputs overlap."""
     rank, n = me()
     results = {}
 

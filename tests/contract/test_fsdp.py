@@ -20,7 +20,7 @@ import dear
 from common.harness.worker.checking.deviation import replica_spread
 from common.models import registry
 from dear.comm import runtime
-from dear.training.sharding.tensors import full
+from dear.training.wrapped.tensors import full
 from tests.contract.loops import (
     difference,
     error,

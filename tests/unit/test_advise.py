@@ -252,7 +252,10 @@ def test_inexact_algorithms_are_apart_and_plugins_are_compared(capsys, monkeypat
         (["--model", TINY[0], "--network", "wan"], "do not model `sites:`"),
         (["--model", TINY[0], "--inside", "10gbe"], "not a network inside a host"),
         (["--model", TINY[0], "--set", "networks=[1gbe,10gbe]"], "one network"),
-        (["--model", TINY[0], "--set", "dtype=bfloat16"], "is replayed with times of float32"),
+        (
+            ["--model", TINY[0], "--set", "dtype=bfloat16"],
+            "replays times that were measured in float32",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, capsys):

@@ -120,7 +120,7 @@ def test_how_many_repeats_would_decide():
         ten = Difference(
             log_ratio=log_ratio, error=error, freedom=9, repeats=10, n=100, paired=True
         )
-        assert compare.more_repeats(ten) == more
+        assert compare.more_repeats(ten, 1) == more
 
 
 def test_repeats_to_decide_are_those_of_all_comparisons():

@@ -108,7 +108,7 @@ def one_line(read, content, *overrides):
         ({"dtype": "float31"}, ["dtype 'float31'", "did you mean 'float32'?"]),
         (
             {"models": [{"name": "resnet50@rtx2080ti-modelled"}], "dtype": "bfloat16"},
-            ["resnet50@rtx2080ti-modelled is replayed with times of float32, however"],
+            ["resnet50@rtx2080ti-modelled replays times that were measured in float32"],
         ),
         (
             {"world_sizes": [2], "learn": {"epochs": 1, "data": "digits", "batch_sizes": [8, 4]}},

@@ -245,7 +245,7 @@ def test_a_step_that_its_second_method_denies_is_flagged():
     [
         (["--network", "9gbe"], "9gbe"),
         (["--network", "wan"], "do not model `sites:`"),
-        (["--set", "dtype=bfloat16"], "is replayed with times of float32, however"),
+        (["--set", "dtype=bfloat16"], "replays times that were measured in float32"),
         (["--ranks-per-host", "3", "--set", "world_sizes=[16]"], "do not fill hosts of 3 ranks"),
         (["--engine", "comm_core", "--inside", "nvlink3"], "cannot use nvlink"),
         (["--engine", "smoke"], "engine"),

@@ -23,7 +23,7 @@ from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
 from common.models.profile import Profile
 from common.models.registry import profile_of
-from common.virtual.costs.engines import SENDERS
+from common.virtual.costs.engines import ENGINES
 from common.virtual.costs.faults import check, disturbances
 from common.virtual.costs.known import Links, given_links, links_of
 from common.virtual.costs.parts import COMPUTE, COSTS
@@ -314,14 +314,16 @@ def _sender(trial: Trial, cluster: ClusterConfig) -> str:
     Raises:
         UserError: the costs of the algorithm's library are not known.
     """
-    engine, sender = _engine(cluster), algorithm_class(trial.algorithm).sends_by(trial.options)
-    if sender is None or engine == "nccl":
+    engine, kind = _engine(cluster), algorithm_class(trial.algorithm)
+    library = kind.sends_by(trial.options)
+    if library is None or engine == "nccl":
         return engine
-    if sender not in SENDERS:
+    known = kind.costs_as(trial.options)
+    if known not in ENGINES:
         raise UserError(
-            f"{trial.algorithm}: what messages of {sender} cost is known for engine nccl only"
+            f"{trial.algorithm}: what messages of {library} cost is known for engine nccl only"
         )
-    return SENDERS[sender]
+    return known
 
 
 def _shape(trial: Trial, cluster: ClusterConfig) -> Shape:

@@ -41,7 +41,7 @@ class Figure:
     of: str = ""
     """Model, and point of its series, if the figure is the largest or the smallest of several."""
     without: str = ""
-    """Models and points with larger or smaller figures, which decide nothing."""
+    """Models and points that are left out: their figures are larger (or smaller), but in doubt."""
 
     @property
     def text(self) -> str:

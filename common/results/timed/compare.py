@@ -240,9 +240,9 @@ def u_test(before: Repeats, after: Repeats) -> float | None:
     return float(mannwhitneyu(*times).pvalue)
 
 
-def more_repeats(measured: Difference, comparisons: int = 1) -> int | None:
+def more_repeats(measured: Difference, comparisons: int) -> int | None:
     """Returns how many more repeats of each trial would probably give a verdict; None: too many.
-    Of so many `comparisons`, all others are taken to be alike, as in `detectable`."""
+    `comparisons` is the number of verdicts, for Holm's correction as in `detectable`."""
     if measured.error is None or measured.repeats < 2:
         return max(1, stats.MIN_REPEATS - measured.repeats)
     for count in range(max(measured.repeats, stats.MIN_REPEATS), MOST_REPEATS + 1):

@@ -38,6 +38,8 @@ class Engine:
     """Media of the wires inside a host that it can use."""
     loopback: bool = False
     """True if it never uses shared memory, but TCP."""
+    of_library: bool = False
+    """True if only a library that an algorithm brings sends by it, and no communicator."""
 
 
 def textbook(operation: str, nbytes: float, platform: Platform, shape: Shape) -> Timing:
@@ -60,15 +62,12 @@ ENGINES: Mapping[str, Engine] = {
     "mpi": Engine(timing=cpu.mpi_timing, in_flight=math.inf),
     "nccl": Engine(timing=nccl.timing, inside=_GPU),  # kernels of a stream run one by one
     # One thread of Horovod calls these one by one.
-    "horovod_gloo": Engine(timing=cpu.gloo_timing, loopback=True),
-    "horovod_mpi": Engine(timing=cpu.blocking_mpi_timing),
+    "horovod_gloo": Engine(timing=cpu.gloo_timing, loopback=True, of_library=True),
+    "horovod_mpi": Engine(timing=cpu.blocking_mpi_timing, of_library=True),
     "horovod_nccl": Engine(timing=nccl.timing, inside=_GPU),
     "ring": Engine(timing=textbook, inside=("memory", "tcp", *_GPU)),
 }
 """Engines by name; `ring` is the textbook's, for costs given as alpha and beta."""
-SENDERS = {"Horovod, gloo": "horovod_gloo", "Horovod, mpi": "horovod_mpi"}
-"""Engines of algorithms with a library of their own, by what `sends_by` of the algorithm returns;
-over NCCL, Horovod sends by the engine of the cluster."""
 
 
 def costs_of(engine: str, platform: Platform, shape: Shape) -> dict[str, Composed]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from common.emulation.links.profile import network_profile
-from common.virtual.costs.engines import OPERATIONS, SENDERS, costs_of, ring_of
+from common.virtual.costs.engines import ENGINES, OPERATIONS, costs_of, ring_of
 from common.virtual.costs.networks import platform_of
 from common.virtual.costs.parts import COSTS, CostsOf, Platform, Shape
 from dear.cost.calibrated import NetworkCosts
@@ -112,7 +112,7 @@ def _why_composed(
     measured: NetworkCosts, engine: str, shape: Shape, changed: bool, varied: bool
 ) -> str | None:
     """Returns which costs are composed if none of the measured ones count; None: some count."""
-    if engine in SENDERS.values() and engine != measured.engine:
+    if ENGINES[engine].of_library and engine != measured.engine:
         return f"those of {engine} are composed"
     if changed:
         return "on changed links, all costs are composed"

@@ -21,7 +21,6 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.ddp_hooks import BucketPayloads, Passes, PowerSgd
 from dear.training.engine import (
     TAKES_SCALE,
     Closure,
@@ -34,13 +33,14 @@ from dear.training.engine import (
 )
 from dear.training.gradients import gradient_of, refuse_graph
 from dear.training.hooks import at_end_of_backward
+from dear.training.wrapped.ddp import BucketPayloads, Passes, PowerSgd
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch._C._distributed_c10d import GradBucket
     from torch.optim.optimizer import StateDict
 
-    from dear.training.ddp_hooks import FutureTensor
+    from dear.training.wrapped.ddp import FutureTensor
 
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
 """Torch's sizes in MB of 2^20 bytes at which it closes a bucket, and the first bucket."""

@@ -19,8 +19,8 @@ from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, Update, held, in_parts, step_after_closure
 from dear.training.hooks import refuse_later_hooks
-from dear.training.sharding.model import ShardedModel
-from dear.training.sharding.tensors import full, shard
+from dear.training.wrapped.model import ShardedModel
+from dear.training.wrapped.tensors import full, shard
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -194,7 +194,7 @@ class _FsdpEngine(AveragingEngine):
         super().forget()
 
     def close(self) -> None:
-        self._fresh = True  # or parts would be gathered that `release` gathers in another way
+        self._fresh = True  # keeps `synchronize` from gathering parts: `release` does that itself
         super().close()
         state = self.whole_state()
         self._sharded.release()

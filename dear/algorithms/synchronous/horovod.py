@@ -164,6 +164,10 @@ class Horovod(Algorithm["Horovod.Options"]):
         return f"Horovod, {options.controller}"
 
     @classmethod
+    def costs_as(cls, options: Options) -> str:
+        return f"horovod_{options.controller}"
+
+    @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
         return by_count(len(arrived.sizes), 1)
 

@@ -12,8 +12,8 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.engine import in_parts
 from dear.training.inflight import InFlight
-from dear.training.sharding.tensors import Parts, Together, full, shard
-from dear.training.sharding.units import blocks_of, places_of, registered, shardable, units_of
+from dear.training.wrapped.tensors import Parts, Together, full, shard
+from dear.training.wrapped.units import blocks_of, places_of, registered, shardable, units_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.optim.optimizer import StateDict
 
-    from dear.training.sharding.units import Place
+    from dear.training.wrapped.units import Place
 
 
 class ShardedModel:

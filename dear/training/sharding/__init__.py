@@ -1,1 +1,0 @@
-"""Parameters that are sharded by PyTorch's FSDP2."""

@@ -281,14 +281,12 @@ class Comparison:
         """Returns the newest record of each trial that has one, with the trial's present label."""
         newest = latest(load(folder / "records.jsonl"))
         foreseen = load_foreseen(folder)
-        records = [
-            dataclasses.replace(record, foreseen=foreseen.get(_measurement(record)))
-            for record in (newest[trial] for trial in self.trials if trial in newest)
-        ]
-        labels = dict(zip(self.trials, self.labels, strict=False))
+        labels = dict(zip(self.trials, self.labels, strict=True)) if self.labels else {}
         return [
-            dataclasses.replace(record, trial={**record.trial, "label": labels[record.hash]})
-            if record.hash in labels
-            else record
-            for record in records
+            dataclasses.replace(
+                record,
+                trial={**record.trial, "label": labels.get(record.hash, record.label)},
+                foreseen=foreseen.get(_measurement(record)),
+            )
+            for record in (newest[trial] for trial in self.trials if trial in newest)
         ]

@@ -98,15 +98,17 @@ def test_a_reason_moves_with_its_row_and_empty_cells_stay_below(browser, report)
 def test_rows_are_filtered_and_the_filter_taken_back(browser, report):
     browser.look()
     browser.open(report("merging"))
-    count = len(column(browser, "results", 0))
+    every = column(browser, "results", 0)
+    wanted = [name for name in every if "dear" in name]
+    assert 1 < len(wanted) < len(every)
     browser.value("document.getElementById('filter-results').focus()")
     for letter in "dear":
         browser.press(letter)
-    assert column(browser, "results", 0) == ["dear-none", "dear-threshold", "dear-tuned"]
+    assert column(browser, "results", 0) == wanted
     output = "document.querySelector('.filter output').textContent"
-    assert browser.value(output) == f"3 of {count} rows"
+    assert browser.value(output) == f"{len(wanted)} of {len(every)} rows"
     browser.press("Escape")
-    assert len(column(browser, "results", 0)) == count and browser.value(output) == ""
+    assert column(browser, "results", 0) == every and browser.value(output) == ""
 
 
 def test_colours_are_the_systems_until_somebody_chooses(browser, report):

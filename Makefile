@@ -13,6 +13,10 @@ MUTANTS := $(VENV)/mutants-ready
 SITE := $(VENV)/site-ready
 READERS := $(VENV)/readers-ready
 CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
+# Another torch in the environment needs another build.
+TORCH := $(wildcard $(VENV)/lib/python3*/site-packages/torch/version.py)
+# Of an environment whose Python is gone.
+$(shell [ -x $(PY) ] || rm -f $(READY))
 
 # Each of them uses all cores.
 .NOTPARALLEL:
@@ -112,16 +116,16 @@ $(READY): requirements.txt pyproject.toml scripts/setup.sh
 	PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
 	touch $@
 
-$(CORE): $(READY) scripts/build.sh scripts/build_facts.py $(CORE_SOURCES)
+$(CORE): $(READY) scripts/build.sh scripts/build_facts.py $(CORE_SOURCES) $(TORCH)
 	scripts/build.sh $(VENV)
 	touch $@
 
 # It builds the comm core, too; bench alone does without the tests.
-$(CORE_TESTS): $(READY) scripts/build.sh scripts/build_facts.py $(CORE_SOURCES)
+$(CORE_TESTS): $(READY) scripts/build.sh scripts/build_facts.py $(CORE_SOURCES) $(TORCH)
 	scripts/build.sh $(VENV) tests
 	touch $@ $(CORE)
 
-$(HOROVOD): $(READY) scripts/horovod.sh
+$(HOROVOD): $(READY) scripts/horovod.sh $(TORCH)
 	scripts/horovod.sh $(VENV)
 	touch $@
 
@@ -143,14 +147,19 @@ $(READERS): $(READY) tests/unit/requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q -r tests/unit/requirements.txt
 	touch $@
 
+# The files of these patterns; outside of a clone of git (an archive), all but those that are made.
+FILES = if git rev-parse --git-dir > /dev/null 2>&1; then git ls-files -z $(1); else \
+  for pattern in $(1); do find . -path ./$(VENV) -prune -o -path ./build -prune \
+    -o -path "./$$pattern" -type f -print0; done; fi
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
-	git ls-files -z '*.cc' '*.h' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
+	$(call FILES,'*.cc' '*.h') | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@if command -v shellcheck >/dev/null; then \
-	  git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck; \
+	  $(call FILES,'*.sh' .ci/run) | xargs -0 shellcheck; \
 	else echo "shellcheck not installed: shell scripts not checked"; fi
 
 system-packages:

@@ -25,8 +25,14 @@ MODULE = f"PYTHONPATH={ROOT} python -m" if INSTALLED else "python -m"
 """Start of a command that runs a module of `common` or `plots`."""
 RECORDS = "records.jsonl"
 """File of the records in a sweep's folder."""
-BUILD = "install dear-bench again with pip" if INSTALLED else "make core"
+_OURS = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
+_MAKE = "make core" if _OURS else f"scripts/build.sh {sys.prefix}"
+BUILD = "install dear-bench again with pip" if INSTALLED else _MAKE
 """Remedy for a missing comm core or link switch, as messages show it."""
+
+
+HOROVOD = f"in a checkout: scripts/horovod.sh {sys.prefix}" if INSTALLED else "make horovod"
+"""Remedy for a missing Horovod."""
 
 
 def short(text: str) -> str:

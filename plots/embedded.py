@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from common.results.report.parts import Figured
-from plots import gallery
+from plots import gallery, style
 
 ROWS = 100
 """Largest number of rows of a figure's data on the page; the CSV file has all rows."""
@@ -52,6 +52,7 @@ def element(figure: Figure, name: str) -> str:
     """Returns the figure as an SVG element for a page with other figures, and closes it. `name` is
     the prefix of the element's identifiers."""
     out = io.StringIO()
+    style.literal(figure)
     with plt.rc_context(_OPTIONS):
         # With a layout engine, `bbox_inches="tight"` would lay out and draw everything twice.
         layout = figure.get_layout_engine()

@@ -20,6 +20,7 @@ from common.results.learning.summary import LearnRow
 from common.results.records import Record
 from common.results.records.learned import Evaluation
 from common.results.store import Comparison
+from common.results.tables.cells import percent
 from dear.errors import UserError
 from plots import style
 from plots.looks import GREY, Look, looks, order
@@ -35,7 +36,8 @@ _Y = {
     "staleness": "steps that the stalest\nneighbour is behind",
 }
 _LOGARITHMIC = ("loss", "train_loss", "consensus_distance")
-_FIELDS = ["fault", "algorithm", "repeat", "seed", "at_s", "epoch", "seconds", "steps"]
+_FIELDS = ["model", "batch", "world_size", "network", "fault", "algorithm", "flag"]
+_FIELDS += ["repeat", "seed", "at_s", "epoch", "seconds", "steps"]
 _FIELDS += [f"{what}{end}" for what in ("accuracy", "loss") for end in ("", "_min", "_max")]
 _FIELDS += ["accuracy_top5", "train_loss", "consensus_distance", "staleness"]
 
@@ -73,8 +75,8 @@ def figure(folder: Path) -> style.Drawn:
         marks.append(Mark(record=record, row=row, look=look))
     judged = any(each.accuracy is not None for record in records for each in _evaluations(record))
     drawn = (_curves if judged else _paces)(_cells(marks))
-    style.caption(drawn, _caption(records, judged), records, 120)
-    return drawn, style.data(_data(records), _FIELDS)[_FIELDS]
+    style.caption(drawn, _caption(rows, records, judged), records, 120)
+    return drawn, style.data(_data(marks), _FIELDS)[_FIELDS]
 
 
 draw = style.writer("learning", figure)
@@ -85,17 +87,18 @@ def _cells(marks: Sequence[Mark]) -> Cells:
     singles = [mark for mark in marks if mark.record.trial["algorithm"] == "none"]
     for mark in marks:
         if mark not in singles:
-            row = mark.row
-            cell = (row.model, row.world_size, row.network, row.fault)
-            cells.setdefault(cell, []).append(mark)
+            cells.setdefault(mark.row.place, []).append(mark)
     for mark in singles:
-        row = mark.row
-        same = [cell for cell in cells if (cell[0], cell[2]) == (row.model, row.network)]
-        for cell in same or [(row.model, row.world_size, row.network, row.fault)]:
+        model, batch, _, network, _ = mark.row.place
+        # It trains without faults; workers with unequal batches have none of their own.
+        same = [c for c in cells if (c[0], c[3], c[4]) == (model, network, None)]
+        alike = [c for c in same if c[1] == batch or "," in str(c[1])]
+        for cell in alike or [mark.row.place]:
             cells.setdefault(cell, []).insert(0, mark)
     titles = [
-        f"{model}, {world} workers{f' on {network}' if network else ''}\n{fault or 'no fault'}"
-        for model, world, network, fault in cells
+        f"{model}, batch {batch}, {world} workers{f' on {network}' if network else ''}\n"
+        f"{fault or 'no fault'}"
+        for model, batch, world, network, fault in cells
     ]
     return dict(zip(titles, cells.values(), strict=True))
 
@@ -138,9 +141,10 @@ def _curves(cells: Cells) -> Figure:
 
 def _race(axis: Axes, marks: Sequence[Mark]) -> None:
     learn = marks[0].record.trial["learn"]
-    longest = learn["budget_s"]
-    if learn.get("epochs"):
-        longest = max(each.seconds for mark in marks for each in _evaluations(mark.record))
+    # The last step may end after the budget.
+    longest = max(each.seconds for mark in marks for each in _evaluations(mark.record))
+    if not learn.get("epochs"):
+        longest = max(longest, learn["budget_s"])
     for index, mark in enumerate(marks):
         row, colour = mark.row, mark.look.colour
         there = [run.seconds for run in race.finishes(mark.record) if run.there]
@@ -156,7 +160,7 @@ def _race(axis: Axes, marks: Sequence[Mark]) -> None:
             )
     style.named_rows(axis, [mark.row for mark in marks])
     axis.set_xlim(0, longest * 1.02)
-    text = f"seconds of training to {learn['target_accuracy']:.0%} test accuracy"
+    text = f"seconds of training to {percent(learn['target_accuracy'])} test accuracy"
     axis.set_xlabel(text, fontsize=8)
 
 
@@ -190,20 +194,27 @@ def _curve(axis: Axes, marks: Sequence[Mark], *, y: str, x: str) -> None:
             axis.axhline(target, color="#777777", lw=1, ls="--")
         known = [each for mark in marks for each in _evaluations(mark.record) if each.at_s > 0]
         least = sorted(each.accuracy for each in known)[len(known) // 4]
-        axis.set_ylim(max(0.0, min(0.8, least - 0.05)), 1.0)
+        # Every curve ends inside.
+        ends = [run.evaluations[-1].accuracy for mark in marks for run in mark.record.learning]
+        axis.set_ylim(max(0.0, min(0.8, least - 0.05, *(end - 0.05 for end in ends))), 1.0)
         axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def _paces(cells: Cells) -> Figure:
     figure, axes = style.stacked([len(cell) for cell in cells.values()], 6.8, 0.42, sharex=True)
     rows = [mark.row for cell in cells.values() for mark in cell]
-    axes[0].set_xlim(0, 1.25 * max(row.steps_per_s_high or row.steps_per_s for row in rows))
+    known = [row.steps_per_s_high or row.steps_per_s or row.slowed_steps_per_s for row in rows]
+    axes[0].set_xlim(0, 1.25 * max(filter(None, known), default=1.0))
     for axis, (title, marks) in zip(axes, cells.items(), strict=True):
         for index, mark in enumerate(marks):
             row = mark.row
             kept = "" if row.kept is None else f" ({row.kept:.2f} of no fault)"
             ends = (row.steps_per_s_low, row.steps_per_s_high)
-            style.row_bar(axis, index, row.steps_per_s, ends, mark.look, row.flag, kept)
+            if row.steps_per_s is None:
+                where = (0.0, index)
+                style.write_at(axis, "a fault slows every rank", where, (4, 0), va="center")
+            else:
+                style.row_bar(axis, index, row.steps_per_s, ends, mark.look, row.flag, kept)
             if row.slowed_steps_per_s is not None:
                 axis.plot([row.slowed_steps_per_s], [index - 0.36], "v", color="#222222", ms=5)
         style.named_rows(axis, [mark.row for mark in marks])
@@ -217,10 +228,11 @@ def _evaluations(record: Record) -> Iterator[Evaluation]:
     return (each for run in record.learning for each in run.evaluations)
 
 
-def _caption(records: Sequence[Record], judged: bool) -> str:
+def _caption(rows: Sequence[LearnRow], records: Sequence[Record], judged: bool) -> str:
     first = records[0]
     learn, runs = first.trial["learn"], max(len(record.learning) for record in records)
-    text = f"n = {runs} {'run' if runs == 1 else 'runs'} of {summary.limit(learn)} each"
+    numbers = style.count(len(record.learning) for record in records)
+    text = f"n = {numbers} {'run' if runs == 1 else 'runs'} of {summary.limit(learn)} each"
     if judged:
         text += f" on {learn['data']}"
         data = first.results[0].data
@@ -232,15 +244,18 @@ def _caption(records: Sequence[Record], judged: bool) -> str:
         if learn["target_accuracy"] is not None:
             text += "; circles: runs"
             text += ", diamonds: geometric mean with its 95 % t interval" if runs > 1 else ""
+            missed = any(row.reached not in (row.runs, 0) for row in rows)
+            text += " (the median, if a run missed the target)" if missed else ""
     elif runs > 1:
         text += "; whiskers: 95 % t interval of the geometric mean"
     return text + style.flags(records)
 
 
-def _data(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    for record in records:
-        for number, run in enumerate(record.learning):
-            known = {"fault": record.fault, "algorithm": record.label}
+def _data(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
+    names = ("model", "batch", "world_size", "network", "fault", "algorithm", "flag")
+    for mark in marks:
+        for number, run in enumerate(mark.record.learning):
+            known = {name: getattr(mark.row, name) for name in names}
             known |= {"repeat": number, "seed": run.seed}
             for each in run.evaluations:
                 steps = " ".join("-" if count is None else str(count) for count in each.steps)

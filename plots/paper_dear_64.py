@@ -53,10 +53,11 @@ def read(path: Path, network: str) -> list[PredictedRow]:
 
 
 def gains(title: str, rows: Sequence[PredictedRow]) -> list[Gains]:
-    """Returns DeAR's speed-ups by model, network and point of a series."""
+    """Returns DeAR's speed-ups by model, network and point of a series, without flagged rows."""
     result: list[Gains] = []
     for here in grouped(rows, lambda row: row.place).values():
-        step_s = {row.algorithm: row.step_s for row in here if row.step_s is not None}
+        valid = (row for row in here if row.step_s is not None and row.flag is None)
+        step_s = {row.algorithm: row.step_s for row in valid}
         assumption = ", ".join(filter(None, (title, here[0].at)))
         line: Gains = {"assumption": assumption, "network": published.network_name(here[0].network)}
         line["model"] = published.model_name(here[0].model)
@@ -91,7 +92,8 @@ def claims() -> Mapping[object, float]:
 
 def _range(values: Sequence[object]) -> str:
     known = [value for value in values if isinstance(value, float)]
-    return f"{min(known):.2f} to {max(known):.2f}" if known else "-"
+    missing = f" ({len(known)} of {len(values)} models)" if len(known) < len(values) else ""
+    return f"{min(known):.2f} to {max(known):.2f}{missing}" if known else "-"
 
 
 def figure(lines: Sequence[Gains]) -> style.Drawn:

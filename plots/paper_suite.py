@@ -41,7 +41,9 @@ def figure(folder: Path) -> style.Drawn:
     text += "each host (configs/published); whiskers: 95 % t interval, 2 standard deviations of "
     text += "the published values"
     looks = {name: LOOKS[method] for method, name in _METHODS.items()}
-    drawn = published.figure(bars, looks, f"{used[0].row.unit} of one worker", text, marks)
+    unit, *others = dict.fromkeys(mark.row.unit for mark in used)
+    label = f"{'samples/s' if others else unit} of one worker"
+    drawn = published.figure(bars, looks, label, text, marks)
     return drawn, published.data(bars, "rate")
 
 

@@ -60,7 +60,7 @@ def draw(rows: Sequence[PredictedRow], out: Path, base: str) -> list[Path]:
         UserError: there is nothing to draw.
     """
     valid = [row for row in rows if row.step_s is not None]
-    if not valid or (valid[0].point is None and all(row.baseline_s is None for row in valid)):
+    if not valid or (valid[0].point is None and not _compared(valid, base)):
         raise UserError(f"--figure: no trial has a prediction that is compared with {base}")
     point = valid[0].point
     if point is None:
@@ -68,19 +68,26 @@ def draw(rows: Sequence[PredictedRow], out: Path, base: str) -> list[Path]:
     return style.writer(point.axis, lambda _: figure(valid, point))(out, out)
 
 
+def _compared(rows: Sequence[PredictedRow], base: str) -> list[PredictedRow]:
+    """Returns the rows, without those of `base`, to which it has a row."""
+    places = {row.place for row in rows if row.algorithm == base}
+    return [row for row in rows if row.place in places and row.algorithm != base]
+
+
 def speed_ups(rows: Sequence[PredictedRow], base: str) -> style.Drawn:
-    """Draws the speed-up of each algorithm over `base` with its range: a panel for each network."""
+    """Draws the speed-up of each algorithm over `base` with its range. Each number of workers,
+    network and fault has a panel."""
     bases = {row.place: row for row in rows if row.algorithm == base}
-    compared = [row for row in rows if row.place in bases and row.algorithm != base]
+    compared = _compared(rows, base)
     looks = looks_of({row.algorithm: row.kind for row in compared})
-    panels = grouped(compared, lambda row: (row.world_size, row.network or ""))
+    panels = grouped(compared, lambda row: (row.world_size, row.network or "", *_fault(row, rows)))
     style.setup(grid="y")
     drawn, axes = plt.subplots(
         len(panels), 1, figsize=(11.5, 0.8 + 2.5 * len(panels)), squeeze=False, layout="constrained"
     )
     data = []
-    for axis, ((workers, network), here) in zip(axes[:, 0], panels.items(), strict=True):
-        style.title(axis, f"{workers} workers, {network}")
+    for axis, ((workers, *place), here) in zip(axes[:, 0], panels.items(), strict=True):
+        style.title(axis, ", ".join(filter(None, (f"{workers} workers", *place))))
         axis.axhline(1, color="#555555", lw=1, zorder=3)
         axis.set_ylabel(f"speed-up over {base}", fontsize=8)
         cells = grouped(here, lambda row: (row.model, row.batch))
@@ -92,24 +99,24 @@ def speed_ups(rows: Sequence[PredictedRow], base: str) -> style.Drawn:
             for row in cell:
                 at = place + width * (list(looks).index(row.algorithm) - (len(looks) - 1) / 2)
                 ratio, low, high = row.speed_up(bases[row.place])
-                axis.bar(
-                    at, ratio, 0.9 * width, **(FLAGGED if row.flag else looks[row.algorithm].bar)
-                )
+                flag = row.flag or bases[row.place].flag
+                axis.bar(at, ratio, 0.9 * width, **(FLAGGED if flag else looks[row.algorithm].bar))
                 style.whisker(axis, at, ratio, (low, high))
-                data.append({**_named(row), "speed_up": ratio, "low": low, "high": high})
+                data.append({**_named(row, rows), "speed_up": ratio, "low": low, "high": high})
     handles = [Patch(**look.bar) for look in looks.values()]
     drawn.legend(handles, list(looks), loc="outside right upper", frameon=False, fontsize=8)
     _note(
         drawn,
         f"Computed on a virtual clock (docs/prediction.md): steps of {base} / steps of "
-        "the algorithm; labels: model, batch; whiskers: range of costs and compute; grey: flagged",
+        "the algorithm; labels: model, batch; whiskers: range of costs and compute; grey: the "
+        f"algorithm or {base} is flagged",
     )
     return drawn, style.data(data)
 
 
 def figure(rows: Sequence[PredictedRow], point: Point) -> style.Drawn:
     """Draws throughput, efficiency and exposed communication, with a line for each algorithm."""
-    places = grouped(rows, lambda row: _place(row, point))
+    places = grouped(rows, lambda row: (*_place(row, point), *_fault(row, rows)))
     style.setup(grid="both")
     size = (11.5, 0.8 + 2.9 * len(places))
     drawn, axes = plt.subplots(len(places), 3, figsize=size, squeeze=False, layout="constrained")
@@ -124,10 +131,10 @@ def figure(rows: Sequence[PredictedRow], point: Point) -> style.Drawn:
                 _ideal(axis, here, point)
             else:
                 axis.set_ylim(0, 1.08 if name == "efficiency" else None)
-    style.legend(drawn, looks)
+    style.legend(drawn, looks, hollow=any(row.flag for row in rows))
     text = "Computed on a virtual clock (docs/prediction.md); efficiency: step of one GPU alone / "
     _note(drawn, f"{text}step; dotted: throughput at an efficiency of 1")
-    return drawn, style.data(map(_data, rows))
+    return drawn, style.data(_data(row, rows) for row in rows)
 
 
 def _place(row: PredictedRow, point: Point) -> tuple[str, ...]:
@@ -138,12 +145,21 @@ def _place(row: PredictedRow, point: Point) -> tuple[str, ...]:
     )
 
 
+def _fault(row: PredictedRow, rows: Sequence[PredictedRow]) -> tuple[str, ...]:
+    """Returns the fault of a row, if any of the rows has one."""
+    return (row.fault or "no fault",) if any(each.fault for each in rows) else ()
+
+
 def _lines(axis: Axes, rows: Sequence[PredictedRow], looks: dict[str, Look], value: Value) -> None:
     for label, points in grouped(rows, lambda row: row.algorithm).items():
-        curve = [(_x(row), y) for row in points if (y := value(row)) is not None]
-        axis.plot(
-            *zip(*sorted(curve), strict=True), lw=1.2, **{**looks[label].curve, "markersize": 4.5}
-        )
+        for look, some in (
+            (looks[label].curve, [row for row in points if not row.flag]),
+            (looks[label].hollow, [row for row in points if row.flag]),
+        ):
+            curve = [(_x(row), y) for row in some if (y := value(row)) is not None]
+            if curve:
+                x, y = zip(*sorted(curve), strict=True)
+                axis.plot(x, y, **{"lw": 1.2, **look, "markersize": 4.5})
 
 
 def _x(row: PredictedRow) -> float:
@@ -177,12 +193,14 @@ def _note(drawn: Figure, text: str) -> None:
     drawn.supxlabel(lines, fontsize=7, color="#555555", x=0.01, ha="left")
 
 
-def _named(row: PredictedRow) -> dict[str, object]:
+def _named(row: PredictedRow, rows: Sequence[PredictedRow]) -> dict[str, object]:
+    """Returns what names a row, its steps and, if any of the rows has one, its fault and flag."""
     names = ["model", "batch", "world_size", "network", "algorithm"]
+    names += [name for name in ("fault", "flag") if any(getattr(each, name) for each in rows)]
     names += ["step_s", "step_low_s", "step_high_s", "compute_s"]
     return {name: getattr(row, name) for name in names}
 
 
-def _data(row: PredictedRow) -> dict[str, object]:
+def _data(row: PredictedRow, rows: Sequence[PredictedRow]) -> dict[str, object]:
     panels = {name: value(row) for name, _, value in _PANELS}
-    return {"axis": row.point and row.point.axis, "value": _x(row), **_named(row), **panels}
+    return {"axis": row.point and row.point.axis, "value": _x(row), **_named(row, rows), **panels}

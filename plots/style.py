@@ -20,9 +20,11 @@ from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from matplotlib.ticker import LogFormatter
 
 from common.results.learning.summary import LearnRow
-from common.results.records import Record, fabric_words
+from common.results.records import Record, fabric_words, machine_words
 from common.results.store import Comparison
 from common.results.tables.cells import significant
 from common.results.timed.rows import Row
@@ -64,6 +66,17 @@ def stacked(counts: Sequence[int], width: float, bar: float, **options: Any) -> 
     size = (width, bar * sum(heights) + 0.6)
     figure, axes = plt.subplots(len(counts), 1, figsize=size, **options)
     return figure, axes[:, 0]
+
+
+def literal(figure: Figure) -> None:
+    """Makes every text literal but the powers of ten of logarithmic axes. Otherwise, a label with
+    two dollar signs is read as mathematics, and may be none."""
+    both = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+    powers = [axis for axis in both if isinstance(axis.get_major_formatter(), LogFormatter)]
+    kept = {id(label) for axis in powers for label in axis.get_ticklabels(which="both")}
+    for text in figure.findobj(Text):
+        if id(text) not in kept:
+            text.set_parse_math(False)
 
 
 def title(axis: Axes, text: str) -> None:
@@ -135,13 +148,9 @@ def legend(figure: Figure, looks: Mapping[str, Look], *, hollow: bool = False) -
 
 def caption(figure: Figure, text: str, records: Sequence[Record], width: int) -> None:
     """Writes a caption: `text`, and where the records were measured."""
-    where, machine = fabric_words(records), records[0].machine
-    torch = (machine.get("packages") or {}).get("torch", "unknown")
-    text += (
-        f". {where[:1].upper()}{where[1:]}, over {records[0].trial['backend']}, on "
-        f"{machine.get('cores', '?')} cores ({machine.get('cpu', 'unknown CPU')}), torch "
-        f"{torch}, commit {machine.get('commit', 'unknown')}."
-    )
+    where = fabric_words(records)
+    text += f". {where[:1].upper()}{where[1:]}, over {records[0].trial['backend']}, "
+    text += f"{machine_words(records)}."
     lines = "\n".join(textwrap.wrap(text, width))
     figure.supxlabel(lines, fontsize=7, color="#555555", x=0.01, ha="left")
 
@@ -172,6 +181,7 @@ def writer(name: str, draw: Callable[[Path], Drawn]) -> Callable[[Path, Path], l
 
     def write(folder: Path, out: Path) -> list[Path]:
         figure, table = draw(folder)
+        literal(figure)
         out.mkdir(parents=True, exist_ok=True)
         paths = [out / f"{name}.{kind}" for kind in ("png", "pdf", "csv")]
         for path in paths[:2]:

@@ -17,6 +17,9 @@ switch_dir=build/link_switch
 
 command -v "${CXX:-c++}" > /dev/null \
   || mistake "no C++ compiler found (Debian: apt-get install g++)"
+headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+[[ -e "$headers/Python.h" ]] \
+  || mistake "no Python.h in $headers (Debian: apt-get install python3-dev; Fedora: python3-devel)"
 rm -rf "$build_dir/extensions"
 mkdir -p "$build_dir"
 facts=$("$python" scripts/build_facts.py)

@@ -1,14 +1,17 @@
 """Facts about this Python and torch for the build of the comm core.
 
-Prints NAME=VALUE lines for CMake. With --identity, prints the versions that the extension is built
-for as JSON; an import with another torch reports them. With --found, prints what torch contains.
+Prints NAME=VALUE lines for CMake. With --identity, prints what the extension is built for
+as JSON: an import with another torch, Python or sources is refused. With --found, prints what
+torch contains.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 import sysconfig
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -29,8 +32,13 @@ def facts() -> dict[str, str]:
 
 
 def identity() -> dict[str, str]:
-    """Returns the versions that must be the same at the import of the extension as at its build."""
-    return {"torch": torch.__version__, "python": sysconfig.get_config_var("EXT_SUFFIX")}
+    """Returns what must be the same at the import of the extension as at its build."""
+    folder = Path(__file__).resolve().parents[1] / "common" / "comm_core"
+    return {
+        "torch": torch.__version__,
+        "python": sysconfig.get_config_var("EXT_SUFFIX"),
+        "sources": runpy.run_path(str(folder / "built.py"))["sources"](folder),
+    }
 
 
 def parts() -> dict[str, str]:

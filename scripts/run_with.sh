@@ -8,7 +8,8 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 # shellcheck source=scripts/shared.sh
 source "$root/scripts/shared.sh"
 words="this script reads nworkers, hostfile, rdma and cluster only; use --set, or dear/horovod_mpi_cj.sh"
-refuse_others "$words" dnn bs senlen method ngpu_per_node nworker
+refuse_others "$words" dnn bs senlen method ngpu_per_node nworker nnodes node_rank \
+  master nstreams mgwfbp asc threshold compressor density exclude_parts autotune
 (($#)) || mistake "usage: run_with.sh LAUNCHER [EXPERIMENT.yaml] [FLAGS of \`run\`]"
 launcher=$1
 shift

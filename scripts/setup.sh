@@ -8,6 +8,7 @@ lenient=${2:-}
 # shellcheck source=scripts/shared.sh
 source scripts/shared.sh
 PYTHON=${PYTHON:-python3}
+[[ $(uname) == Linux ]] || mistake "DeAR Bench needs Linux, and this is $(uname)"
 program PYTHON
 if [[ -n "$lenient" && -e "$venv/ready" ]]; then
   echo "$venv is set up already"
@@ -22,11 +23,12 @@ if sys.version_info < (3, 10):
 EOF
 
 # A GPU machine usually brings a torch that fits its driver: use that one.
-own_torch() {
+own_torch() {  # prints its version
   "$PYTHON" - <<'EOF' 2>/dev/null
 import importlib.metadata as metadata
-major, minor = map(int, metadata.version("torch").split(".")[:2])
-metadata.version("torchvision")
+version = metadata.version("torch")
+major, minor = map(int, version.split(".")[:2])
+print(version)
 raise SystemExit((major, minor) < (2, 11))
 EOF
 }
@@ -36,19 +38,34 @@ wanted=$(mktemp)
 trap 'rm -f "$wanted"' EXIT
 grep -v '^#' requirements.txt > "$wanted"
 options=()
-if own_torch; then
-  echo "== using the torch of $PYTHON"
+if version=$(own_torch); then
+  echo "== using torch $version of $PYTHON"
   options=(--system-site-packages)
   sed -i '/^torch/d' "$wanted"
+  echo "torch==$version" >> "$wanted"  # as it is: no package may bring another one
+  [[ -n "$lenient" ]] || echo torchvision >> "$wanted"
+elif [[ -n "$version" ]]; then
+  echo "== not using torch $version of $PYTHON: 2.11 or newer is needed"
 fi
 
-if [[ ! -x "$venv/bin/python" ]]; then
+# An interrupted set-up leaves an environment that has no pip. Another Python needs another one.
+made_by="$("$PYTHON" -c 'import sys; print(sys.base_prefix, sys.version.split()[0])') ${options[*]:-}"
+clear=()
+if [[ -e "$venv/bin" && -z "$lenient" ]]; then
+  if [[ -e "$venv/made_by" && $(< "$venv/made_by") != "$made_by" ]] \
+    || ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
+    echo "== $venv is incomplete, or of another Python or torch: making it anew"
+    clear=(--clear)
+  fi
+fi
+if [[ ! -x "$venv/bin/python" || ${#clear[@]} -gt 0 ]]; then
   echo "== creating $venv"
   # Debian's Python has no ensurepip without its package python3-venv; a pip it has serves as well.
   if [[ ${#options[@]} -gt 0 ]] && "$PYTHON" -m pip --version > /dev/null 2>&1; then
     options+=(--without-pip)
   fi
-  "$PYTHON" -m venv "${options[@]}" "$venv" || exit 2
+  "$PYTHON" -m venv "${clear[@]}" "${options[@]}" "$venv" || exit 2
+  echo "$made_by" > "$venv/made_by"
   if [[ ${#options[@]} -gt 0 ]]; then
     # If this Python is a virtual environment's itself, what it has installed is not among the
     # "system's" packages, so name its folders.

@@ -4,7 +4,14 @@
 # server of ssh, for a test of the emulated network (Debian starts it). Needs root; everything else
 # works without them.
 set -euo pipefail
+command -v apt-get > /dev/null || {
+  echo "error: this is no Debian; install a C++ compiler, Python's headers, cmake, make, git, iproute2" \
+    "and Open MPI with its headers (Fedora: gcc-c++ python3-devel openmpi-devel)" >&2
+  exit 2
+}
 packages=(g++ cmake make git openmpi-bin libopenmpi-dev iproute2 shellcheck)
+# Another Python than the distribution's has both already.
+[[ $(command -v python3) != /usr/bin/python3 ]] || packages+=(python3-venv python3-dev)
 for option in "$@"; do
   case "$option" in
     --slurm) packages+=(slurm-wlm munge) ;;

@@ -31,6 +31,10 @@ failed() {  # whether a test of the part did, as far as its cache knows
   [[ -f "$file" && "$(< "$file")" != "{}" ]]
 }
 
+stopped() {  # whether the part ended in another way than by its tests
+  [[ ! "$(cat "build/${1//\//_}_status" 2> /dev/null || echo 0)" =~ ^[015]$ ]]
+}
+
 names() {  # the tests of a part that failed last
   "${pytest[0]}" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' \
     ".pytest_cache/$1/v/cache/lastfailed"
@@ -40,7 +44,12 @@ status=0
 if [[ "${2:-}" == --again ]]; then
   status=5
   for part in "${parts[@]}" others; do
-    if failed "$part"; then
+    if stopped "$part"; then
+      echo "== tests/$part: stopped, so all of them again"
+      status=0
+      run "$part" -m "not full" || exit
+      echo 0 > "build/${part//\//_}_status"
+    elif failed "$part"; then
       echo "== repeated once, since they failed:"
       names "$part"
       status=0
@@ -60,8 +69,12 @@ for part in "${parts[@]}"; do
   pids+=("$!")
 done
 run others -m "not full" || status=$?
+echo "$status" > build/others_status
 for number in "${!parts[@]}"; do
-  wait "${pids[number]}" || status=$?
+  code=0
+  wait "${pids[number]}" || code=$?
+  echo "$code" > "build/${parts[number]//\//_}_status"
+  [[ "$code" == 0 ]] || status=$code
   echo "== tests/${parts[number]}"
   cat "build/${parts[number]//\//_}_tests.log"
 done

@@ -11,7 +11,6 @@ transport, the network interface and the host identity; see the README in this f
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import math
 import os
@@ -23,6 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from comm_core.built import problem, remedy
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
     from comm_core.windows import Window as Window
 
 _FOLDER = Path(__file__).parent
-_REBUILD = (
-    "build it with scripts/build.sh"
-    if (_FOLDER / "CMakeLists.txt").exists()
-    else "install dear-bench again with pip"
-)
 
 OnGroup = Callable[[int, str, list[int], str], None]
 
@@ -43,22 +39,8 @@ _groups: deque[tuple[int, str, list[int]]] = deque(maxlen=256)
 _on_group: OnGroup | None = None
 
 
-def _check_build() -> None:
-    built_for = _FOLDER / "_built_for.json"
-    if not built_for.exists():
-        raise ImportError(f"the comm core is not built: {_REBUILD}")
-    facts = json.loads(built_for.read_bytes())
-    if "missing" in facts:
-        raise ImportError(f"the comm core is not built: {facts['missing']}; then {_REBUILD}")
-    built_torch = facts["torch"]
-    if built_torch != torch.__version__:
-        raise ImportError(
-            f"the comm core was built for torch {built_torch}, but this is torch "
-            f"{torch.__version__}: {_REBUILD}"
-        )
-
-
-_check_build()
+if (reason := problem(_FOLDER, torch.__version__)) is not None:
+    raise ImportError(f"{reason}; {remedy(_FOLDER)}")
 from comm_core import _core  # noqa: E402  (the check explains a missing or foreign build)
 
 Batch = _core.Batch

@@ -25,8 +25,11 @@ from dear.errors import UserError, unknown
 
 _MAKES = ("run", "calibrate", "merge")
 """Verbs that do more than print: the end of their reader interrupts them."""
-_EXTRA = ("jinja2", "matplotlib", "pandas")
-"""Packages of the extra `plots`, which is not always installed."""
+_EXTRAS = {
+    **dict.fromkeys(("jinja2", "matplotlib", "pandas"), "plots"),
+    **dict.fromkeys(("timm", "transformers"), "models"),
+}
+"""Extras of the installation by their packages, which are not always there."""
 _OF_THE_USER = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
@@ -53,9 +56,9 @@ def main(arguments: Sequence[str]) -> int:
         _tell(f"error: {error}")
         return Status.USER_ERROR
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
+        if error.name not in _EXTRAS:
             raise
-        _tell(f"error: {error.name} is missing: pip install 'dear-bench[plots]'")
+        _tell(f"error: {error.name} is missing: pip install 'dear-bench[{_EXTRAS[error.name]}]'")
         return Status.USER_ERROR
     except BrokenPipeError:  # `| head`
         return _without_reader(makes)

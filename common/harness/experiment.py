@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +21,8 @@ from common.emulation.links.profile import network_profile
 from common.harness.custom import bring_model
 from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
 from common.harness.trial import BASELINE, Cuda, Sources, Trial
-from common.launch.hosts import digest_of_hosts, read_hostfile
-from common.launch.job import launcher_options
+from common.launch.hosts import digest_of_hosts, read_envs, read_hostfile
+from common.launch.job import administrative, launcher_options
 from common.machine.cgroups import usable_cores
 from common.models import datasets
 from common.models.registry import (
@@ -33,6 +34,7 @@ from common.models.registry import (
     profile_of,
     sentence_len,
 )
+from common.paths import BUILD
 from common.results.records import base_among
 from dear.algorithms import aliases
 from dear.comm.backends import missing_comm_core
@@ -233,6 +235,10 @@ class Experiment:
             raise UserError("data_dir: used only with `learn`; add `learn: {data: mnist}`")
         if learn is None:
             return
+        if self.report_lines:
+            raise UserError(
+                "report_lines: has no effect with learn; the lines have rates of timed steps"
+            )
         used = {"repeats"} | ({"warmup_steps"} if learn.data is None else set())
         for key in dataclasses.fields(self.measure):
             if key.name not in used and getattr(self.measure, key.name) != key.default:
@@ -370,7 +376,13 @@ class Experiment:
         elif data_digest is None:
             data_digest = datasets.digest(self.learn.data, self._data_path())
         hosts = read_hostfile(Path(self.hostfile), 0) if self.hostfile is not None else None
-        digests = Sources(data_digest=data_digest, hosts_digest=hosts and digest_of_hosts(hosts))
+        envs = None
+        if self.launcher != "local":
+            options = launcher_options(self.launcher, self.launcher_options)
+            envs = read_envs().used(options) or None
+        digests = Sources(
+            data_digest=data_digest, hosts_digest=hosts and digest_of_hosts(hosts), envs=envs
+        )
         alone = AlgorithmChoice(name=BASELINE, label="single worker"), Options()
         trials = []
         for model in self.models:
@@ -390,12 +402,23 @@ class Experiment:
             labels.append(trial.label)
         return trials
 
+    @functools.cached_property
+    def _ranks_of_a_machine(self) -> int:
+        """Largest number of ranks on one machine; virtual hosts are on one."""
+        most = max(self.worlds)
+        if self.hostfile is not None:
+            return min(most, max(host.slots for host in read_hostfile(Path(self.hostfile), 0)))
+        options = launcher_options(self.launcher, self.launcher_options)
+        if (nodes := getattr(options, "nnodes", None)) is not None:
+            return math.ceil(most / nodes)
+        return min(most, getattr(options, "tasks_per_node", None) or most)
+
     @property
     def fallback(self) -> str | None:
         """Reason why trials run over Gloo if the experiment does not name a backend, or None."""
         if self.backend is not None or self._default_backend != "gloo":
             return None
-        return f"{missing_comm_core()}: trials run over gloo"
+        return f"trials run over gloo: {missing_comm_core()}; {BUILD}"
 
     @functools.cached_property
     def _default_backend(self) -> str:
@@ -420,7 +443,7 @@ class Experiment:
     ) -> Trial:
         entry = model_entry(model.name)
         cores = usable_cores()
-        threads = self.threads_per_rank or max(1, cores // max(self.worlds))
+        threads = self.threads_per_rank or max(1, cores // self._ranks_of_a_machine)
         learn = self.learn
         if learn is not None and algorithm.name == BASELINE:
             learn = dataclasses.replace(learn, batch_sizes=None)  # one worker
@@ -430,11 +453,16 @@ class Experiment:
             profile = profile_of(model.name, batch_size, model.sentence_len).digest
         return Trial(
             **{key: getattr(self, key) for key in _AS_GIVEN},
+            launcher_options={
+                key: value
+                for key, value in self.launcher_options.items()
+                if key not in administrative(self.launcher)
+            },
             algorithm=algorithm.name,
             options=options,
             model=model.name,
             batch_size=batch_size,
-            sentence_len=sentence_len(model.name, model.sentence_len),
+            sentence_len=sentence_len(model.name, model.sentence_len, batch_size),
             world_size=world_size,
             backend=self.backend or self._default_backend,
             threads_per_rank=threads,
@@ -458,5 +486,5 @@ class Experiment:
 _SHOWN = 8
 _MOST_WORKERS, _MOST_THREADS = 1 << 16, 1 << 12
 _LARGEST_SEED = (1 << 32) - 1
-_AS_GIVEN = ("launcher", "launcher_options", "device", "dtype", "seed", "optimizer", "measure")
+_AS_GIVEN = ("launcher", "device", "dtype", "seed", "optimizer", "measure")
 _AS_GIVEN += ("collective_timeout_s",)

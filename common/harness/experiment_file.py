@@ -15,7 +15,7 @@ from common.emulation import sandbox
 from common.emulation.links.switched import PROGRAM
 from common.harness import custom
 from common.harness.experiment import Experiment
-from common.models.registry import FILE
+from common.models.registry import FILE, names_gpu
 from common.paths import BUILD, EXPERIMENTS
 from common.profiling import gpus
 from dear.algorithms.aliases import ALIASES
@@ -127,7 +127,7 @@ class CommandLine:
                 continue
             if self.gpu is not None and model["name"] in self.models:
                 model["gpu"] = self.gpu
-            elif values.get("cluster") and "@" not in model["name"] and "gpu" not in model:
+            elif values.get("cluster") and not names_gpu(model["name"]) and "gpu" not in model:
                 model["gpu"] = custom.HERE if custom.gpu_available() else gpus.DEFAULT
 
     def assumption(self, names: Sequence[str]) -> str | None:
@@ -136,7 +136,7 @@ class CommandLine:
         Args:
             names: models by their names in trials.
         """
-        named = self.gpu is not None or any("@" in name for name in self.models)
+        named = self.gpu is not None or any(map(names_gpu, self.models))
         device = gpus.find(gpus.DEFAULT).folder_name
         if named or not self.models or not any(name.endswith(f"@{device}") for name in names):
             return None

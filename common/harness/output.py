@@ -14,7 +14,7 @@ from common.machine.processes import spread
 from common.paths import COMMAND, LOGS, RECORDS, short
 from common.results import store
 from common.results.exports.reference_reports import reports
-from common.results.records import Record, fabric_words, is_learning
+from common.results.records import Record, fabric_words, is_learning, machine_words
 from common.results.report.overview import has_valid, no_answer, overview
 from common.results.tables.table import csv_text
 from common.results.timed import rows
@@ -82,7 +82,8 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
         if record.error is not None and record.status not in ("unsupported", "interrupted"):
             logs = store.logs_of(folder / record.id, record.error.rank or 0)
             print(f"{record.status}: {record.id}: {record.error.message}")
-            print(f"    log: {short(str(logs[-1]))}" if logs else "    no log: it never started")
+            missing = "no log here: it never started, or its folder was not copied"
+            print(f"    log: {short(str(logs[-1]))}" if logs else f"    {missing}")
     print(f"records, table.md, table.csv: {short(str(folder))}")
     here = "" if folder.parent == LOGS else f" --logs {short(str(folder.parent))}"
     print(f"report in one HTML file: {COMMAND} report {folder.name}{here}")
@@ -188,8 +189,4 @@ def _write_predicted(
 def _title(folder: Path, records: Sequence[Record]) -> str:
     if not records:
         return folder.name
-    machine = records[0].machine
-    return (
-        f"{folder.name}: {fabric_words(records)} on {machine['cores']} cores ({machine['cpu']}), "
-        f"torch {machine['packages']['torch']}, commit {machine['commit']}"
-    )
+    return f"{folder.name}: {fabric_words(records)} {machine_words(records)}"

@@ -68,6 +68,9 @@ class Sources:
     """Source of a model that does not come with the project, or its profile."""
     hosts_digest: str | None = None
     """Digest of the hosts of a hostfile; None without one, and then not in the JSON."""
+    envs: dict[str, str] | None = None
+    """Values of configs/envs.conf that the trial uses; None if there are none, and then not in the
+    JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,7 @@ class Trial:
     world_size: int
     launcher: str
     launcher_options: dict[str, object] = field(default_factory=dict)
-    """Options of the launcher beyond its defaults (interfaces, `rdma`)."""
+    """Options of the launcher beyond its defaults that may change a measurement (`rdma`)."""
     backend: str
     """Backend of torch.distributed."""
     device: Literal["cpu", "cuda"]
@@ -193,8 +196,9 @@ class Trial:
         values["options"] = settings(self.options)
         for group in ("cuda", "sources"):
             values |= values.pop(group)
-        if values["hosts_digest"] is None:  # earlier records have no such key: keeps their hashes
-            del values["hosts_digest"]
+        for key in ("hosts_digest", "envs"):  # earlier records lack them: keeps their hashes
+            if values[key] is None:
+                del values[key]
         return json.loads(json.dumps(values))
 
     @classmethod

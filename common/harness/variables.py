@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from common.harness.experiment import Experiment, ModelChoice
 from common.harness.experiment_file import find_experiment, load
 from common.harness.trial import Trial
 from common.launch.hosts import Host, read_envs, read_hostfile
+from common.launch.mpirun import find_mpirun
 from common.machine.cgroups import usable_cores
 from common.models.registry import MODELS, profile_of
 from common.paths import CONFIGS
@@ -165,7 +165,7 @@ def _real(given: Mapping[str, str], ranks: int, planned: bool) -> tuple[dict[str
         per_host = _whole(given, "ngpu_per_node")
         if any(host.slots != per_host for host in hosts or ()):
             raise UserError(f"ngpu_per_node={per_host}: {path} has other slots")
-    mpirun = shutil.which("mpirun") or read_envs().MPIPATH
+    mpirun = _has_mpirun()
     if hosts is None or not (away or mpirun):
         if given["rdma"] != "0":
             raise UserError(f"rdma={given['rdma']}: no effect, as all workers are on this machine")
@@ -175,6 +175,8 @@ def _real(given: Mapping[str, str], ranks: int, planned: bool) -> tuple[dict[str
     if given["rdma"] != "0":
         place["launcher_options"] = {"rdma": int(given["rdma"])}
     words = f"launcher: {launcher} with {path}"
+    if not _gpus():
+        words += "; device: cpu, as here is no GPU (--set=device=cuda for those of the hosts)"
     return place, f"{words}\nbefore it can run: {lost}" if lost else words
 
 
@@ -216,6 +218,18 @@ def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> N
             f"nworkers={ranks}: the ranks of {dnn} need {machine.gib(needed)} of memory on this "
             f"machine, and {machine.gib(there)} are available; {_WAYS.format(n=ranks)}"
         )
+
+
+def _has_mpirun() -> bool:
+    """Returns whether Open MPI is installed; another MPI's mpirun does not count."""
+    prefix = read_envs().MPIPATH
+    try:
+        find_mpirun(prefix)
+    except UserError:
+        if prefix:  # somebody wants it
+            raise
+        return False
+    return True
 
 
 def _gpus() -> int:

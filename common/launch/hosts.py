@@ -7,6 +7,7 @@ import functools
 import getpass
 import hashlib
 import ipaddress
+import os
 import re
 import socket
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.emulation.cluster import VirtualHost
+from common.machine import library_variables
 from common.paths import CONFIGS
 from dear.errors import UserError, unknown
 
@@ -50,7 +52,10 @@ class Host:
     @property
     def here(self) -> bool:
         """True if the current process runs on this host, and as the user of the ranks there."""
-        if self.virtual is not None or self.user not in (None, getpass.getuser()):
+        if self.virtual is not None:
+            return False
+        # A user without a name, as in some containers, is asked for only if one is given.
+        if self.user is not None and self.user != getpass.getuser():
             return False
         name = socket.gethostname()
         return self.name in (*_HERE, name, name.partition(".")[0])
@@ -191,6 +196,13 @@ class Envs:
     def python(self) -> str:
         return self.PY or sys.executable
 
+    def used(self, options: object) -> dict[str, str]:
+        """Returns the values on which a trial with these options of a launcher depends."""
+        unused = set()
+        if isinstance(options, NetworkOptions):
+            unused = {"ETH_INTERFACE" if options.rdma else "IB_INTERFACE"}
+        return {k: v for k, v in dataclasses.asdict(self).items() if v and k not in unused}
+
     @property
     def rank_env(self) -> dict[str, str]:
         """Variables of every rank, without those of the network."""
@@ -233,13 +245,17 @@ def read_envs(path: Path = ENVS) -> Envs:
     if not path.exists():
         return Envs()
     for number, line in _lines(path.read_text(encoding="utf-8")):
-        text = line.partition("#")[0].strip()
-        match = re.fullmatch(r"""(\w+)=(["']?)([^"'\s]*)\2""", text)
+        match = re.fullmatch(
+            r"""(?P<key>\w+)=(?:"(?P<a>[^"]*)"|'(?P<b>[^']*)'|(?P<c>[^"'\s#]*))\s*(?:#.*)?""", line
+        )
         if match is None:
-            raise UserError(f"{path} line {number}: must be KEY=VALUE, got {text!r}")
+            raise UserError(
+                f"{path} line {number}: must be KEY=VALUE, a value with spaces in quotes, got "
+                f"{line!r}"
+            )
         if match[1] not in (*known, *_SERVER_KEYS):
             raise unknown(f"key of {path.name}", match[1], known)
-        values[match[1]] = match[3]
+        values[match[1]] = next(filter(None, match.group("a", "b", "c")), "")
     ignored = [name for name in _SERVER_KEYS if values.pop(name, "")]
     if ignored:
         _print_ignored(path, ", ".join(ignored))
@@ -275,12 +291,31 @@ def interface(options: NetworkOptions, envs: Envs, hosts: Sequence[Host] | None)
     return name
 
 
-def network_env(options: NetworkOptions, name: str) -> dict[str, str]:
-    """Returns the variables that make the libraries of a rank use the interface `name`."""
+def elsewhere() -> dict[str, str]:
+    """Returns the variables of this process that ranks on another host need, too: those that change
+    the behaviour of libraries. The GPUs of a host are its own; envs.conf chooses them."""
+    return {k: v for k, v in library_variables().items() if k != "CUDA_VISIBLE_DEVICES"}
+
+
+def network_env(options: NetworkOptions, name: str, *, virtual: bool = False) -> dict[str, str]:
+    """Returns the variables that make the libraries of a rank use the interface `name`.
+
+    Raises:
+        UserError: the environment has one of them with another value; not if the hosts are
+            `virtual`, where only their own network exists.
+    """
     env = {"NCCL_IB_DISABLE": "0" if options.rdma == 1 else "1"}
     if options.rdma == 2:
         # The card is then an ordinary network card, which does not access GPU memory.
         env |= {"NCCL_NET_GDR_LEVEL": "0", "NCCL_NET_GDR_READ": "0", "NCCL_IB_CUDA_SUPPORT": "0"}
     if name:
-        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "COMM_CORE_IFNAME", "NCCL_SOCKET_IFNAME"), name)
+        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "COMM_CORE_IFNAME"), name)
+        env["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=", eth1 would be eth10, too
+    for key, value in env.items():
+        given = os.environ.get(key)
+        if given is not None and given.lstrip("=") != value.lstrip("=") and not virtual:
+            raise UserError(
+                f"{key}={given}: the launcher's options rdma={options.rdma} and interface="
+                f"{name!r} need {value}; unset the variable, or change the options"
+            )
     return env

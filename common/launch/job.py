@@ -5,10 +5,12 @@ The launcher NAME is the class `NameLauncher` in the file `common/launch/NAME.py
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import json
 import pkgutil
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,8 @@ from dear.options import build_options
 DONE = "done"
 ENDS = ("judging", DONE)
 """Phases of a rank that has trained to the end."""
+ADMINISTRATIVE = {"administrative": True}
+"""Metadata of a launcher's option that changes no measurement: another value is no other trial."""
 LEFT_S = 15.0
 """Time in which the other ranks follow the first one that comes to its end."""
 
@@ -209,7 +213,9 @@ def outcome_of(
     if killed and job.may_lose_ranks and succeeded and job.result_path.exists():
         result = json.loads(job.result_path.read_bytes())
         return Outcome(status="ok", result={**result, "lost_ranks": sorted(killed)})
-    if killed:
+    # NCCL aborts its own process (SIGABRT) when another rank ends, for example without memory.
+    aborted = all(number == signal.SIGABRT for number in killed.values())
+    if killed and not (aborted and any(error["kind"] != "failed" for error in errors)):
         # The killed rank is the cause, even if failures of the others were noticed first.
         rank = min(killed)
         message = f"rank {rank} was killed by signal {killed[rank]}"
@@ -256,6 +262,12 @@ def launcher_options(name: str, options: Mapping[str, Any]) -> Any:
     if name not in _launchers():
         raise unknown("launcher", name, launcher_names())
     return build_options(_launchers()[name].Options, options, f"{name} launcher option")
+
+
+def administrative(name: str) -> set[str]:
+    """Returns the options of a launcher that change no measurement, such as a time in a queue."""
+    options = dataclasses.fields(_launchers()[name].Options) if name in _launchers() else ()
+    return {option.name for option in options if option.metadata.get("administrative")}
 
 
 def make_launcher(

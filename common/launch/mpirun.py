@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from common.launch.hosts import Host, are_virtual, blocks, network_env
+from common.launch.hosts import Host, are_virtual, blocks, elsewhere, network_env
 from common.launch.job import Job, Outcome, outcome_of, timed_out
 from common.launch.per_host import (
     PRINTED_PORT,
@@ -53,7 +53,7 @@ class MpirunLauncher(RemoteLauncher):
         return shlex.join(self._command(job, self._options.port or PRINTED_PORT))
 
     def run(self, job: Job) -> Outcome:
-        command = self._command(job, self._options.port, _TIED)
+        command = self._command(job, self._options.port, (self._envs.python, "-c", _TIE))
         if self._hosts is not None:
             lines = [f"{host.login} slots={host.slots}\n" for host in self._hosts]
             (job.folder / "hostfile").write_text("".join(lines), encoding="utf-8")
@@ -83,14 +83,18 @@ class MpirunLauncher(RemoteLauncher):
         env = {**self._envs.rank_env, **job.env}
         chosen: dict[str, str] = {}
         several = remote = False
-        host_words: list[str] = []
+        # Otherwise, mpirun would use all hosts of the scheduler's job in which it may run.
+        host_words = ["--host", f"localhost:{job.world_size}"]
         if self._hosts is not None:
             used = blocks(self._hosts, job.world_size)
             several = len(used) > 1
             remote = not all(block.host.here for block in used)
             host_words = ["--hostfile", str(job.folder.resolve() / "hostfile")]
+        if remote:
+            env = {**elsewhere(), **env}
         if several:
-            env = {**network_env(options, self._interface), **meeting_point(used, port), **env}
+            network = network_env(options, self._interface, virtual=are_virtual(self._hosts))
+            env |= {**network, **meeting_point(used, port), **self._envs.rank_env, **job.env}
         if several or options.rdma:
             include = self._interface
             if not options.rdma and not options.interface:
@@ -107,9 +111,12 @@ class MpirunLauncher(RemoteLauncher):
         return None if host.here else self._agent
 
 
-_TIED = ("setpriv", "--pdeathsig", "KILL")
-"""Words (of util-linux) before a rank's command. The rank is then killed when mpirun, or its daemon
-on another host, is killed."""
+_TIE = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Program before a rank's command (PR_SET_PDEATHSIG): the rank is then killed when mpirun, or its
+daemon on another host, is killed. The command setpriv of some systems cannot do it."""
 
 
 class _Started(Ranks):
@@ -202,7 +209,10 @@ def find_mpirun(prefix: str = "") -> Mpirun:
     first = (done.stdout or done.stderr).strip().partition("\n")[0]
     version = re.search(r"Open MPI\D*(\d+)\.", first)
     if version is None or int(version[1]) < 4:
-        raise UserError(f"launcher mpirun: {path} must be Open MPI 4 or 5, got {first!r}")
+        raise UserError(
+            f"launcher mpirun: {path} must be Open MPI 4 or 5, got {first!r}; set MPIPATH in "
+            "configs/envs.conf, or use launcher=ssh"
+        )
     return Mpirun(path=path, major=int(version[1]))
 
 

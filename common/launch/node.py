@@ -132,6 +132,9 @@ def _signals() -> int:
     return woken
 
 
+_HANDLED = ("SigCgt", "SigBlk")
+
+
 def _read_pipe() -> bool:
     try:
         text = os.read(0, 4096)
@@ -141,8 +144,9 @@ def _read_pipe() -> bool:
         for process in _below():
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-                caught = int(status.partition("\nSigCgt:")[2].split()[0], 16)
-                if caught >> (signal.SIGUSR1 - 1) & 1:  # the signal would end other processes
+                # Other processes would end by the signal. srun blocks it, and waits for it.
+                masks = (status.partition(f"\n{name}:")[2].split()[0] for name in _HANDLED)
+                if any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks):
                     _send(process.pid, signal.SIGUSR1)
     return text == b""
 

@@ -27,12 +27,12 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.emulation.hosts.namespaces import die_with_parent
 from common.launch.hosts import Host
-from common.launch.job import Job
+from common.launch.job import ADMINISTRATIVE, Job
 from common.launch.per_host import PortOptions
 from common.launch.ssh import SshLauncher
 from common.paths import LOGS
@@ -56,13 +56,13 @@ class NodesLauncher(SshLauncher):
 
         nnodes: int = 1
         """Number of nodes."""
-        node_rank: int = 0
+        node_rank: int = field(default=0, metadata=ADMINISTRATIVE)
         """Number of this node, 0 .. nnodes-1. Node 0 leads and keeps the records."""
         master: str = "127.0.0.1"
         """Name or address of node 0 for the others; the default is for nodes on one machine."""
-        control_port: int = 29400
+        control_port: int = field(default=29400, metadata=ADMINISTRATIVE)
         """First of `nnodes` ports of node 0, to which the other nodes connect."""
-        wait_s: float = 600.0
+        wait_s: float = field(default=600.0, metadata=ADMINISTRATIVE)
         """Longest time until all nodes have connected, in seconds."""
 
         def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from common.launch.hosts import (
     NetworkOptions,
     are_virtual,
     blocks,
+    elsewhere,
     interface,
     network_env,
     read_envs,
 )
-from common.launch.job import Job, Launcher, Outcome, timed_out
+from common.launch.job import ADMINISTRATIVE, Job, Launcher, Outcome, timed_out
 from common.launch.ranks import Ranks
 from common.paths import ROOT
 from dear.comm.environment import free_port
@@ -45,7 +46,7 @@ STOP_S = 20.0
 class PortOptions(NetworkOptions):
     """Options of the network and the rendezvous."""
 
-    port: int | None = None
+    port: int | None = field(default=None, metadata=ADMINISTRATIVE)
     """Port of the rendezvous on the first host; None: a port that is free on this machine."""
 
     def __post_init__(self) -> None:
@@ -115,14 +116,16 @@ class PerHostLauncher(RemoteLauncher):
         meet = meeting_point(used, port)
         commands = []
         for index, block in enumerate(used):
-            env: dict[str, str] = {}
+            agent = self._agent_for(block.host)
+            env = elsewhere() if agent is not None else {}
             if len(used) > 1:
-                env = network_env(self._options, self._interface)
+                virtual = block.host.virtual is not None
+                env |= network_env(self._options, self._interface, virtual=virtual)
             if block.host.virtual is not None:
                 env["COMM_CORE_HOST_ID"] = block.host.name
             env |= {**self._envs.rank_env, **self._env(meet), **job.env}
             argv = self._argv(job, index, used, meet, tied)
-            words = on_host(block.host, argv, env, self._agent_for(block.host))
+            words = on_host(block.host, argv, env, agent)
             commands.append(HostCommand(host=block.host, argv=words, log=self._log(job, block)))
         return commands
 

@@ -13,7 +13,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,20 @@ from common.launch.hosts import (
     Host,
     NetworkOptions,
     are_virtual,
+    elsewhere,
     interface,
     network_env,
     read_envs,
 )
-from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
-from common.launch.per_host import STACKS_S, Fleet, HostCommand, on_host
+from common.launch.job import ADMINISTRATIVE, Job, Launcher, Outcome, outcome_of, timed_out
+from common.launch.per_host import STACKS_S, Fleet, HostCommand
 from dear.errors import UserError
 from dear.options import positive
 
 POLL_S = 0.5
 _SPARE_MIN = 5
+_FIRST_SPECIAL_STEP = 4294967290
+"""Least number of the steps that Slurm makes itself, such as that of a batch script."""
 # Ends when the job has left the queue, so that none of its ranks remains.
 _CANCEL = (
     'scancel --quiet --name "$0"; '
@@ -52,17 +55,15 @@ class SlurmLauncher(Launcher):
 
         partition: str | None = None
         """Partition; None: Slurm's default."""
-        nodes: int | None = None
-        """Number of nodes; None: as few as the ranks fit on."""
         tasks_per_node: int | None = None
-        """Ranks per node; None: Slurm chooses. A smaller world uses fewer nodes."""
+        """Ranks per node; needed for more than one worker. A smaller world uses fewer nodes."""
         gpus_per_node: int | None = None
         """GPUs per node, visible to all ranks of the node; None: no GPUs are requested."""
         sbatch_args: tuple[str, ...] = ()
         """Further arguments of sbatch, e.g. --account=NAME."""
         srun_args: tuple[str, ...] = ()
         """Further arguments of srun, e.g. --mpi=none."""
-        queue_s: float = 86400.0
+        queue_s: float = field(default=86400.0, metadata=ADMINISTRATIVE)
         """Longest time in the queue, in seconds."""
 
         def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class SlurmLauncher(Launcher):
                 for word in words:
                     if any(character in word for character in "\n\r\0"):
                         raise UserError(f"an argument of Slurm must be one line, got {word!r}")
-            for name in ("nodes", "tasks_per_node", "gpus_per_node"):
+            for name in ("tasks_per_node", "gpus_per_node"):
                 value = getattr(self, name)
                 if value is not None and value < 1:
                     raise UserError(f"{name} must be at least 1, got {value}")
@@ -85,7 +86,7 @@ class SlurmLauncher(Launcher):
         if self._hosts is not None:
             raise UserError(
                 "launcher slurm does not support a hostfile: Slurm chooses the hosts (options "
-                "partition, nodes, sbatch_args)"
+                "partition, tasks_per_node, sbatch_args)"
             )
         self._envs = read_envs()
         self._interface = interface(self._options, self._envs, None)
@@ -94,6 +95,14 @@ class SlurmLauncher(Launcher):
         """Checks that Slurm is installed; its commands can be printed without it."""
         if shutil.which("srun") is None:
             raise UserError("launcher slurm: no srun on the PATH; use launcher=ssh or mpirun")
+        step = os.environ.get("SLURM_STEP_ID", "")
+        shared = "--overlap" in self._options.srun_args
+        if step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP and not shared:
+            raise UserError(
+                f"launcher slurm: this process is step {step} of job {os.environ['SLURM_JOB_ID']} "
+                "and has all of its resources, so its own srun would wait for ever; start the "
+                "sweep by salloc or sbatch, or set srun_args: [--overlap]"
+            )
 
     def batch_script(self, command: Sequence[str], name: str, world_size: int) -> str:
         """Returns a script for sbatch that runs a whole sweep in one allocation.
@@ -115,20 +124,19 @@ class SlurmLauncher(Launcher):
         """Returns the arguments for the number of nodes, and for ranks and GPUs per node.
 
         Raises:
-            UserError: the ranks do not fit on the nodes.
+            UserError: there are several ranks, and it is not known how many a node gets.
         """
-        options, nodes = self._options, self._options.nodes
-        if options.tasks_per_node is not None:
-            needed = math.ceil(world_size / options.tasks_per_node)
-            if nodes is not None and nodes < needed:
+        options = self._options
+        args = []
+        if world_size > 1:
+            tasks = options.tasks_per_node
+            if tasks is None:
                 raise UserError(
-                    f"launcher slurm: {nodes} nodes with {options.tasks_per_node} ranks each are "
-                    f"too few for {world_size} workers"
+                    "launcher slurm: set the option tasks_per_node; without it, Slurm may place "
+                    "the ranks on other nodes in each repeat"
                 )
-            nodes = needed if nodes is None else nodes
-        args = [] if nodes is None else ["--nodes", str(min(nodes, world_size))]
-        if options.tasks_per_node is not None:
-            args += ["--ntasks-per-node", str(min(options.tasks_per_node, world_size))]
+            args += ["--nodes", str(math.ceil(world_size / tasks))]
+            args += ["--ntasks-per-node", str(min(tasks, world_size))]
         if options.gpus_per_node is not None:
             args += ["--gpus-per-node", str(options.gpus_per_node)]
         return args
@@ -189,7 +197,10 @@ class SlurmLauncher(Launcher):
         command = ["srun", "--ntasks", str(job.world_size), "--kill-on-bad-exit=1"]
         command += ["--cpu-bind=none", "--output", _pattern(job.log_path(0))]
         command += self._size(job.world_size)
-        return [*command, *options.srun_args, self._envs.python, *job.worker]
+        # Not by srun's own environment, which --export may leave out.
+        env = {**elsewhere(), **network_env(options, self._interface), **self._envs.rank_env}
+        words = ["env", *(f"{name}={value}" for name, value in (env | dict(job.env)).items())]
+        return [*command, *options.srun_args, *words, self._envs.python, *job.worker]
 
     def _sbatch(self, job: Job, name: str) -> list[str]:
         options = self._options
@@ -208,11 +219,10 @@ class SlurmLauncher(Launcher):
         here = Host(name="slurm", slots=job.world_size)
         node = [self._envs.python, "-m", "common.launch.node", "--tied"]
         node += ["--undo", json.dumps(undo)] if undo else []
-        env = network_env(self._options, self._interface) | self._envs.rank_env | dict(job.env)
         name = "srun" if self._allocated else "sbatch"
         return HostCommand(
             host=here,
-            argv=on_host(here, [*node, "--", *command], env, None),
+            argv=[*node, "--", *command],
             log=job.folder / f"log-{job.repeat}-{name}.txt",
         )
 

@@ -88,12 +88,17 @@ def machine_card() -> dict[str, Any]:
         "comm_core": _comm_core(),
         "commit": _commit(),
         "diff": _diff(),
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name in _VARIABLES
-            or (name.startswith(_FAMILIES) and name not in _OURS and not _SECRET.search(name))
-        },
+        "environment": library_variables(),
+    }
+
+
+def library_variables() -> dict[str, str]:
+    """Returns the variables of the environment that change the behaviour of libraries."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in _VARIABLES
+        or (name.startswith(_FAMILIES) and name not in _OURS and not _SECRET.search(name))
     }
 
 

@@ -102,12 +102,16 @@ class Profile:
     """Parameters in the model's order."""
     shared: dict[str, str] = field(default_factory=dict, hash=False)
     """First name of each shared parameter, by its other names."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained. They have no gradient, as others that are not used."""
 
     @functools.cached_property
     def digest(self) -> str:
         """Hash of all fields that affect a replay (not name, flops, jitter and rule)."""
         values = dataclasses.asdict(self)
         del values["device_name"], values["flops"], values["jitter"], values["rule"]
+        if not self.frozen:  # as in profiles of versions without this field
+            del values["frozen"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -181,6 +185,7 @@ class Profile:
         head = {"schema": SCHEMA} | {key: getattr(self, key) for key in _HEAD}
         head["jitter"] = self.jitter and dataclasses.asdict(self.jitter)
         head |= {"columns": _COLUMNS, "shared": self.shared}
+        head |= {"frozen": self.frozen} if self.frozen else {}
         lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows.values())
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +197,7 @@ class Profile:
 _HEAD = [
     entry.name
     for entry in dataclasses.fields(Profile)
-    if entry.name not in ("modules", "calls", "parameters", "shared")
+    if entry.name not in ("modules", "calls", "parameters", "shared", "frozen")
 ]
 
 
@@ -230,6 +235,7 @@ def load(path: Path) -> Profile:
                 for short_name, shape, position, ready in params
             ),
             shared=values["shared"],
+            frozen=tuple(values.get("frozen", ())),
         )
     except OSError as error:
         raise UserError(f"profile {path}: {error.strerror}") from None

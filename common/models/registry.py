@@ -42,6 +42,8 @@ class ModelEntry:
     """Default number of samples per worker."""
     sentence_len: int | None = None
     """Default length in tokens; None for models without sentences."""
+    longest: int | None = None
+    """Largest length in tokens; None: not known."""
     learns: Kind | None = None
     """Kind of data that the model can be trained on; its builder then also takes `classes`."""
     image_size: int | None = None
@@ -132,6 +134,13 @@ MODELS: dict[str, ModelEntry] = {**_COMPUTED, **_replayed()}
 FILE, HF, TIMM = "file:", "hf:", "timm:"
 """Prefixes of models that the registry does not contain: of a file's path, of a model type of
 transformers, and of a model name of timm."""
+
+
+def names_gpu(name: str) -> bool:
+    """Returns True if a model is named with the device that it replays, as `resnet50@h200`."""
+    return "@" in name and not name.startswith(FILE)
+
+
 _LIBRARIES = {
     HF: f"{_PACKAGE}.huggingface",
     TIMM: f"{_PACKAGE}.any_timm",
@@ -286,11 +295,12 @@ def profile_of(name: str, batch_size: int, sentence_len: int | None = None) -> P
     return profile
 
 
-def sentence_len(name: str, given: int | None) -> int | None:
+def sentence_len(name: str, given: int | None, batch_size: int | None = None) -> int | None:
     """Returns the sentence length to use.
 
     Args:
         given: the requested length; None: the model's default.
+        batch_size: of a replayed model: only the profile of this size counts, if there is one.
 
     Raises:
         UserError: the model has no sentences, or a replayed model has no profile for this length.
@@ -298,9 +308,12 @@ def sentence_len(name: str, given: int | None) -> int | None:
     entry = model_entry(name)
     if given is not None and entry.sentence_len is None:
         raise UserError(f"sentence_len: model {name} has no sentences")
+    if given is not None and entry.longest is not None and given > entry.longest:
+        raise UserError(f"sentence_len: {name} has {entry.longest} positions, fewer than {given}")
     if not is_replay(name) or entry.sentence_len is None:
         return entry.sentence_len if given is None else given
-    recorded = [profile_of(name, size).sentence_len for size in _paths(name)]
+    sizes = [size for size in _paths(name) if size == batch_size] or _paths(name)
+    recorded = [profile_of(name, size).sentence_len for size in sizes]
     if given is not None and given not in recorded:
         raise _wrong_length(name, given, sorted(set(recorded)))
     return recorded[0] if given is None else given

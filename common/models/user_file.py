@@ -9,12 +9,15 @@ docs/bring_your_own.md describes the steps.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,8 +35,8 @@ def build(
 ) -> Workload:
     """Returns the model of a file that was added to the registry, with one batch from the file.
 
-    The file's functions use torch's global random state. During the call of `batch`, `generator`
-    seeds this state.
+    The file's functions use the global random states of torch, numpy and Python. During the call of
+    `batch`, `generator` seeds these states.
 
     Raises:
         UserError: the file lacks a function, or one of its functions raises an exception.
@@ -65,7 +68,7 @@ def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workloa
     if not isinstance(model, nn.Module):
         raise UserError(f"{path}: model() must return a torch.nn.Module, got {_kind(model)}")
     seed = int(torch.randint(2**31, (), generator=generator, device="cpu"))
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _seeded(seed):
         torch.manual_seed(seed)
         pair = _call(path, "batch", lambda: file.batch(batch_size))
     if not isinstance(pair, tuple) or len(pair) != 2:
@@ -74,11 +77,12 @@ def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workloa
     given = _by_name(path, inputs) if isinstance(inputs, dict) else _tensors(path, inputs)
     wanted = _tensors(path, targets)
     tensors = [*(given.values() if isinstance(given, dict) else given), *wanted]
-    if not any(batch_size in tensor.shape for tensor in tensors):
+    # The samples are along the first dimension, or along the second after that of a sequence.
+    if not any(batch_size in tensor.shape[:2] for tensor in tensors):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise UserError(
-            f"{path}: batch({batch_size}) must return {batch_size} samples, but no tensor has a "
-            f"dimension of this size: {shapes}"
+            f"{path}: batch({batch_size}) must return {batch_size} samples, but no tensor has "
+            f"this size as its first or second dimension: {shapes}"
         )
     return Workload(
         model=model,
@@ -86,6 +90,19 @@ def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workloa
         targets=wanted,
         criterion=getattr(file, "loss", nn.functional.cross_entropy),
     )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the random states of numpy and Python, and restores them at the end."""
+    before = np.random.get_state(), random.getstate()
+    np.random.seed(seed)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(before[0])
+        random.setstate(before[1])
 
 
 def _maker(path: Path, file: ModuleType) -> Callable[[], Any]:

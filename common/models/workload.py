@@ -18,6 +18,7 @@ class Workload:
     inputs: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
     """Keyword or positional arguments of the model; floating-point ones are cast by `to`."""
     targets: tuple[torch.Tensor, ...]
+    """Further arguments of the criterion, which are cast as well."""
     criterion: Callable[..., torch.Tensor]
     """Function of the model's output and the targets that returns the scalar loss."""
     autocast: torch.dtype | None = None
@@ -28,7 +29,8 @@ class Workload:
     def to(
         self, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None = None
     ) -> Workload:
-        """Returns the workload on `device`; weights and floating-point inputs become `dtype`."""
+        """Returns the workload on `device`; weights, and inputs and targets of
+        floating-point numbers, become `dtype`."""
 
         def move(value: torch.Tensor) -> torch.Tensor:
             return value.to(device, dtype if value.is_floating_point() else value.dtype)
@@ -42,7 +44,7 @@ class Workload:
             self,
             model=self.model.to(device, dtype),
             inputs=inputs,
-            targets=tuple(target.to(device) for target in self.targets),
+            targets=tuple(map(move, self.targets)),
             autocast=autocast,
             scaler=torch.amp.GradScaler(device.type) if half else None,
         )
@@ -78,4 +80,4 @@ class Workload:
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.targets[0].device.type, self.autocast)
+        return torch.autocast(next(self.model.parameters()).device.type, self.autocast)

@@ -240,9 +240,10 @@ def _dtype(gpu: gpus.Choice) -> torch.dtype:
 
 
 def _layers(workload: Workload, device: Device) -> Layers:
-    if isinstance(workload.inputs, dict):
-        # The mask is all ones, so it is left out: transformers would read its values, which do not
-        # exist on `meta`.
+    kinds = (kind.__module__ for kind in type(workload.model).__mro__)
+    if isinstance(workload.inputs, dict) and any(k.startswith("transformers.") for k in kinds):
+        # The work does not depend on the mask. It is left out, because transformers would read its
+        # values, which do not exist on `meta`.
         workload.inputs.pop("attention_mask", None)
     workload.model.train()
     clock = Roofline(device)
@@ -315,13 +316,15 @@ def profile_on(gpu: gpus.Choice, name: str, batch_size: int, sentence_len: int |
 def step_flops(name: str, build: Callable[[], Workload]) -> int | None:
     """Returns the multiplications and additions of a training step on the batch of `build`.
 
-    Attention counts as two matrix products, and as four in the backward pass. Operations that are
-    recomputed in the backward pass do not count.
+    Attention counts as two matrix products, and as four in the backward pass. Operations that the
+    model repeats in its backward pass (gradient checkpointing) count, too. No value is computed:
+    other ranks may be waiting.
 
     Raises:
-        UserError: the model cannot be counted, as in `profile_of_any`.
+        UserError: the model cannot be counted, or only with values.
     """
-    return counted(name, build).flops
+    with torch.random.fork_rng(devices=[]):
+        return _counted(name, build, _RTX_2080_TI, ("meta",)).flops
 
 
 def counted(name: str, build: Callable[[], Workload]) -> Layers:
@@ -334,7 +337,12 @@ def counted(name: str, build: Callable[[], Workload]) -> Layers:
         return _counted(name, build, _RTX_2080_TI)
 
 
-def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Layers:
+def _counted(
+    name: str,
+    build: Callable[[], Workload],
+    gpu: gpus.Choice,
+    devices: Sequence[str] = ("meta", "cpu"),
+) -> Layers:
     def counted_on(device: str) -> Layers:
         with torch.device(device):
             workload = build().to(torch.device(device), _dtype(gpu))
@@ -342,15 +350,13 @@ def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Laye
                 raise UserError(f"model {name}: has no parameters to train")
             return _layers(workload, gpu.device)
 
-    # Tensors on `meta` have no values, which a model may depend on.
-    for device in ("meta", "cpu"):
+    # Tensors on `meta` have no values, which a model or the code that makes it may depend on.
+    for device in devices:
         try:
             return counted_on(device)
-        except UserError:
-            raise
         except Exception as error:
             failure = error
-    raise failing(name, failure) from failure
+    raise failure if isinstance(failure, UserError) else failing(name, failure) from failure
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -237,6 +237,9 @@ class Layers:
             "calls": tuple(calls),
             "parameters": parameters,
             "shared": {name: first[param] for name, param in every if first[param] != name},
+            "frozen": tuple(
+                name for name, param in self.model.named_parameters() if not param.requires_grad
+            ),
             "flops": self.flops,
             "jitter": self.jitter,
         }
@@ -297,6 +300,7 @@ class Stretches(Generic[Mark]):
 
     def begin_forward(self) -> None:
         """Starts a step, outside of all modules."""
+        self._recomputing = False
         self._running = [""]
         self._starts = [("", self._clock.mark())]
         self._nodes: set[Node] = set()
@@ -304,7 +308,10 @@ class Stretches(Generic[Mark]):
         self._ready: list[tuple[str, Mark]] = []
 
     def begin_backward(self) -> None:
-        """Ends the forward pass; the loss belongs to the last stretch."""
+        """Ends the forward pass; the loss belongs to the last stretch. A module that is called
+        from now on is recomputed (gradient checkpointing); its time is that of the backward pass.
+        """
+        self._recomputing = True
         self._forward_end = self._clock.mark()
         self._entered.append((len(self._starts) - 1, self._clock.mark()))
 
@@ -333,11 +340,15 @@ class Stretches(Generic[Mark]):
 
     def _hook_module(self, name: str, module: torch.nn.Module) -> None:
         def enter(module: torch.nn.Module, args: object, kwargs: object) -> None:
+            if self._recomputing:
+                return
             self._boundary((args, kwargs))
             self._running.append(name)
             self._starts.append((name, self._clock.mark()))
 
         def leave(module: torch.nn.Module, args: object, output: object) -> None:
+            if self._recomputing:
+                return
             self._boundary(output)
             self._running.pop()
             self._starts.append((self._running[-1], self._clock.mark()))

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 
 from common.results.records import SCHEMA, JsonObject, Record, typed
 from common.results.records.trust import Foreseen
+from common.results.validity import passing_flag
 from dear.errors import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -172,9 +173,14 @@ def mend(path: Path) -> None:
 
 def merge(parts: Sequence[Path], into: Path) -> Comparison:
     """Merges the records of several parts of one experiment into a new folder: of each part, the
-    newest record of a trial. If several parts have one, the last one with status ok is used, or
-    else the last one. Raises `UserError` if a part is no sweep or belongs to another experiment, or
-    if `into` exists."""
+    newest record of a trial.
+
+    If several parts have a trial, the last valid record is used, or else the last one with status
+    ok, or else the last one. Logs and raw measurements stay in the parts.
+
+    Raises:
+        UserError: a part is no sweep or belongs to another experiment, or `into` exists.
+    """
     if into.exists():
         raise UserError(f"{into} exists; merge into a new folder")
     comparisons = [Comparison.load(part) for part in parts]
@@ -184,7 +190,7 @@ def merge(parts: Sequence[Path], into: Path) -> Comparison:
     newest = [latest(load(part / "records.jsonl")) for part in parts]
     records = [record for part in newest for record in part.values()]
     into.mkdir(parents=True)
-    for record in sorted(records, key=lambda record: record.ok):
+    for record in sorted(records, key=lambda each: (each.ok, passing_flag(each) is None)):
         append(into / "records.jsonl", record)
     comparisons[0].save(into)
     save_foreseen(into, [r for part in parts for r in comparisons[0].results(part)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
 import runpy
 import sys
@@ -100,14 +99,10 @@ def missing_comm_core() -> str | None:
     folder = comm_core_folder()
     if folder is None:
         return "the comm core is not installed"
-    path = folder / "_built_for.json"
-    built = json.loads(path.read_bytes()) if path.exists() else {"missing": "no build has run"}
-    if "missing" in built:
-        return f"the comm core is not built: {built['missing']}"
-    here = torch_version()
-    if built["torch"] != here:
-        return f"the comm core was built for torch {built['torch']}, but this is torch {here}"
-    return None
+    # Not imported: the package's __init__ imports torch.
+    built = runpy.run_path(str(folder / "built.py"))
+    reason: str | None = built["problem"](folder, torch_version())
+    return reason
 
 
 def torch_version() -> str:

@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -240,7 +241,8 @@ def _slurm_meeting_point(facts: RankFacts, env: Mapping[str, str]) -> MeetingPoi
     """
     number = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
     job, step = (int(digits) for digits in re.findall(r"\d+", number)[:2])
-    port = 10000 + (job * 31 + step) % 20000
+    # Not consecutive: jobs that are submitted together have steps with close numbers.
+    port = 10000 + zlib.crc32(f"{job}.{step}".encode()) % 20000
     host = "127.0.0.1"
     if not facts.one_host:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
@@ -277,6 +279,10 @@ def call_roll(store: stores.Store, facts: RankFacts, timeout_s: float) -> None:
         except dist.DistStoreError:
             _judge(store, _missing(store, facts, timeout_s))
         verdict = json.loads(store.get(_VERDICT))
+        if verdict is None and times > 1:  # the store of another job, which is complete
+            raise UserError(
+                f"{_twice(store, facts)}; if these are two jobs, give each its own MASTER_PORT"
+            )
         if verdict is not None:
             _let_the_others_read(store, facts)
     except dist.DistNetworkError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -165,6 +166,12 @@ def _choose_interface(facts: RankFacts) -> None:
     else:
         address = master_address() or os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
         name = interface_towards(address) if address else None
+        if address and name == "lo" and not is_loopback(address):
+            raise UserError(
+                f"{address} is a loopback address on this host ({socket.gethostname()}), which "
+                "other hosts cannot reach; correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
+                "network interface"
+            )
         if name not in (None, "lo"):
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
@@ -335,6 +342,14 @@ def address_of(interface: str) -> str | None:
         if name == interface and family == socket.AF_INET:
             return address
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True for `localhost` and addresses such as 127.0.0.1, but not for other names."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def interface_towards(host: str) -> str | None:

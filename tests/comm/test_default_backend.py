@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import types
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import dear.comm.backends
+from comm_core import built
 from dear.comm import runtime
 from dear.comm.backends import default_backend
 from dear.comm.environment import RankFacts
@@ -181,3 +184,33 @@ def test_a_backend_that_torch_does_not_have_is_one_line(monkeypatch, backend):
     with pytest.raises(UserError, match=words) as caught:
         dear.comm.backends.prepare(backend)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"torch": "1.0"}, "was built for torch 1.0, but this is torch"),
+        ({"python": ".cpython-310.so"}, "was built for another Python"),
+        ({"sources": "0"}, "the sources of the comm core have changed since it was built"),
+        ({"missing": "no compiler"}, "is not built: no compiler"),
+    ],
+)
+def test_a_build_for_something_else_is_not_used(tmp_path, change, words):
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "CMakeLists.txt").write_text("project(x)")
+    (tmp_path / "src" / "a.cc").write_text("int a;")
+    facts = {"torch": "2.13.0", "python": suffix, "sources": built.sources(tmp_path)}
+    (tmp_path / built.FACTS).write_text(json.dumps(facts | change))
+    if words is None:  # the extension itself is missing
+        assert "another Python" in built.problem(tmp_path, "2.13.0")
+    (tmp_path / f"_core{suffix}").touch()
+    reason = built.problem(tmp_path, "2.13.0")
+    assert reason is None if words is None else words in reason
+    assert f"scripts/build.sh {sys.prefix}" in built.remedy(tmp_path)
+    if words is None:
+        (tmp_path / "src" / "a.cc").write_text("int b;")
+        assert "have changed" in built.problem(tmp_path, "2.13.0")
+        (tmp_path / "CMakeLists.txt").unlink()
+        assert "with pip" in built.remedy(tmp_path)

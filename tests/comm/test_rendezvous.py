@@ -46,6 +46,18 @@ def test_a_full_roll_passes_and_another_is_told_to_all():
     for message in roll([0, 1, 1], 3):
         assert re.search(f"rank 1 of 3 was started more than once: on {HERE} and {HERE}", message)
         assert "\n" not in message
+
+
+def test_who_comes_to_a_job_that_is_complete_is_refused():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: call_roll(store, facts(rank, 2), 60.0), range(2)))
+    for rank in range(2):
+        with pytest.raises(UserError, match="give each its own MASTER_PORT"):
+            call_roll(store, facts(rank, 2), 60.0)
+
+
+def test_who_is_missing_is_told_with_those_that_came():
     for message in roll([0, 3], 4, timeout_s=1.0):
         assert message.startswith("rank 1, 2 of 4 did not come within 1 s")
         assert re.search(f"0 on {HERE}; 3 on {HERE}", message)
@@ -251,6 +263,14 @@ def test_ranks_of_a_slurm_step_meet_at_its_first_host(nodes, first):
     assert point.host == first and 1024 < point.port < 32768
     other = meeting_point(facts(0, 2, launcher="Slurm"), env | {"SLURM_STEP_ID": "6"})
     assert other.port != point.port
+    # Steps of two jobs that were submitted together.
+    ports = {
+        meeting_point(
+            facts(0, 2, launcher="Slurm"), env | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": str(step)}
+        ).port
+        for job, step in [("1234", 36), ("1235", 5), ("1236", 36), ("1237", 5)]
+    }
+    assert len(ports) == 4
     place = meeting_point(facts(0, 2, launcher="Slurm"), env | {"MASTER_PORT": "4000"})
     assert (place.host, place.port) == (first, 4000)
     one_host = facts(0, 2, launcher="Slurm", local_world_size=2)

@@ -132,6 +132,25 @@ def test_the_sdist_has_all_that_the_wheel_of_the_tree_has(tree, wheel, tmp_path)
     assert tracked <= names
 
 
+def test_what_an_earlier_build_has_left_does_not_stop_a_build(tree, tmp_path):
+    """pip's isolated environment, with its ninja, is gone at the next build."""
+    copy = tmp_path / "tree"
+    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("build"))
+    names = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    left = copy / "build" / f"temp.{names}" / "comm_core"
+    left.mkdir(parents=True)
+    (left / "CMakeCache.txt").write_text(
+        f"CMAKE_MAKE_PROGRAM:FILEPATH=/gone/ninja\nCMAKE_HOME_DIRECTORY:INTERNAL={copy}\n"
+    )
+    wheel = build(copy, "wheel", tmp_path / "out")
+    assert any("_core.cpython" in name for name in zipfile.ZipFile(wheel).namelist())
+    (copy / "common" / "comm_core" / "src" / "net").mkdir(exist_ok=True)
+    broken = next((copy / "common" / "comm_core" / "src").rglob("*.cc"))
+    broken.write_text("#error broken\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        build(copy, "wheel", tmp_path / "again")
+
+
 def test_a_new_environment_gets_all_that_the_wheel_needs(tmp_path, wheel):
     here = Environment(tmp_path, bare=True)
     index = [here.bin / "python", "-m", "pip", "download", "-q", "--no-deps", "rich"]
@@ -204,7 +223,9 @@ def test_without_a_compiler_trials_run_over_gloo_and_say_so(tmp_path, sdist):
     assert reason in here.run("python", "-c", "import comm_core", status=1)
     assert here.run("python", "-c", LIBRARY_ALONE).split()[-1] == "gloo"
     (tmp_path / "my.yaml").write_text(EXPERIMENT)
-    assert f"{reason}: trials run over gloo" in here.run("dear-bench", "run", "my.yaml")
+    assert f"trials run over gloo: {reason}; install dear-bench again with pip" in here.run(
+        "dear-bench", "run", "my.yaml"
+    )
     for record in here.records("my"):
         assert record["trial"]["backend"] == "gloo" and record["status"] == "ok"
         assert {"kind": "no comm core", "text": f"over gloo: {reason}"} in record["notes"]

@@ -172,6 +172,7 @@ def start(
     slurm, folder: Path, *prefix: str, world_size: int = 3, timeout_s: float = 200.0, **options
 ):
     """A program that runs a job of stubs with the launcher and prints the outcome."""
+    options = {"tasks_per_node": world_size, **options}
     given = json.dumps([str(folder), world_size, timeout_s, options])
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", PROGRAM, given],
@@ -253,7 +254,8 @@ def test_a_sweep_runs_in_slurm(slurm, tmp_path):
     experiment = tmp_path / "sweep.yaml"
     experiment.write_text(
         "algorithms: [dear]\nmodels: [{name: mnist_cnn, batch_size: 2}]\nworld_sizes: [2]\n"
-        "launcher: slurm\nbaseline: false\nthreads_per_rank: 1\ntimeout_s: 300\n"
+        "launcher: slurm\nlauncher_options: {tasks_per_node: 2}\nbaseline: false\n"
+        "threads_per_rank: 1\ntimeout_s: 300\n"
         "measure: {repeats: 1, warmup_steps: 1, steps_per_iter: 2, check_steps: 2}\n"
     )
     done = finished(

@@ -92,6 +92,69 @@ def test_without_pip_the_packages_are_linked(tmp_path):
 
 
 @pytest.mark.full
+def test_an_interrupted_set_up_begins_anew(tmp_path):
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    command = [str(ROOT / "scripts" / "setup.sh"), str(environment)]
+    env = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
+    for line in ("is incomplete", None, "of another Python"):
+        done = finished(command, env=env)
+        assert ("making it anew" in done.stdout) == (line is not None)
+        assert line is None or line in done.stdout
+        assert finished([environment / "bin" / "python", "-m", "pip", "--version"]).returncode == 0
+        if line is None:
+            (environment / "made_by").write_text("/usr 3.9.1\n")
+
+
+def test_without_the_headers_of_python_the_build_names_them(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho /nowhere\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    done = finished([str(ROOT / "scripts" / "build.sh"), str(tmp_path)])
+    assert done.returncode == 2 and "no Python.h in /nowhere (Debian: apt-get" in done.stderr
+
+
+def test_another_distribution_is_told_what_to_install(tmp_path, bare_path):
+    done = finished([str(ROOT / "scripts" / "system_packages.sh")], env={"PATH": bare_path})
+    assert done.returncode == 2 and done.stderr.startswith("error: this is no Debian; install")
+
+
+def test_a_part_of_the_tests_that_was_killed_is_repeated_whole(tmp_path):
+    """A stub of pytest ends by a signal in one part; one test of another part fails."""
+    for name in ("scripts/test.sh", "scripts/shared.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    cache = "'.pytest_cache/comm/v/cache/lastfailed'"
+    stub = f"""#!{sys.executable}
+import os, pathlib, sys
+words = " ".join(sys.argv[1:])
+if sys.argv[1] == "-c":
+    print("test_one")
+elif "tests/unit" in sys.argv and not os.path.exists("again"):
+    os.kill(os.getpid(), 9)
+elif "tests/comm" in sys.argv and "--last-failed" not in words:
+    path = pathlib.Path({cache})
+    path.parent.mkdir(parents=True)
+    path.write_text('{{"test_one": true}}')
+    sys.exit(1)
+print("ran", words)
+"""
+    program = tmp_path / ".venv" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text(stub)
+    program.chmod(0o755)
+    first = finished([tmp_path / "scripts" / "test.sh"])
+    assert first.returncode != 0
+    (tmp_path / "again").touch()
+    again = finished([tmp_path / "scripts" / "test.sh", "", "--again"])
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "tests/unit: stopped, so all of them again" in again.stdout
+    assert "--last-failed" in again.stdout and "test_one" in again.stdout
+    third = finished([tmp_path / "scripts" / "test.sh", "", "--again"])
+    assert "stopped" not in third.stdout
+
+
+@pytest.mark.full
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="no virtual environment's Python")
 def test_the_packages_of_a_python_that_is_a_virtual_environments_stay_visible(tmp_path):
     venv = tmp_path / "venv"
@@ -111,6 +174,7 @@ def _set_up(venv, **env):
 
 @pytest.mark.parametrize("make_level", ["0", "1"], ids=["by_hand", "under_make_test"])
 def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
+    _has_a_python(tmp_path)
     (tmp_path / "ready").touch()
     (tmp_path / "comm-core-built").touch()
     (tmp_path / "horovod-tried").touch()
@@ -123,7 +187,33 @@ def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
     assert done.stdout.splitlines() == [f"{python} predict", python]
 
 
+def _has_a_python(environment):
+    (environment / "bin").mkdir()
+    (environment / "bin" / "python").symlink_to(sys.executable)
+
+
+def test_another_torch_or_a_python_that_is_gone_begin_anew(tmp_path):
+    def planned() -> str:
+        words = ["make", "--no-print-directory", "--dry-run", "bench", f"VENV={tmp_path}"]
+        return finished(words, env={**os.environ, "MAKEFLAGS": ""}, check=True).stdout
+
+    _has_a_python(tmp_path)
+    for name in ("ready", "comm-core-built", "horovod-tried"):
+        (tmp_path / name).touch()
+    torch = tmp_path / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
+    torch.parent.mkdir(parents=True)
+    torch.touch()
+    os.utime(torch, (2e9, 2e9))  # newer than the builds
+    assert "scripts/build.sh" in planned() and "scripts/horovod.sh" in planned()
+    os.utime(torch, (1e9, 1e9))
+    assert "scripts/" not in planned()
+    (tmp_path / "bin" / "python").unlink()
+    (tmp_path / "bin" / "python").symlink_to("/nowhere")
+    assert "scripts/setup.sh" in planned()
+
+
 def test_the_first_table_does_not_wait_for_horovod(tmp_path):
+    _has_a_python(tmp_path)
     for done in ("ready", "comm-core-built"):
         (tmp_path / done).touch()
     done = finished(

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,12 +28,11 @@ from common.harness.running import fabric, sweep, used
 from common.harness.running.fabric import Fabric
 from common.harness.running.sweep import cost_place
 from common.harness.trial import Briefing, Trial
-from common.launch.hosts import Envs
 from common.launch.job import Job, Outcome
 from common.results import store
 from common.results.records import FabricFacts, Record, Result
-from common.results.records.trust import Check, CostCheck, Strain
-from common.results.validity import flag_text
+from common.results.records.trust import Check, CostCheck, Note, Strain
+from common.results.validity import flag_text, passing_flag
 from dear.cost.fit import CollectiveCost
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial
@@ -168,7 +168,7 @@ def test_a_failed_trial_is_named_and_it_alone_is_run_again(line, capsys):
     assert (by_name["ddp"].status, by_name["dear"].status) == ("timeout", "ok")
     assert by_name["ddp"].error.message == "too slow"
     out = capsys.readouterr().out
-    assert "too slow" in out and "no log: it never started" in out
+    assert "too slow" in out and "no log here: it never started" in out
     line.fabric.outcomes.clear()
     assert line.run(*ONE_CELL) == 0
     assert [record.label for record in line.records[2:]] == ["ddp"]
@@ -440,16 +440,12 @@ def test_a_stopped_trial_begins_again_if_what_it_uses_has_changed(
         (make_trial("auto"), f"{SYNCHRONOUS}/dear.py"),
         (make_trial("auto"), f"{SYNCHRONOUS}/mgwfbp.py"),
         (make_trial("ddp", model="resnet20"), "common/models/architectures/cnn.py"),
-        (make_trial("ddp", launcher="ssh"), "envs.conf"),
     ],
 )
 def test_changes_are_seen_of_what_a_trial_uses_through_others(monkeypatch, trial, file):
     card = machine.machine_card()
     before = used.used(trial, card)
-    if file == "envs.conf":
-        monkeypatch.setattr(used, "read_envs", lambda: Envs(PY="another"))
-    else:
-        monkeypatch.setitem(used.code(), file, used.code()[file] + "# another")
+    monkeypatch.setitem(used.code(), file, used.code()[file] + "# another")
     (changed,) = used.changes(before, used.used(trial, card))
     assert changed == file or changed.startswith("code (")
 
@@ -751,6 +747,27 @@ def test_of_a_trial_that_stands_in_two_parts_the_good_record_counts(line, tmp_pa
         assert [record.status for record in newest.values()] == ["ok", "ok"]
 
 
+def _disturbed(record: Record) -> Record:
+    note = Note(kind="disturbed", text="disturbed: another program used the cores")
+    return dataclasses.replace(record, notes=[note])
+
+
+def test_of_a_trial_that_stands_in_two_parts_the_valid_record_counts(line, tmp_path):
+    assert line.run(*ONE_CELL) == 0
+    valid, flagged = tmp_path / "valid", tmp_path / "flagged"
+    shutil.copytree(line.sweep, valid)
+    shutil.copytree(line.sweep, flagged)
+    records = store.load(valid / "records.jsonl")
+    (flagged / "records.jsonl").unlink()
+    for record in records:
+        store.append(flagged / "records.jsonl", _disturbed(record))
+    for order in ([valid, flagged], [flagged, valid]):
+        into = tmp_path / f"into-{order[0].name}"
+        assert cli.main(["merge", *map(str, order), "--into", str(into)]) == 0
+        newest = store.latest(store.load(into / "records.jsonl"))
+        assert [passing_flag(record) for record in newest.values()] == [None, None]
+
+
 def test_of_a_part_the_newest_record_of_a_trial_counts_and_missing_ones_are_told(
     line, tmp_path, capsys
 ):
@@ -811,9 +828,11 @@ def test_a_filter_may_name_several(line, capsys):
 
 def test_a_dry_run_prints_what_a_shell_reads(line, tmp_path, capsys):
     words = ("-nq", "-nk", "bs=2", "-qn", "-k", "dear", "--set", "launcher=slurm")
+    words += ("--set", "launcher_options.tasks_per_node=1")
     assert line.run(*words) == 0
     script = capsys.readouterr().out.splitlines()[-1]
-    assert script.endswith("-q -k bs=2 -q -k dear --set launcher=slurm"), script
+    kept = "--set launcher=slurm --set launcher_options.tasks_per_node=1"
+    assert script.endswith(f"-q -k bs=2 -q -k dear {kept}"), script
     line.logs = tmp_path / "two words"
     assert line.run("-n", *ONE_CELL) == 0
     assert f"'{line.logs}/tiny/" in capsys.readouterr().out

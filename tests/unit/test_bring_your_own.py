@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from common.harness import cli, custom
-from common.harness.experiment_file import load
+from common.harness.experiment_file import CommandLine, load
 from common.harness.trial import Trial
 from common.harness.verbs.list import listing
 from common.models import profile as profiles
-from common.models import registry
+from common.models import registry, user_file
 from common.models.registry import Brought
+from common.models.replay.model import Replay
 from common.profiling import gpus, layers, modelled
 from common.results.timed import rows
 from dear.errors import UserError
@@ -261,7 +264,11 @@ WRONG_MODELS = {
     "no pair": (TINY + "def batch(n): return torch.ones(n)\n", ["a pair (inputs, targets)"]),
     "other samples": (
         TINY + "def batch(n): return torch.ones(8, 999), torch.ones(8, 999)\n",
-        ["batch(4) must return 4 samples, but no tensor has a dimension of this size: (8, 999)"],
+        ["batch(4) must return 4 samples, but no tensor has this size as its first", "(8, 999)"],
+    ),
+    "other samples, and a side of that size": (
+        TINY + "def batch(n): return torch.ones(8, 3, 4, 4), torch.ones(8)\n",
+        ["batch(4) must return 4 samples", "(8, 3, 4, 4)"],
     ),
     "no tensors": (TINY + "def batch(n): return [1], None\n", ["must return tensors, got int"]),
     "fails to be made": (TINY + "def model(): {}['k']\n", ["model() failed: KeyError: 'k'"]),
@@ -279,6 +286,124 @@ WRONG_MODELS = {
         ["no parameters to train"],
     ),
 }
+
+
+def test_a_part_that_is_not_trained_has_no_gradient(mine):
+    frozen = TINY.replace("def model():\n    return", "def model():\n    m =").replace(
+        "Linear(999, 4))", "Linear(999, 4))\n    m[0].requires_grad_(False)\n    return m"
+    )
+    profile = bring(mine(frozen))
+    assert profile.frozen == ("0.weight", "0.bias")
+    saved = profiles.load(_saved(profile, mine().parent))
+    assert saved == profile and saved.digest != dataclasses.replace(profile, frozen=()).digest
+    model = Replay(profile, torch.Generator())
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained == {"2.weight", "2.bias"}
+    plain = bring(mine(name="plain.py"))
+    assert plain.frozen == () and "frozen" not in _saved(plain, mine().parent).read_text()
+
+
+def _saved(profile: profiles.Profile, folder: Path) -> Path:
+    path = folder / "saved.json"
+    profile.save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TINY.replace("999", "int(torch.tensor(999).item())", 1),
+        TINY + "offset = torch.ones(1)\ndef batch(n):\n    x = torch.from_numpy("
+        "__import__('numpy').ones((n, 256), 'float32'))\n"
+        "    return x + offset, torch.randint(4, (n,))\n",
+    ],
+    ids=["in model()", "in batch()"],
+)
+def test_what_makes_a_model_may_look_at_values(mine, text):
+    assert bring(mine(text)).parameter_bytes == bring(mine(name="plain.py")).parameter_bytes
+
+
+def test_a_mask_of_the_users_own_model_is_passed_on(mine):
+    text = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(256, 999)
+
+    def forward(self, x, attention_mask):
+        return self.line(x * attention_mask)
+
+def batch(n):
+    return {"x": torch.randn(n, 256), "attention_mask": torch.ones(n, 1)}, torch.randint(9, (n,))
+"""
+    assert bring(mine(text)).step_s > 0
+
+
+def test_each_rank_has_its_own_samples_also_of_numpy(mine):
+    path = mine(
+        TINY + "import numpy, random\ndef batch(n):\n"
+        "    x = numpy.random.rand(n, 256).astype('float32') + random.random()\n"
+        "    return torch.from_numpy(x), torch.randint(4, (n,))\n"
+    )
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    first, second, again = (
+        user_file.workload(path, 4, torch.Generator().manual_seed(seed)).inputs[0]
+        for seed in (1, 2, 1)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_mixed_precision_needs_no_targets_and_casts_those_of_numbers(mine):
+    sums = "def batch(n): return torch.randn(n, 256), None\ndef loss(x): return x.sum()\n"
+    path = mine(TINY + sums)
+    workload = user_file.workload(path, 4, torch.Generator())
+    cpu = torch.device("cpu")
+    workload.to(cpu, torch.float32, torch.bfloat16).loss().backward()
+    regression = mine(
+        TINY + "def batch(n): return torch.randn(n, 256), torch.randn(n, 4)\n"
+        "loss = torch.nn.functional.mse_loss\n",
+        "regression.py",
+    )
+    workload = user_file.workload(regression, 4, torch.Generator())
+    workload.to(cpu, torch.bfloat16).loss().backward()
+
+
+def test_a_folder_with_an_at_is_no_gpu(tmp_path):
+    folder = tmp_path / "ann@corp.org"
+    folder.mkdir()
+    (folder / "mine.py").write_text(TINY)
+    line = CommandLine(models=(f"file:{folder}/mine.py",))
+    values = {"cluster": {"hosts": 2}, "models": [{"name": line.models[0]}]}
+    line.choose_gpus(values)
+    assert values["models"][0]["gpu"] == gpus.DEFAULT
+
+
+def test_a_profile_that_was_recorded_by_hand_is_replayed(tmp_path, mine, monkeypatch):
+    profile = dataclasses.replace(bring(mine()), device="h200-tf32", kind="measured")
+    monkeypatch.setattr(profiles, "FOLDER", tmp_path / "profiles")
+    profile.save(profiles.path_of("mine.py", "h200-tf32", 4))
+    assert bring(mine(), gpu="h200-tf32").kind == "measured"
+    assert bring(mine(), 512, gpu="h200-tf32").kind == "modelled"
+
+
+def test_a_sentence_longer_than_the_model_is_refused():
+    with pytest.raises(UserError, match="hf:gpt2 has 1024 positions, fewer than 4096"):
+        custom.bring_model("hf:gpt2", 1, 4096, "v100")
+
+
+def test_names_of_modules_are_free(mine):
+    text = (
+        TINY.replace("torch.nn.Sequential(", "torch.nn.Sequential(OrderedDict(source=")
+        .replace("torch.nn.ReLU(), ", "lead=torch.nn.ReLU(), parameter=")
+        .replace("Linear(999, 4))", "Linear(999, 4)))")
+        .replace("import torch\n", "import torch\nfrom collections import OrderedDict\n", 1)
+    )
+    for generator in (torch.Generator(), None):
+        model = Replay(bring(mine(text)), generator)
+        assert {name for name, _ in model.named_children()} >= {"source", "parameter"}
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,19 @@ def test_mistakes_are_a_line(two, capsys, given, text):
     assert text in output and output.count("\n") == 1
 
 
+def test_a_fault_is_chosen_as_tables_show_it(tmp_path, capsys):
+    fault = {"kind": "slow_host", "host": 1, "factor": 5.0}
+    slow = record("ddp", 0.2, fault=fault)
+    place = str(sweep(tmp_path / "s", [record("ddp"), slow]))
+    for none in ("-", "None"):
+        both = [f"{place}@fault={none}", f"{place}@fault={slow.fault}"]
+        assert main(["compare", *both, "--json"]) == 0
+        (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+        assert pair["across"] == f"fault - -> {slow.fault}"
+    assert main(["compare", place, f"{place}@fault=none"]) == 2
+    assert f"there are -, {slow.fault}" in capsys.readouterr().err
+
+
 def test_an_operand_is_a_label_with_options_or_a_folder_with_an_at(tmp_path, capsys):
     item = record("dear", label="dear(fusion=none)", options={"fusion": "none"})
     place = str(sweep(tmp_path / "resnet50@h200", [record("ddp"), item]))

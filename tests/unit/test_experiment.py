@@ -22,6 +22,7 @@ from common.harness.settings import LearnConfig, MeasureConfig, OptimizerConfig
 from common.harness.trial import BASELINE, Cuda, Trial, options_of
 from common.harness.verbs import run
 from common.harness.verbs.run import cluster_overrides
+from common.launch import hosts
 from common.models.registry import Brought
 from dear.errors import UserError
 from dear.training.algorithm import Plugin
@@ -305,6 +306,7 @@ def test_hash_changes_with_every_field_but_the_label(trial):
             "plugin": Plugin(path="/own.py", digest="0123456789abcdef"),
             "brought": Brought(source="file:/own.py", digest="0123456789abcdef"),
             "hosts_digest": "0123456789abcde2",
+            "envs": {"ETH_INTERFACE": "eth1"},
         },
     }
     assert {*other, *grouped, "label"} == {field.name for field in dataclasses.fields(Trial)}
@@ -421,6 +423,52 @@ def test_hosts_are_a_part_of_a_trial_and_trials_without_a_hostfile_have_no_key(r
     trial, there = read(plain).trials()[1], read(plain | far).trials()[1]
     assert "hosts_digest" not in trial.to_json() and there.to_json()["hosts_digest"]
     assert Trial.from_json(there.to_json()) == there and there.hash != trial.hash
+
+
+def test_settings_of_the_cluster_are_a_part_of_a_trial(read, tmp_path, monkeypatch):
+    conf = tmp_path / "envs.conf"
+    monkeypatch.setattr(hosts.read_envs, "__defaults__", (conf,))
+    conf.write_text("IB_INTERFACE=ib0\n")
+    plain, remote = read(GOOD).trials()[1], read(GOOD | {"launcher": "torchrun"})
+    trial = remote.trials()[1]
+    assert "envs" not in plain.to_json() and "envs" not in trial.to_json(), "ib0 is not used"
+    conf.write_text("IB_INTERFACE=ib0\nETH_INTERFACE=eth1\n")
+    there = remote.trials()[1]
+    assert there.to_json()["envs"] == {"ETH_INTERFACE": "eth1"} and there.hash != trial.hash
+    assert Trial.from_json(there.to_json()) == there and read(GOOD).trials()[1] == plain
+    rdma = read(GOOD | {"launcher": "torchrun", "launcher_options": {"rdma": 1}}).trials()[1]
+    assert rdma.to_json()["envs"] == {"IB_INTERFACE": "ib0"}
+
+
+def test_options_that_change_no_measurement_do_not_make_another_trial(read):
+    def hashes(launcher, **options):
+        given = {"launcher": launcher, "launcher_options": options}
+        return [trial.hash for trial in read(GOOD | given).trials()]
+
+    same = hashes("slurm", tasks_per_node=2)
+    assert hashes("slurm", tasks_per_node=2, queue_s=60) == same
+    assert hashes("slurm", tasks_per_node=1) != same
+    assert hashes("torchrun", port=4000) == hashes("torchrun") != hashes("torchrun", rdma=2)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "slots", "threads"),
+    [
+        ("local", {}, None, 1),
+        ("ssh", {}, 8, 2),
+        ("slurm", {"tasks_per_node": 4}, None, 4),
+        ("nodes", {"nnodes": 2, "master": "a"}, None, 2),
+    ],
+)
+def test_the_ranks_of_a_machine_share_its_cores(
+    read, tmp_path, monkeypatch, launcher, options, slots, threads
+):
+    monkeypatch.setattr(experiments, "usable_cores", lambda: 16)
+    given = {"launcher": launcher, "launcher_options": options, "world_sizes": [16]}
+    if slots:
+        (tmp_path / "hosts").write_text(f"a slots={slots}\nb slots={slots}\n")
+        given["hostfile"] = str(tmp_path / "hosts")
+    assert {trial.threads_per_rank for trial in read(GOOD | given).trials()} == {threads}
 
 
 def test_a_fixed_number_of_repeats_needs_no_precision(read):

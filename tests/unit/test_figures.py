@@ -54,9 +54,9 @@ def made(algorithm, step_s=0.1, world=4, *, gbps=None, flag=None, phases=False, 
     return with_notes(result, *([flag] if flag else []))
 
 
-def learned(algorithm, *, apart=None, stale=None):
+def learned(algorithm, *, apart=None, stale=None, **trial):
     """Returns a trial that has trained for 2 s; ranks are `apart`, and a neighbour is `stale`."""
-    result = record(algorithm)
+    result = record(algorithm, **trial)
     points = [
         Evaluation(
             at_s=at,
@@ -271,6 +271,66 @@ def _labelled(*trials):
         dataclasses.replace(record(), trial={"algorithm": algorithm, "label": label})
         for algorithm, label in trials
     ]
+
+
+@pytest.mark.parametrize("label", [r"dear $\lr$", "ddp, $5 or $6"])
+@pytest.mark.parametrize("module", gallery.FIGURES)
+def test_dollars_of_a_label_are_no_mathematics(module, label, tmp_path):
+    records = LEARNED if module is learning else EVERYTHING
+    named = [
+        dataclasses.replace(r, trial={**r.trial, "label": label})
+        if r.trial["algorithm"] == "ddp" and r.label == "ddp"
+        else r
+        for r in records
+    ]
+    compared = label if any(r.label == label for r in named) else "dear"
+    drawn, _ = module.figure(sweep(tmp_path / "s", named, compare_to=compared))
+    style.literal(drawn)
+    drawn.draw_without_rendering()
+    plt.close(drawn)
+
+
+def test_training_with_two_batch_sizes_has_a_panel_for_each(tmp_path):
+    both = [learned(name, batch_size=size) for name in ("ddp", "dear") for size in (16, 64)]
+    drawn, data = learning.figure(sweep(tmp_path / "s", both))
+    titles = {axis.get_title(loc="left").partition("\n")[0] for axis in drawn.axes} - {""}
+    assert len(titles) == 2 and any("batch 64" in title for title in titles)
+    keys = ["model", "batch", "world_size", "network", "fault", "algorithm", "repeat", "at_s"]
+    assert not data.duplicated(keys).any()
+    plt.close(drawn)
+
+
+def test_where_a_fault_slows_every_rank_the_figure_says_so(tmp_path):
+    fault = {"kind": "slow_host", "host": 0, "factor": 5.0}
+    slow = [learned(name) for name in ("ddp", "dear")]
+    learn = {**slow[0].trial["learn"], "data": None, "target_accuracy": None}
+    more = {"fault": fault, "ranks_per_host": 4, "network": "10gbe", "learn": learn}
+    slow = [dataclasses.replace(each, trial={**each.trial, **more}) for each in slow]
+    for each in slow:
+        for mark in each.results[0].learning.evaluations:
+            object.__setattr__(mark, "accuracy", None)
+    drawn, _ = learning.figure(sweep(tmp_path / "s", slow))
+    drawn.draw_without_rendering()
+    texts = [text.get_text() for text in drawn.axes[0].texts]
+    assert texts == ["a fault slows every rank"] * 2
+    plt.close(drawn)
+
+
+def test_a_curve_far_below_the_others_is_inside(tmp_path):
+    low = learned("ddp")
+    run = low.results[0].learning
+    points = [dataclasses.replace(each, accuracy=0.1) for each in run.evaluations]
+    points[-1] = dataclasses.replace(points[-1], seconds=2.4)
+    low = with_first(low, learning=dataclasses.replace(run, evaluations=points))
+    high = learned("dear")
+    run = high.results[0].learning
+    points = [dataclasses.replace(each, accuracy=0.97) for each in run.evaluations]
+    high = with_first(high, learning=dataclasses.replace(run, evaluations=points))
+    others = [dataclasses.replace(high, trial={**high.trial, "label": str(n)}) for n in range(6)]
+    drawn, _ = learning.figure(sweep(tmp_path / "s", [low, *others]))
+    assert drawn.axes[0].get_xlim()[1] > 2.4
+    assert drawn.axes[1].get_ylim()[0] < 0.1
+    plt.close(drawn)
 
 
 def test_grey_prints_tell_all_algorithms_apart():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from common.launch.hosts import (
     read_envs,
     read_hostfile,
 )
-from common.launch.job import Job, launcher_names, make_launcher
+from common.launch.job import Job, launcher_names, make_launcher, outcome_of
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +93,7 @@ A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
         ("mpirun", A, {"mca": "btl=tcp"}, "'mca': must be a mapping"),
         ("slurm", None, {"queue_s": 0}, "queue_s must be greater than 0"),
         ("slurm", None, {"gpus_per_node": 0}, "gpus_per_node must be at least 1, got 0"),
-        ("slurm", None, {"nodes": 1, "tasks_per_node": 1}, "1 ranks each are too few for 4"),
+        ("slurm", None, {"queue_s": 9}, "set the option tasks_per_node"),
         ("nodes", A, {}, "takes no hosts"),
         ("nodes", None, {"nnodes": 2, "node_rank": 2}, r"node_rank must be in 0..1 \(nnodes=2"),
         ("nodes", None, {"nnodes": 0}, "nnodes must be at least 1"),
@@ -214,7 +216,7 @@ def test_slurm_uses_the_allocation_that_there_is(tools, monkeypatch, allocated):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if allocated:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-    options = {"nodes": 2, "partition": "long", "srun_args": ["--mpi=none"]}
+    options = {"tasks_per_node": 2, "partition": "long", "srun_args": ["--mpi=none"]}
     launcher = make_launcher("slurm", hosts=None, world_size=4, options=options)
     words = shlex.split(launcher.command(a_job()))
     assert words[0] == ("srun" if allocated else "sbatch")
@@ -223,6 +225,26 @@ def test_slurm_uses_the_allocation_that_there_is(tools, monkeypatch, allocated):
     if not allocated:
         assert words[words.index("--partition") + 1] == "long"
         assert int(words[words.index("--time") + 1]) > a_job().timeout_s / 60
+    # Before the command itself, since sbatch and srun may be told to export nothing.
+    assert "NCCL_IB_DISABLE=1" in srun[srun.index("env") :]
+    start = srun.index(sys.executable)
+    assert [word.rstrip(";") for word in srun[start + 1 : start + 5]] == (
+        ["-m", "worker", "/logs/t", "0"]
+    )
+
+
+def test_slurm_does_not_start_where_its_srun_would_wait_for_ever(tools, monkeypatch):
+    tools("srun", "true")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for step, options, waits in (
+        ("0", {}, True),
+        ("0", {"srun_args": ["--overlap"]}, False),
+        ("4294967291", {}, False),  # a batch script
+    ):
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        launcher = make_launcher("slurm", hosts=None, world_size=1, options=options)
+        with pytest.raises(UserError, match="step 0 of job 7") if waits else nullcontext():
+            launcher.check()
 
 
 @pytest.mark.parametrize(
@@ -268,6 +290,60 @@ def test_the_example_of_4_nodes_with_8_gpus_plans_without_any_of_them(tmp_path, 
     assert script.rstrip().endswith(f"benchmarks.py run {example} --logs {tmp_path}")
 
 
+def test_variables_of_libraries_reach_the_ranks_on_other_hosts(tools, monkeypatch):
+    tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # of this host
+    for name in ("ssh", "torchrun", "mpirun", "slurm"):
+        hosts, options = (None, {"tasks_per_node": 2}) if name == "slurm" else (AB, {})
+        launcher = make_launcher(name, hosts=hosts, world_size=4, options=options)
+        command = launcher.command(a_job())
+        assert command.count("NCCL_ALGO=Ring") == (2 if name in ("ssh", "torchrun") else 1), name
+        assert "CUDA_VISIBLE" not in command
+    assert "NCCL_ALGO" not in make_launcher("local", hosts=None, world_size=2).command(a_job(2))
+
+
+def test_a_variable_that_contradicts_the_options_is_refused(monkeypatch, conf):
+    conf("ETH_INTERFACE=eth1\n")
+    for name, value, words in (
+        ("NCCL_IB_DISABLE", "0", "NCCL_IB_DISABLE=0: the launcher's options rdma=0"),
+        ("NCCL_SOCKET_IFNAME", "eth1", None),
+        ("NCCL_SOCKET_IFNAME", "eth10", "need =eth1; unset the variable"),
+    ):
+        launcher = make_launcher("ssh", hosts=AB, world_size=4)
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(UserError, match=words) if words else nullcontext():
+                assert "NCCL_SOCKET_IFNAME==eth1" in launcher.command(a_job())
+    on_virtual_hosts = make_launcher("ssh", hosts=virtual("h0", "h1"), world_size=4)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert "GLOO_SOCKET_IFNAME=eth0" in on_virtual_hosts.command(a_job())
+
+
+def test_mpirun_stays_on_this_machine_without_a_hostfile(tools):
+    tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    command = make_launcher("mpirun", hosts=None, world_size=2).command(a_job(2))
+    assert "--host localhost:2" in command
+
+
+def test_a_user_without_a_name_is_no_problem(monkeypatch):
+    def unknown():
+        raise KeyError("getpwuid(): uid not found: 1000")
+
+    monkeypatch.setattr(hosts_module.getpass, "getuser", unknown)
+    assert real("localhost")[0].here
+
+
+def test_an_aborted_rank_is_not_the_cause_if_another_had_no_memory(tmp_path):
+    job = dataclasses.replace(a_job(2), folder=tmp_path)
+    error = {"kind": "oom", "message": "out of memory", "rank": 1}
+    for number, kind in ((-6, "oom"), (-9, "failed")):
+        (tmp_path / "error-0-rank1.json").write_text(json.dumps(error))
+        assert outcome_of(job, {0: number, 1: 1}).status == kind
+    (tmp_path / "error-0-rank1.json").write_text(json.dumps({**error, "kind": "failed"}))
+    assert "rank 0 was killed by signal 6" in outcome_of(job, {0: -6, 1: 1}).error["message"]
+
+
 def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():
     assert read_envs(ROOT / "configs/envs.conf") == Envs(IB_INTERFACE="ib0")
     show = "set -u; . configs/envs.conf; echo $PY$ETH_INTERFACE$IB_INTERFACE$MPIPATH"
@@ -277,14 +353,19 @@ def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():
 
 
 def test_the_references_own_file_is_understood(conf, capsys):
-    conf(
+    references = (
         "PY=/opt/py/bin/python\nIB_INTERFACE=ib0\nETH_INTERFACE=enp136s0f0\n"
         "ETH_MPI_BTC_TCP_IF_INCLUDE=192.168.0.1/24\n# parameter servers\n"
         "LAUNCHBIN=/opt/byteps/launcher\nCODEHOME=/home/me/code\nETH_SCHEDULER_IP=192.168.0.1\n"
         "NVIDIA_VISIBLE_DEVICES=0,1,2,3\nWORKER_HOST_PREFIX=gpu\n"
     )
+    conf(references)
     result = read_envs()
     assert (result.PY, result.ETH_INTERFACE) == ("/opt/py/bin/python", "enp136s0f0")
+    conf("PY='/my env/bin/python'  # mine\nMPIPATH=\"/opt/m#pi\"\n")
+    with_spaces = read_envs()
+    assert (with_spaces.PY, with_spaces.MPIPATH) == ("/my env/bin/python", "/opt/m#pi")
+    conf(references)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("LAUNCHBIN, CODEHOME, ETH_SCHEDULER_IP, WORKER_HOST_PREFIX")
     assert read_envs() == result and capsys.readouterr().err == "", "said once"
@@ -330,12 +411,13 @@ def test_the_scripts_plan_a_sweep(tools, tmp_path, script, words):
     tools("srun", "true")
     name = f"run_{script}.sh"
     assert len((ROOT / "scripts" / name).read_text().splitlines()) <= 40
-    done = plan(name, "--logs", str(tmp_path))
+    more = ["--set", "launcher_options.tasks_per_node=2"] if script == "slurm" else []
+    done = plan(name, *more, "--logs", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert words in done.stdout and "mnist_cnn bs=32 n=2" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["dnn", "bs", "nworker"])
+@pytest.mark.parametrize("name", ["dnn", "bs", "nworker", "nnodes", "threshold"])
 def test_a_variable_that_the_scripts_would_ignore_is_refused(name):
     done = plan("run_torchrun.sh", **{name: "4"})
     assert done.returncode == 2 and done.stderr.startswith(f"error: variable {name}: ")

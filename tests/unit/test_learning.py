@@ -75,6 +75,7 @@ def read(tmp_path, monkeypatch):
         ({"models": ["resnet18"]}, "resnet18 cannot learn digits; models that can: mnist_cnn"),
         ({"measure": {"check_steps": 3}}, "measure.check_steps: has no effect with learn"),
         ({"measure": {"warmup_steps": 9}}, "allowed: repeats"),
+        ({"report_lines": True}, "report_lines: has no effect with learn"),
         ({"timeout_s": 4}, "timeout_s: 4 s leave no time for learn.budget_s=4"),
     ],
 )

@@ -84,6 +84,9 @@ def test_split():
     return Parts(train=samples, test=samples, classes=10, split="made up")
 
 
+NAMES = ("ddp", "dear")
+
+
 def _learning_trial(algorithm="asyncddp", world=2, target=0.5, batch_sizes=None, **more):
     learn = LearnConfig(
         budget_s=2, eval_every_s=1, data="digits", target_accuracy=target, batch_sizes=batch_sizes
@@ -193,7 +196,7 @@ def test_copies_hold_what_the_model_was(tmp_path, model):
 
 
 def test_more_copies_than_memory_should_hold_are_refused(model):
-    with pytest.raises(UserError, match=r"learn\.eval_every_s: 1000 copies of 5 MiB per rank"):
+    with pytest.raises(UserError, match=r"learn: 1000 copies of 5 MiB per rank"):
         Snapshots(model.state_dict(), 1000)
 
 
@@ -333,6 +336,22 @@ def test_a_trial_that_misses_the_target_is_not_the_first():
     ]
 
 
+def test_that_the_fastest_missed_the_target_is_an_answer():
+    slow, fast = (_record(_learning_trial(name, target=0.5), _run(10, 10)) for name in NAMES)
+    rows = summary.make_rows([_target(slow, 1.5, missing=4), _target(fast, 1.0, missing=1)], "ddp")
+    assert tables.summary(rows) == [
+        "mnist_cnn, 2 workers: no first at 50%: ddp gets there in 1 of 5 runs, dear gets there in "
+        "4 of 5 runs of 2 s"
+    ]
+
+
+@pytest.mark.parametrize(("target", "text"), [(0.975, "97.5%"), (0.995, "99.5%"), (0.57, "57%")])
+def test_a_target_is_not_rounded(target, text):
+    records = [_record(_learning_trial(name, target=target), _run(10, 10)) for name in NAMES]
+    (line,) = tables.summary(summary.make_rows(records, "ddp"))
+    assert line == f"mnist_cnn, 2 workers: none reaches {text} in 2 s"
+
+
 def test_runs_that_miss_the_target_are_the_reason_why_nothing_is_detectable():
     slow, fast = (_record(_learning_trial(name), _run(10, 10)) for name in ("ddp", "dear"))
     records = [_target(slow, 1.5, missing=1), _target(fast, 1.0)]
@@ -452,4 +471,6 @@ def test_figures_are_drawn_from_records(tmp_path, name, evaluations):
     assert [path.name for path in paths] == ["learning.png", "learning.pdf", "learning.csv"]
     assert all(path.stat().st_size > 100 for path in paths)
     lines = paths[2].read_text().splitlines()
-    assert len(lines) == 1 + evaluations and lines[0].startswith("fault,algorithm,repeat,seed,at_s")
+    assert len(lines) == 1 + evaluations and lines[0].startswith(
+        "model,batch,world_size,network,fault,algorithm,flag,repeat"
+    )

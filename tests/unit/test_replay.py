@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from common.harness.verbs import validate
 from common.harness.verbs.list import listing
@@ -64,6 +65,36 @@ def split_by_operations(workload):
         step = recorder.hooked_step(workload, stretches)
     stretches.remove()
     return step, clock.mark()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, again: bool):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2))
+        self.again = again
+
+    def forward(self, x):
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False) if self.again else part(x)
+        return x
+
+
+def test_what_is_recomputed_belongs_to_the_backward_pass():
+    steps = []
+    for again in (False, True):
+        torch.manual_seed(1)
+        inputs = (torch.randn(8, 64),)
+        model = Checkpointed(again)
+        steps.append(
+            split_by_operations(
+                Workload(model=model, inputs=inputs, targets=(), criterion=torch.mean)
+            )[0]
+        )
+    plain, repeated = steps
+    assert repeated.modules == plain.modules
+    assert repeated.forward_s == pytest.approx(plain.forward_s)
+    assert sum(repeated.backward_s) >= sum(plain.backward_s) + 0.9 * sum(plain.forward_s)
+    assert min(repeated.backward_s) >= 0
 
 
 def test_a_file_holds_what_was_saved(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from matplotlib.colors import to_hex
 
 from common.harness.cli import main
 from common.harness.verbs import validate
@@ -13,9 +14,10 @@ from common.paths import ROOT
 from common.results import store
 from common.results.report.overview import overview
 from common.results.store import Comparison
-from common.results.tables.predicted import PredictedRow
-from common.virtual.over import reached
+from common.results.tables.predicted import PredictedRow, ReachRow, reach_text, table_of
+from common.virtual.over import Point, reached
 from dear.errors import UserError
+from plots.looks import FLAGGED
 
 TINY = ["--model", "mnist_cnn@rtx2080ti-modelled", "--batch", "32", "-k", "10gbe"]
 
@@ -156,4 +158,72 @@ def test_a_figure_has_the_speed_ups_of_the_table(tmp_path):
         [1.2, 1.4 / 1.2, 1.25]
     )
     with pytest.raises(UserError, match="no trial has a prediction that is compared with wfbp"):
-        figure.draw([replace(row, baseline_s=None) for row in rows], tmp_path, "wfbp")
+        figure.draw(rows, tmp_path, "wfbp")
+    with pytest.raises(UserError, match="no trial has a prediction that is compared with ddp"):
+        figure.draw(rows[:1], tmp_path, "ddp")
+
+
+@pytest.fixture
+def faulty() -> list[PredictedRow]:
+    """Rows of two algorithms with and without a fault."""
+    place = {"model": "m@gpu", "batch": 8, "world_size": 64, "samples": 512, "network": "10gbe"}
+    times = {"ddp": (1.2, 2.4), "dear": (1.0, 2.2)}
+    return [
+        PredictedRow(
+            **place, algorithm=name, step_s=s, step_low_s=0.9 * s, step_high_s=1.1 * s, fault=fault
+        )
+        for name, both in times.items()
+        for s, fault in zip(both, (None, "slow_host h1 x5"), strict=True)
+    ]
+
+
+def test_trials_with_a_fault_have_a_panel_and_lines_of_their_own(faulty):
+    figure = pytest.importorskip("plots.predicted")
+    drawn, data = figure.speed_ups(faulty, "ddp")
+    assert [axis.get_title(loc="left") for axis in drawn.axes] == [
+        "64 workers, 10gbe, no fault",
+        "64 workers, 10gbe, slow_host h1 x5",
+    ]
+    assert [len(axis.patches) for axis in drawn.axes] == [1, 1]
+    assert data["fault"].isna().tolist() == [True, False] and "flag" not in data
+    points = [Point(axis="bandwidth", value=value) for value in (1.0, 10.0)]
+    series = [replace(row, point=point) for row in faulty for point in points]
+    drawn, _ = figure.figure(series, points[0])
+    assert len(drawn.axes) == 6, "two places of three panels"
+    for axis in drawn.axes:
+        for line in axis.lines:
+            x = list(line.get_xdata())
+            assert x == sorted(set(x))
+    text = reach_text(
+        [
+            ReachRow(
+                **{"model": "m", "batch": 8, "workers": 64, "network": "10gbe"},
+                fault=row.fault,
+                algorithm="ddp",
+                gbps={0.5: 1.0},
+            )
+            for row in faulty[:2]
+        ]
+    )
+    assert "fault" in text and text.count("slow_host h1 x5") == 1
+
+
+def test_flagged_predictions_are_grey_hollow_and_in_parentheses(faulty):
+    figure = pytest.importorskip("plots.predicted")
+    base, dear = replace(faulty[0], event_model_s=9.9), faulty[2]
+    drawn, data = figure.speed_ups([base, dear], "ddp")
+    (bar,) = drawn.axes[0].patches
+    assert to_hex(bar.get_facecolor()) == FLAGGED["facecolor"]
+    points = [Point(axis="bandwidth", value=value) for value in (1.0, 10.0)]
+    drawn, data = figure.figure(
+        [replace(base, point=points[0]), replace(faulty[0], point=points[1])], points[0]
+    )
+    hollow, solid = sorted(drawn.axes[0].lines[:2], key=lambda line: line.get_linestyle() != "None")
+    assert list(hollow.get_xdata()) == [1.0] and list(solid.get_xdata()) == [10.0]
+    assert data["flag"].isna().tolist() == [False, True]
+    flagged = replace(base, baseline_s=1.2, compute_s=0.6, exposed_s=0.1, slowest_s=1.3)
+    row = table_of([flagged]).markdown().splitlines()[-1]
+    cells = [cell.strip() for cell in row.split("|")]
+    assert "the event model gives 9900.0 ms, outside the range" in cells
+    for text in ("(1200)", "(100)", "(50%)", "(1.00x)", "(+725.0%)", "(1300)"):
+        assert text in cells, cells

@@ -18,6 +18,7 @@ from common.emulation.hosts.namespaces import die_with_parent
 from common.emulation.links.base import Links
 from common.emulation.links.profile import Connection, NetworkProfile
 from common.emulation.links.tc import bucket_command
+from common.paths import BUILD
 from dear.errors import UserError
 
 PROGRAM = Path(__file__).parent / "link_switch/link_switch"
@@ -111,7 +112,7 @@ class SwitchedLinks(Links):
         super().__init__()
         if not PROGRAM.exists():
             raise UserError(
-                "cluster.links: the switch is not built; run make core, or use links: tc "
+                f"cluster.links: the switch is not built; {BUILD}, or use links: tc "
                 "(which supports no sites, and delay and loss only if the kernel has netem)"
             )
         self._program: SwitchProgram | None = None

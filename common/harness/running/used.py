@@ -7,7 +7,6 @@ sample. Facts that only other trials use may change.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import json
@@ -16,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import dear
 from common.harness.trial import Trial
-from common.launch.hosts import read_envs
 from common.models.registry import FILE, model_entry
 from common.paths import ROOT
 
@@ -50,8 +49,6 @@ def used(trial: Trial, machine: Mapping[str, Any]) -> dict[str, Any]:
         facts["gpus"] = machine["gpus"]
     if trial.backend == "comm_core":
         facts["comm core"] = machine["comm_core"]
-    if trial.launcher != "local":
-        facts["envs.conf"] = dataclasses.asdict(read_envs())
     # A library's variables are included only if the trial uses the library.
     idle = [
         *([] if "horovod" in packages else ["HOROVOD_"]),
@@ -82,8 +79,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 @functools.cache
 def code() -> dict[str, str]:
     """Returns the texts of the Python and C++ files that workers may use, by path."""
-    files = [path for top in ("common", "dear") for path in (ROOT / top).rglob("*")]
-    names = {str(path.relative_to(ROOT)): path for path in files if path.suffix in (".py", ".cc")}
+    tops = [ROOT / "common", Path(dear.__file__).parent]  # installed, these are no neighbours
+    files = [(top.parent, path) for top in tops for path in top.rglob("*")]
+    names = {str(path.relative_to(up)): path for up, path in files if path.suffix in (".py", ".cc")}
     return {
         name: names[name].read_text(encoding="utf-8")
         for name in sorted(names)

@@ -26,7 +26,7 @@ from common.harness.verbs.predict import EXPERIMENT, notes_of, setting_of
 from common.harness.verbs.run import add_cluster, add_custom, cluster_overrides
 from common.machine.processes import started
 from common.models import profile as profiles
-from common.models.registry import FILE
+from common.models.registry import FILE, names_gpu
 from common.paths import COMMAND
 from common.virtual.pool import PRELOAD, begin
 from dear.errors import Unavailable, UserError
@@ -140,6 +140,8 @@ class _Asked:
     command_line: CommandLine
     unfused: Mapping[str, str]
     """Label by algorithm of the variant that sends every gradient alone."""
+    given: Sequence[str] = ()
+    """Settings of the user, without those of the cluster; printed commands have them, too."""
     _known: dict[int, dict[str, Trial] | str] = dataclasses.field(default_factory=dict)
     """Trials by label, or the reason why there are none, by batch size."""
 
@@ -181,6 +183,7 @@ class _Asked:
             overrides=overrides,
             command_line=command_line,
             unfused={name: labels[variants.index(variant)] for name, variant in alone.items()},
+            given=[text for text in options.set if not text.startswith(("cluster", "network"))],
         )
         assumption = command_line.assumption([model.name for model in experiment.models])
         if assumption is not None:
@@ -259,7 +262,7 @@ class _Asked:
         fewer = dict.fromkeys(max(2.0, hosts // factor) for factor in FACTORS)
         batch, model = trial.batch_size, self.command_line.models[0]
         sizes = [max(1.0, batch // f) for f in BATCHES] + [f * batch for f in BATCHES]
-        if "@" in model:
+        if names_gpu(model):
             sizes = [float(size) for size in profiles.batch_sizes().get(model, ())]
         axes = [
             Axis(
@@ -313,6 +316,8 @@ class _Asked:
             line = dataclasses.replace(self.command_line, batch_size=batch)
             try:
                 trials = load(find_experiment(EXPERIMENT), self.overrides, line).trials()
+                if any(trial.batch_size != batch for trial in trials):
+                    raise UserError("--set models.0.batch_size: use --batch, which may be varied")
                 self._known[batch] = {trial.label: trial for trial in trials}
             except UserError as error:
                 self._known[batch] = str(error)
@@ -335,12 +340,13 @@ class _Asked:
         plugin = plugin_of(candidate.algorithm)
         same = ["--plugin", plugin.path] if plugin else []
         same += ["--set", f"algorithms={json.dumps(compared)}"]
+        same += [word for text in self.given for word in ("--set", text)]
         local = cluster.ranks_per_host
         keys = (
             f"world_sizes=[{trial.world_size}]",
             *(f"launcher_options.{kind}_per_node={local}" for kind in ("tasks", "gpus")),
         )
-        there = [model[0], model[1].partition("@")[0], *size]
+        there = [model[0], name.partition("@")[0] if names_gpu(line.models[0]) else name, *size]
         there += [word for key in keys for word in ("--set", key)]
         use = {
             "use": f"optimizer = dear.DistributedOptimizer(optimizer, model, {chosen})",

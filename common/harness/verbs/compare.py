@@ -222,7 +222,10 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
     if records and not kept and equals and key.isidentifier() and key not in keys:
         raise unknown(f"key of {name}", key, keys)
     if not kept and required:
-        known = ", ".join(dict.fromkeys(record.label for record in records)) or "none"
+        if equals and key in keys:
+            known = ", ".join(dict.fromkeys(record.setting(key) for record in records))
+        else:
+            known = ", ".join(dict.fromkeys(record.label for record in records)) or "none"
         raise UserError(f"compare: {text}: no trial matches; there are {known}")
     return kept
 
@@ -230,4 +233,5 @@ def _operand(text: str, logs: Path, *, required: bool = True) -> list[Record]:
 def _matches(record: Record, wanted: str) -> bool:
     key, equals, value = wanted.partition("=")
     known = bool(equals) and key in record.trial
-    return wanted == record.label or (known and str(record.trial[key]) == value)
+    values = (record.setting(key), str(record.trial[key])) if known else ()
+    return wanted == record.label or value in values

@@ -27,7 +27,7 @@ from common.harness.running.fabric import misfit
 from common.harness.verbs import Status
 from common.launch.mpirun import find_mpirun
 from common.machine.cgroups import usable_cores
-from common.paths import BUILD, COMMAND, EXPERIMENTS, ROOT
+from common.paths import BUILD, COMMAND, EXPERIMENTS, HOROVOD, INSTALLED, ROOT
 from dear.comm.backends import missing_comm_core
 from dear.comm.runtime import address_of, interface_towards
 from dear.errors import UserError
@@ -115,7 +115,10 @@ def _python() -> Finding:
 def _torch(version: str | None) -> Finding:
     if version is None:
         return Finding(
-            level="FAIL", what="torch", state="not installed", fix="scripts/setup.sh .venv"
+            level="FAIL",
+            what="torch",
+            state="not installed",
+            fix="pip install torch" if INSTALLED else "scripts/setup.sh .venv",
         )
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers < (2, 11):
@@ -238,14 +241,14 @@ def _disk(logs: Path) -> Finding:
 def _optional(card: dict) -> Iterator[Finding]:
     reason = algorithm_class("horovod").unavailable()
     if reason:
-        yield Finding(level="missing", what="Horovod", state=reason, fix="make horovod")
+        yield Finding(level="missing", what="Horovod", state=reason, fix=HOROVOD)
     else:
         yield Finding(level="ok", what="Horovod", state=importlib.metadata.version("horovod"))
     try:
         mpirun = find_mpirun()
     except UserError as error:
         state = str(error).removeprefix("launcher mpirun: ").partition(";")[0]
-        fix = "apt-get install openmpi-bin libopenmpi-dev, then make core"
+        fix = f"apt-get install openmpi-bin libopenmpi-dev, then {BUILD}"
         yield Finding(level="missing", what="MPI", state=state, fix=fix)
     else:
         yield Finding(level="ok", what="MPI", state=f"Open MPI {mpirun.major}: {mpirun.path}")

@@ -102,9 +102,13 @@ def main(options: argparse.Namespace) -> int:
         if fixed is not None and getattr(options, flag) is not None:
             raise UserError(f"--{flag}: no effect with --alpha-ms, which gives the costs")
     overrides += [*cluster_overrides(options), *options.set]
+    command_line = CommandLine.of(options)
     with contextlib.redirect_stdout(sys.stderr):
-        experiment = load(path, overrides, CommandLine.of(options))
+        experiment = load(path, overrides, command_line)
         everything = experiment.trials()
+    assumption = command_line.assumption([model.name for model in experiment.models])
+    if assumption is not None:
+        print(assumption, file=sys.stderr)
 
     from common.harness.running import plan
     from common.results.tables.predicted import overview, reach_text, table_of
@@ -200,7 +204,7 @@ def predictions(
     alike = [(t.model, t.batch_size, t.sentence_len, t.label, t.world_size) for t in many]
     together = [key for key in alike for _ in series or [None]]
     rows = mapped(partial(_row, cluster=cluster, fixed=fixed), planned, together)
-    bases = {row.place: row.step_s for row in rows if row.algorithm == base}
+    bases = {row.place: row.step_s for row in rows if row.algorithm == base and not row.flag}
     return [dataclasses.replace(row, baseline_s=bases.get(row.place)) for row in rows]
 
 
@@ -228,6 +232,7 @@ def _reach(planned: Mapping[str, object], cluster: ClusterConfig) -> ReachRow:
         batch=_batch(trial),
         workers=trial.world_size,
         network=trial.network,
+        fault=trial.fault.title if trial.fault else None,
         algorithm=trial.label,
     )
     try:

@@ -79,8 +79,8 @@ class Snapshots:
         size = sum(value.nbytes for value in floating.values())
         if size * marks > MOST_BYTES:
             raise UserError(
-                f"learn.eval_every_s: {marks} copies of {size / 2**20:.0f} MiB per rank are more "
-                f"than {MOST_BYTES >> 20} MiB; evaluate less often"
+                f"learn: {marks} copies of {size / 2**20:.0f} MiB per rank are more than "
+                f"{MOST_BYTES >> 20} MiB; evaluate less often (eval_every_s or eval_every_epochs)"
             )
         numel = sum(value.numel() for value in floating.values())
         dtype = next((value.dtype for value in floating.values()), torch.float32)

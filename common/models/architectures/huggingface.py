@@ -46,12 +46,13 @@ def entry(name: str) -> ModelEntry:
     kind = name.removeprefix(HF)
     if _head(kind) == "AutoModelForImageClassification":
         return ModelEntry(builder=_BUILDER)
-    longest = getattr(_config(kind), "max_position_embeddings", None) or _SENTENCE_LEN
+    longest = getattr(_config(kind), "max_position_embeddings", None)
     return ModelEntry(
         builder=_BUILDER,
         sample_unit="sen",
         batch_size=8,
-        sentence_len=min(_SENTENCE_LEN, longest),
+        sentence_len=min(_SENTENCE_LEN, longest or _SENTENCE_LEN),
+        longest=longest,
     )
 
 

@@ -68,7 +68,7 @@ class Module(nn.Module):
             if isinstance(part, Work):
                 step.forward(part)
                 for unit in part.units:
-                    params = [step.model.parameter(name) for name, _ in unit.params]
+                    params = [step.model._replay_parameter(name) for name, _ in unit.params]
                     x = _Backward.apply(x, step, unit, *params)
             else:
                 child = self._modules[part.module.rpartition(".")[2]]
@@ -107,7 +107,8 @@ class Replay(Module):
             values = torch.empty(param.shape)
             if generator is not None:
                 tile(values, weights)
-            owner.register_parameter(short_name, nn.Parameter(values))
+            trained = param.name not in profile.frozen
+            owner.register_parameter(short_name, nn.Parameter(values, requires_grad=trained))
             self._owners[param.name] = owner, short_name
         for alias, name in profile.shared.items():
             module, _, short_name = alias.rpartition(".")
@@ -116,27 +117,28 @@ class Replay(Module):
         index = {param.name: number for number, param in enumerate(profile.parameters)}
         self._chain = [(param.name, index[param.name]) for param in profile.gradients()]
         self._blank: dict[int, torch.Tensor] = {}
-        self.source = None if generator is None else GradientSource(generator)
+        # The names of a model's own modules may be any others.
+        self._replay_source = None if generator is None else GradientSource(generator)
         self.memory_bytes_per_s = profile.memory_bytes_per_s
-        self.lead = Lead(profile.memory_bytes_per_s)
+        self._replay_lead = Lead(profile.memory_bytes_per_s)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `x`, after the recorded time."""
-        if self.source is None:
+        if self._replay_source is None:
             x = x.detach().requires_grad_()
             return super().forward(x, self._body, _Step(self, Blank(self._blank)))
         # The key is drawn at random, so that a training with the same seed has the same gradients.
         key = int(torch.randint(2**31, ()))
         chain = []
         if torch.is_grad_enabled():
-            pairs = ((self.parameter(name), index) for name, index in self._chain)
+            pairs = ((self._replay_parameter(name), index) for name, index in self._chain)
             chain = [(param, index) for param, index in pairs if param.requires_grad]
             # The last stretch of the backward pass may have no parameter that leads to it.
             x = x.detach().requires_grad_()
-        step = _Step(self, Gradients(self.source, key, chain))
+        step = _Step(self, Gradients(self._replay_source, key, chain))
         return super().forward(x, self._body, step)
 
-    def parameter(self, name: str) -> torch.Tensor:
+    def _replay_parameter(self, name: str) -> torch.Tensor:
         """Returns the tensor that is now registered under `name`; algorithms may replace it."""
         owner, short_name = self._owners[name]
         return owner._parameters[short_name]
@@ -170,7 +172,7 @@ class _Step:
     def begin_backward(self, unit: Unit) -> None:
         """Starts a unit of the backward pass."""
         if self._pass is None:
-            self._pass = self.pace.backward_pass(self.model.lead)
+            self._pass = self.pace.backward_pass(self.model._replay_lead)
             at_end_of_backward(self._pass.end)
         self.pace.part = unit
         self._pass.next(unit.backward_s)
@@ -229,7 +231,7 @@ class _Backward(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.step, ctx.unit, ctx.params = step, unit, params
         ctx.factors = [1.0] * len(params)
-        if step.model.source is not None:
+        if step.model._replay_source is not None:
             ctx.factors = [fingerprint(param) for param in params]
         return step.gradients.link(x)
 

@@ -32,7 +32,8 @@ def caption(figure: Path) -> str:
     else:
         settings, origin = _measured(folder)
     models = _names(f"`{each['model']}`, batch {each['batch']}" for each in settings)
-    networks = _names(str(each["network"] or "none") for each in settings)
+    without = "costs as given" if manifest.get("computed") else "none"
+    networks = _names(str(each["network"] or without) for each in settings)
     workers = _range(each["world_size"] for each in settings)
     parts = (f"Model: {models}", f"Network: {networks}", f"Workers: {workers}", *_series(settings))
     return ". ".join((*parts, origin, f"Commit: {manifest['commit']}."))

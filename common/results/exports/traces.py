@@ -55,6 +55,11 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
     folder cannot be written."""
     traced = {r.id: raw for r in records if (raw := evidence(folder, r)) is not None}
     if not traced:
+        if any(record.evidence for record in records):
+            raise UserError(
+                f"{folder}: the folders of the trials, with their traces, are not here; they stay "
+                "where the trials were measured"
+            )
         raise UserError(f"{folder}: no trial has a trace: only trials that time steps have one")
     try:
         for name, raw in traced.items():

@@ -15,6 +15,7 @@ from common.results.tables.cells import (
     interval,
     number,
     numbers,
+    percent,
     significant,
     texts,
 )
@@ -138,13 +139,21 @@ def summary(rows: Sequence[LearnRow]) -> list[str]:
         if leaders:
             first, *others = leaders
             text += f"{first.algorithm} "
-            text += "is the fastest" if goal is None else f"is the first at {goal:.0%}"
+            text += "is the fastest" if goal is None else f"is the first at {percent(goal)}"
             text += f", after {_to_target(first).text}" if goal is not None else ""
             if others:
                 names = ", ".join(row.algorithm for row in others)
                 text += f"; not distinguishable from it: {names}"
         elif goal is not None and not any(row.reached for row in rivals):
-            text += f"none reaches {goal:.0%} in {rivals[0].limit}"
+            text += f"none reaches {percent(goal)} in {rivals[0].limit}"
+        elif goal is not None:
+            text += f"no first at {percent(goal)}: "
+            text += ", ".join(
+                f"{row.algorithm} gets there in {row.reached or 0} of {row.runs} runs"
+                for row in rivals
+                if row.reached != row.runs
+            )
+            text += f" of {rivals[0].limit}"
         else:
             continue
         if leaders and goal is not None:

@@ -12,6 +12,7 @@ from common.results.records.record import (
     base_among,
     fabric_words,
     is_learning,
+    machine_words,
 )
 from common.results.records.result import (
     REAL,
@@ -43,5 +44,6 @@ __all__ = [
     "fabric_words",
     "grouped",
     "is_learning",
+    "machine_words",
     "typed",
 ]

@@ -198,6 +198,10 @@ class Record:
         """Mean elapsed time per step in seconds; only for trials with timed steps."""
         return mean_step_s(self.iters)
 
+    def setting(self, key: str) -> str:
+        """Returns a setting of the trial as tables show it; `-` if it has none."""
+        return str((self.fault if key == "fault" else self.trial.get(key)) or "-")
+
     def to_json(self) -> JsonObject:
         """Returns the record as a JSON object."""
         values = dataclasses.asdict(dataclasses.replace(self, results=[]))
@@ -229,6 +233,21 @@ def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | No
 def is_learning(records: Iterable[Record]) -> bool:
     """Returns whether these are training trials (`learn:`)."""
     return any(record.trial.get("learn") for record in records)
+
+
+def machine_words(records: Sequence[Record]) -> str:
+    """Returns on which machine the records were measured; of several, the first one and how many
+    others there are."""
+    known: dict[str, None] = {}
+    for record in records:
+        machine = record.machine
+        torch = (machine.get("packages") or {}).get("torch", "unknown")
+        known[
+            f"on {machine.get('cores', '?')} cores ({machine.get('cpu', 'unknown CPU')}), "
+            f"torch {torch}, commit {machine.get('commit', 'unknown')}"
+        ] = None
+    first, *others = known
+    return first + (f", and {len(others)} more machines or commits" if others else "")
 
 
 def fabric_words(records: Iterable[Record]) -> str:

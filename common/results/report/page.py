@@ -231,7 +231,7 @@ def _downloads(
     path, kind = folder / "records.jsonl", "application/x-ndjson"
     data = path.read_bytes() if path.exists() else b""
     file = download("records.jsonl", data, kind)
-    count, whole = len([line for line in data.split(b"\n") if line]), True
+    count, whole = len(store.load(path)), True  # without damaged and unfinished lines
     if len(file.url) > _WHOLE_FILE and count > len(records):
         lines = [json.dumps(record.to_json(), separators=(",", ":")) for record in records]
         file = download("records.jsonl", "\n".join([*lines, ""]), kind)

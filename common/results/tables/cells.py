@@ -51,6 +51,11 @@ def significant(value: float | None) -> str:
     return f"{value:.{max(decimals, 0)}f}"
 
 
+def percent(share: float) -> str:
+    """Formats a share in percent, with as many digits as it has: 0.975 is 97.5%."""
+    return f"{100 * share:g}%"
+
+
 def interval(low: float | None, high: float | None, form: Form) -> str:
     """Formats an interval; returns an empty text if an end is None."""
     return "" if low is None or high is None else f"{form(low)}-{form(high)}"

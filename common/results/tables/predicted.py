@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +40,7 @@ class PredictedRow:
     compute_s: float | None = None
     """Step of a single worker."""
     baseline_s: float | None = None
-    """Step of the algorithm to which the others are compared."""
+    """Step of the algorithm to which the others are compared; None if that one is flagged."""
     event_model_s: float | None = None
     """Step by the event model, which uses the algorithm's declared order of transfers and not its
     code; None: the event model does not cover the algorithm."""
@@ -111,41 +112,47 @@ def _off(row: PredictedRow) -> float | None:
     return None if ratio is None else ratio - 1
 
 
+def _milliseconds(row: PredictedRow, seconds: float | None) -> Cell:
+    return number(None if seconds is None else 1e3 * seconds, flag=row.flag)
+
+
+def _notes(row: PredictedRow) -> Cell:
+    return Cell("; ".join(filter(None, (row.flag, row.reason))))
+
+
 COLUMNS: tuple[Column[PredictedRow], ...] = (
     *PLACE[:-1],
     texts("at", sparse=True, weight=0, role="place"),
     PLACE[-1],
     Column(title="samples/s (range)", cell=_throughput, weight=1),
-    Column(title="step ms", cell=lambda row: number(row.step_s and 1e3 * row.step_s), weight=3),
-    Column(
-        title="exposed ms",
-        cell=lambda row: number(None if row.exposed_s is None else 1e3 * row.exposed_s),
-        weight=3,
-    ),
+    Column(title="step ms", cell=lambda row: _milliseconds(row, row.step_s), weight=3),
+    Column(title="exposed ms", cell=lambda row: _milliseconds(row, row.exposed_s), weight=3),
     Column(
         title="efficiency",
-        cell=lambda row: number(_ratio(row.compute_s, row.step_s), "{:.0%}".format),
+        cell=lambda row: number(_ratio(row.compute_s, row.step_s), "{:.0%}".format, flag=row.flag),
         weight=2,
     ),
     Column(
         title="speedup",
-        cell=lambda row: number(_ratio(row.baseline_s, row.step_s), "{:.2f}".format, unit="x"),
+        cell=lambda row: number(
+            _ratio(row.baseline_s, row.step_s), "{:.2f}".format, unit="x", flag=row.flag
+        ),
         weight=1,
     ),
     Column(
         title="event model",
-        cell=lambda row: number(_off(row), "{:+.1%}".format),
+        cell=lambda row: number(_off(row), "{:+.1%}".format, flag=row.flag),
         weight=5,
     ),
     Column(title="messages", cell=lambda row: number(row.messages, "{:.4g}".format), weight=6),
     Column(
         title="slowest rank ms",
-        cell=lambda row: number(row.slowest_s and 1e3 * row.slowest_s),
+        cell=lambda row: _milliseconds(row, row.slowest_s),
         sparse=True,
         weight=2,
     ),
     Column(title="staleness", cell=_staleness, sparse=True, weight=2),
-    NOTES,
+    dataclasses.replace(NOTES, cell=_notes),
 )
 
 
@@ -193,6 +200,7 @@ class ReachRow:
     batch: int | str
     workers: int
     network: str | None
+    fault: str | None = None
     algorithm: str
     gbps: Mapping[float, float | None] = field(default_factory=dict)
     """Bandwidth of a host's link in Gb/s by share; None: no bandwidth is enough."""
@@ -202,7 +210,8 @@ class ReachRow:
 
 def reach_text(rows: Sequence[ReachRow]) -> str:
     """Returns a Markdown table of the bandwidths, with the notes below it."""
-    place = ["model", "batch", "workers", "network", "algorithm"]
+    faults = ["fault"] if any(row.fault for row in rows) else []
+    place = ["model", "batch", "workers", "network", *faults, "algorithm"]
     titles = [*place, *(f"{share:.0%}, Gb/s" for share in SHARES)]
     lines = [titles]
     for row in rows:
@@ -211,5 +220,6 @@ def reach_text(rows: Sequence[ReachRow]) -> str:
         if row.reason is None:
             lines.append([*(str(getattr(row, name) or "") for name in place), *texts])
     notes = [f"{row.algorithm}: {row.reason}" for row in rows if row.reason]
-    table = markdown(lines, [False, True, True, False, False, *[True] * len(SHARES)])
+    left = [False] * (2 + len(faults))  # network, fault, algorithm
+    table = markdown(lines, [False, True, True, *left, *[True] * len(SHARES)])
     return "\n".join([table, *dict.fromkeys(notes)])

@@ -101,17 +101,13 @@ def _key(names: Sequence[str]) -> Callable[[Record], Hashable]:
     return lambda record: tuple(str(record.trial.get(name)) for name in names)
 
 
-def _value(record: Record, key: str) -> str:
-    return str((record.fault if key == "fault" else record.trial.get(key)) or "-")
-
-
 def why_unmatched(before: Sequence[Record], after: Sequence[Record], across: Sequence[str]) -> str:
     """Returns the reason why no trial has a counterpart in the other sweep."""
     if not after:
         return "the second sweep has no record of such a trial"
     differ, texts = [], []
     for key in AXES:
-        values = [{_value(record, key) for record in side} for side in (before, after)]
+        values = [{record.setting(key) for record in side} for side in (before, after)]
         if key not in across and values[0].isdisjoint(values[1]):
             differ.append(key)
             texts.append(f"{key} {' -> '.join(', '.join(sorted(side)) for side in values)}")
@@ -151,7 +147,7 @@ def _pair(first: Record, second: Record | None, across: Sequence[str]) -> Pair:
     reason = _flag("first", first) or _flag("second", second)
     failed = [record.status for record in (first, second) if not record.ok]
     label = first.label if first.label == second.label else f"{first.label} -> {second.label}"
-    changed = [f"{key} {_value(first, key)} -> {_value(second, key)}" for key in across]
+    changed = [f"{key} {first.setting(key)} -> {second.setting(key)}" for key in across]
     pair = dataclasses.replace(
         pair,
         algorithm=label,

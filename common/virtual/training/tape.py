@@ -169,6 +169,7 @@ def _untimed(profile: Profile) -> Hashable:
         profile.modules,
         tuple((param.name, param.shape) for param in profile.parameters),
         tuple(profile.shared.items()),
+        profile.frozen,
         profile.memory_bytes_per_s,
         tuple(
             (part.module, tuple(unit.params for unit in part.units))

@@ -19,7 +19,8 @@ from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_count
 from dear.comm.backends import torch_version
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts
-from dear.comm.runtime import address_of
+from dear.comm.rendezvous import master_address
+from dear.comm.runtime import address_of, is_loopback
 from dear.cost.horovod_sender import HorovodSender
 from dear.cost.overlap import Cycles, Unstated
 from dear.errors import Unavailable, UserError
@@ -500,6 +501,12 @@ def _whereabouts(facts: RankFacts) -> tuple[str, str, str]:
     name = socket.gethostname()
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     address = address_of(interface) if interface else socket.gethostbyname(name)
+    loopback = address is not None and is_loopback(address)
+    if not interface and loopback and not is_loopback(master_address() or "localhost"):
+        raise UserError(
+            f"{name} is {address} on its own host, which other hosts cannot reach; correct "
+            "/etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface"
+        )
     if address is None:
         raise UserError(f"GLOO_SOCKET_IFNAME={interface}: {name} has no such interface with IPv4")
     return name, address, interface

@@ -71,7 +71,8 @@ def _together() -> Iterator[None]:
     except mismatch_errors() as error:
         raise UserError(f"{advice}; one of them did not: {error}") from None
     except RuntimeError as error:
-        error.add_note(advice)
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(advice)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Whether the built comm core fits this Python, this torch and the sources; imports no torch."""
+"""Check of a built comm core: for this Python, this torch, these sources. Imports no torch."""
 
 from __future__ import annotations
 

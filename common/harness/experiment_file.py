@@ -130,6 +130,12 @@ class CommandLine:
             elif values.get("cluster") and not names_gpu(model["name"]) and "gpu" not in model:
                 model["gpu"] = custom.HERE if custom.gpu_available() else gpus.DEFAULT
 
+    def print_assumption(self, experiment: Experiment) -> None:
+        """Prints the line of `assumption`, if there is one."""
+        line = self.assumption([model.name for model in experiment.models])
+        if line is not None:
+            print(line)
+
     def assumption(self, names: Sequence[str]) -> str | None:
         """Returns a line that names the default GPU if it was chosen; otherwise None.
 

@@ -264,6 +264,8 @@ def command(experiment: Experiment, trial: Trial) -> str:
     for key, value in values.items():
         if value != _plain(getattr(reference, key)):
             words.append(shlex.quote(f"--set={key}={json.dumps(value)}"))
+    if trial.learn is not None and reference.report_lines:
+        words.append("--set=report_lines=false")
     if trial.fault is not None:  # a sweep with faults has the same trial without a fault, too
         words.append(shlex.quote(f"--filter={trial.fault.title}"))
     return f"cd dear;{' '.join(words)}"

@@ -52,8 +52,8 @@ words = sys.argv[1:]
 if "--wrap" in words:
     sys.exit(subprocess.run(["sh", "-c", words[words.index("--wrap") + 1]]).returncode)
 os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-command = words[words.index(sys.executable):]
-os.execv(command[0], command)
+command = words[words.index("env"):]
+os.execvp(command[0], command)
 """
 
 
@@ -167,7 +167,7 @@ def test_arguments_of_slurm_are_one_line_each(key):
 
 def test_a_batch_script_quotes_what_it_is_given(tmp_path):
     words = [word for word in WORDS if "\n" not in word]
-    options = {"partition": " ".join(words), "sbatch_args": words}
+    options = {"partition": " ".join(words), "sbatch_args": words, "tasks_per_node": 2}
     launcher = make_launcher("slurm", hosts=None, world_size=2, options=options)
     script = launcher.batch_script(["printf", "%s\\n", *words], "name", 2)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path)

@@ -145,7 +145,7 @@ def test_what_cannot_be_is_one_line(method, given, words):
 @pytest.fixture
 def machine(monkeypatch):
     """Machine without MPI, with two cores, and hosts n1 and n2 that can be found."""
-    monkeypatch.setattr(variables.shutil, "which", lambda name: None)
+    monkeypatch.setattr(variables, "_has_mpirun", lambda: False)
     monkeypatch.setattr(variables, "usable_cores", lambda: 2)
     monkeypatch.setattr(variables, "_gpus", lambda: 0)
 
@@ -205,11 +205,13 @@ def test_the_trial_of_the_variables_runs_on_the_hosts_of_its_cluster_file(machin
     values = {key: yaml.safe_load(text) for key, _, text in (f[6:].partition("=") for f in flags)}
     path = str(tmp_path / "configs/cluster8")
     assert (values["launcher"], values["hostfile"]) == ("ssh", path)
-    assert values["launcher_options"] == {"rdma": 2} and words == f"launcher: ssh with {path}"
+    assert values["launcher_options"] == {"rdma": 2} and words.startswith(
+        f"launcher: ssh with {path}; device: cpu"
+    )
     with pytest.raises(UserError, match=r"ngpu_per_node=2: .*cluster8 has other slots"):
         variables.trial_flags({"ngpu_per_node": "2"})
-    machine.setattr(variables.shutil, "which", lambda name: "/usr/bin/mpirun")
-    assert variables.trial_flags({})[1] == f"launcher: mpirun with {path}"
+    machine.setattr(variables, "_has_mpirun", lambda: True)
+    assert variables.trial_flags({})[1].startswith(f"launcher: mpirun with {path}; ")
 
 
 BY_HAND = {"nnodes": "2", "master": "n1"}
@@ -221,7 +223,7 @@ def test_the_same_command_on_each_node_differs_in_its_number(machine):
     assert words == "launcher: node 0 of 2, started by hand"
     assert trial(BY_HAND | {"node_rank": "0"})[0].hash == leader.hash
     follower, words = trial(BY_HAND | {"node_rank": "1", "rdma": "2"})
-    assert follower.launcher_options == {"nnodes": 2, "master": "n1", "node_rank": 1, "rdma": 2}
+    assert follower.launcher_options == {"nnodes": 2, "master": "n1", "rdma": 2}
     assert words == "launcher: node 1 of 2, started by hand"
 
 

@@ -222,7 +222,7 @@ def test_show_writes_a_file_per_trial(sweep, tmp_path, capsys):
     assert cli.main([*command[:-1], str(into / "file")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     (sweep / record.evidence).unlink()
-    with pytest.raises(UserError, match="no trial has a trace"):
+    with pytest.raises(UserError, match="the folders of the trials, with their traces, are"):
         traces.write(sweep, [record], tmp_path / "none")
     assert not (tmp_path / "none").exists()
 

@@ -185,9 +185,8 @@ class _Asked:
             unfused={name: labels[variants.index(variant)] for name, variant in alone.items()},
             given=[text for text in options.set if not text.startswith(("cluster", "network"))],
         )
-        assumption = command_line.assumption([model.name for model in experiment.models])
-        if assumption is not None:
-            print(assumption, file=sys.stderr)
+        with contextlib.redirect_stdout(sys.stderr):
+            command_line.print_assumption(experiment)
         setting_of(asked.trial, asked.cluster, 0, None)  # refuses what cannot be predicted
         for note in notes_of(asked._own, asked.cluster):
             print(note, file=sys.stderr)

@@ -102,13 +102,10 @@ def main(options: argparse.Namespace) -> int:
         if fixed is not None and getattr(options, flag) is not None:
             raise UserError(f"--{flag}: no effect with --alpha-ms, which gives the costs")
     overrides += [*cluster_overrides(options), *options.set]
-    command_line = CommandLine.of(options)
     with contextlib.redirect_stdout(sys.stderr):
-        experiment = load(path, overrides, command_line)
+        experiment = load(path, overrides, CommandLine.of(options))
         everything = experiment.trials()
-    assumption = command_line.assumption([model.name for model in experiment.models])
-    if assumption is not None:
-        print(assumption, file=sys.stderr)
+        CommandLine.of(options).print_assumption(experiment)
 
     from common.harness.running import plan
     from common.results.tables.predicted import overview, reach_text, table_of

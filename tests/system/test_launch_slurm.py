@@ -220,11 +220,13 @@ def test_a_failing_rank_is_named(slurm, tmp_path, prefix, mode, words):
     assert not any(alive(place(job.folder, rank)["pid"]) for rank in range(3))
 
 
-def test_hanging_ranks_are_stopped(slurm, tmp_path):
+@pytest.mark.parametrize("prefix", [(), INSIDE], ids=["batch job", "allocation"])
+def test_hanging_ranks_print_their_stacks_and_are_stopped(slurm, tmp_path, prefix):
     job = stub_job(tmp_path / "job", "hang", world_size=3)
-    outcome = outcome_of(start(slurm, job.folder, timeout_s=8.0))
+    outcome = outcome_of(start(slurm, job.folder, *prefix, timeout_s=8.0))
     assert outcome["status"] == "timeout"
     assert queue(slurm) == ""
+    assert "most recent call first" in job.log_path(0).read_text()
 
 
 def test_waiting_in_the_queue_is_not_running_out_of_time(slurm, tmp_path):

@@ -46,6 +46,7 @@ def problem(folder: Path, torch: str) -> str | None:
         return f"the comm core was built for torch {built['torch']}, but this is torch {torch}"
     if built["python"] != suffix or not (folder / f"_core{suffix}").exists():
         return f"the comm core was built for another Python ({built['python']}, here {suffix})"
-    if built.get("sources") != sources(folder):
+    now = sources(folder)
+    if now is not None and built.get("sources") != now:
         return "the sources of the comm core have changed since it was built"
     return None

@@ -214,3 +214,4 @@ def test_a_build_for_something_else_is_not_used(tmp_path, change, words):
         assert "have changed" in built.problem(tmp_path, "2.13.0")
         (tmp_path / "CMakeLists.txt").unlink()
         assert "with pip" in built.remedy(tmp_path)
+        assert built.problem(tmp_path, "2.13.0") is None, "an installed one has no sources"

@@ -12,8 +12,12 @@ T = TypeVar("T")
 class UserError(Exception):
     """Invalid or impossible request; the message says what is wrong and how to fix it.
 
-    Programs print it as one line, without a traceback, and exit with status 2.
+    Programs print it as one line, without a traceback, and exit with status 2. Line breaks of what
+    the message quotes, such as a path, are shown as an escape.
     """
+
+    def __str__(self) -> str:
+        return super().__str__().replace("\r", "\\r").replace("\n", "\\n")
 
 
 class Unavailable(Exception):  # noqa: N818  (a state of the machine, not a mistake)

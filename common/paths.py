@@ -7,6 +7,7 @@ In a checkout, `common`, `plots` and `configs` are at the top. The wheel has the
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -25,9 +26,9 @@ MODULE = f"PYTHONPATH={ROOT} python -m" if INSTALLED else "python -m"
 """Start of a command that runs a module of `common` or `plots`."""
 RECORDS = "records.jsonl"
 """File of the records in a sweep's folder."""
-_OURS = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
-_MAKE = "make core" if _OURS else f"scripts/build.sh {sys.prefix}"
-BUILD = "install dear-bench again with pip" if INSTALLED else _MAKE
+_CORE = (ROOT.parent if INSTALLED else ROOT / "common") / "comm_core"
+# Not imported: the package's __init__ imports torch.
+BUILD: str = runpy.run_path(str(_CORE / "built.py"))["remedy"](_CORE)
 """Remedy for a missing comm core or link switch, as messages show it."""
 
 

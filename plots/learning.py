@@ -92,7 +92,7 @@ def _cells(marks: Sequence[Mark]) -> Cells:
         model, batch, _, network, _ = mark.row.place
         # It trains without faults; workers with unequal batches have none of their own.
         same = [c for c in cells if (c[0], c[3], c[4]) == (model, network, None)]
-        alike = [c for c in same if c[1] == batch or "," in str(c[1])]
+        alike = [c for c in same if c[1] == batch or _unequal(cells[c])]
         for cell in alike or [mark.row.place]:
             cells.setdefault(cell, []).insert(0, mark)
     titles = [
@@ -101,6 +101,11 @@ def _cells(marks: Sequence[Mark]) -> Cells:
         for model, batch, world, network, fault in cells
     ]
     return dict(zip(titles, cells.values(), strict=True))
+
+
+def _unequal(marks: Sequence[Mark]) -> bool:
+    """Returns whether the workers of a cell have batches of their own."""
+    return any(mark.record.trial["learn"].get("batch_sizes") for mark in marks)
 
 
 def _curves(cells: Cells) -> Figure:

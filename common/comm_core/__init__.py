@@ -40,7 +40,7 @@ _on_group: OnGroup | None = None
 
 
 if (reason := problem(_FOLDER, torch.__version__)) is not None:
-    raise ImportError(f"{reason}; {remedy(_FOLDER)}")
+    raise ImportError(f"{reason}: {remedy(_FOLDER)}")
 from comm_core import _core  # noqa: E402  (the check explains a missing or foreign build)
 
 Batch = _core.Batch

@@ -27,13 +27,13 @@ def sources(folder: Path) -> str | None:
 
 
 def remedy(folder: Path) -> str:
-    """Returns what builds the comm core again, for this Python."""
+    """Returns the instruction that builds the comm core for this Python."""
     if not (folder / "CMakeLists.txt").exists():
         return "install dear-bench again with pip"
     ours = folder.parents[1] / ".venv"
     if Path(sys.prefix).resolve() == ours.resolve():
-        return "build it with `make core`"
-    return f"build it with scripts/build.sh {sys.prefix}"
+        return "make core"
+    return f"scripts/build.sh {sys.prefix}"
 
 
 def problem(folder: Path, torch: str) -> str | None:

@@ -292,8 +292,8 @@ def interface(options: NetworkOptions, envs: Envs, hosts: Sequence[Host] | None)
 
 
 def elsewhere() -> dict[str, str]:
-    """Returns the variables of this process that ranks on another host need, too: those that change
-    the behaviour of libraries. The GPUs of a host are its own; envs.conf chooses them."""
+    """Returns the variables of this process that change the behaviour of libraries, for the ranks
+    on other hosts. `CUDA_VISIBLE_DEVICES` is not among them: envs.conf chooses a host's GPUs."""
     return {k: v for k, v in library_variables().items() if k != "CUDA_VISIBLE_DEVICES"}
 
 

@@ -120,7 +120,7 @@ def test_another_distribution_is_told_what_to_install(tmp_path, bare_path):
 
 
 def test_a_part_of_the_tests_that_was_killed_is_repeated_whole(tmp_path):
-    """A stub of pytest ends by a signal in one part; one test of another part fails."""
+    """In one part, the stub of pytest is killed. In another part, one test fails."""
     for name in ("scripts/test.sh", "scripts/shared.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

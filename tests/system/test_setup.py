@@ -120,7 +120,7 @@ def test_another_distribution_is_told_what_to_install(tmp_path, bare_path):
 
 
 def test_a_part_of_the_tests_that_was_killed_is_repeated_whole(tmp_path):
-    """In one part, the stub of pytest is killed. In another part, one test fails."""
+    """The stub of pytest is killed in one part, and has one failed test in another."""
     for name in ("scripts/test.sh", "scripts/shared.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

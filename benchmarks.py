@@ -3,10 +3,14 @@
 
 python benchmarks.py                      the default sweep
 python benchmarks.py run X                an experiment: a file, or a name from `list`
+python benchmarks.py predict X            its step times on a cluster that you do not have
+python benchmarks.py advise --model X     the fastest algorithm for a model, and why
 python benchmarks.py list                 algorithms, models, experiments
 python benchmarks.py show [SWEEP]         a finished sweep's table
+python benchmarks.py report [SWEEP...]    it as one HTML file
 python benchmarks.py compare A B          two of them: faster, slower, the same, or unsure
 python benchmarks.py merge A B --into C   one sweep of its shards
+python benchmarks.py validate SWEEP...    predictions beside measured steps
 python benchmarks.py calibrate            what do collectives cost here, or by logs of nccl-tests?
 python benchmarks.py doctor               can it run here, and what would mend what cannot?
 

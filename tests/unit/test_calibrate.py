@@ -14,6 +14,7 @@ from common.emulation.links.profile import network_file
 from common.harness.cli import main
 from common.harness.experiment_file import CommandLine, find_experiment, load
 from common.harness.verbs import predict
+from common.paths import CONFIGS
 from common.profiling import nccl_tests
 from common.profiling.calibration import fitted, from_nccl_tests, write
 from common.virtual.costs.engines import OPERATIONS, costs_of
@@ -273,7 +274,8 @@ def test_the_network_file_comes_back_as_it_was_and_is_shown(tmp_path, capsys):
     for _ in range(2):  # what `calibrate` wrote, it may write again
         assert main(["calibrate", "--from-nccl-tests", *map(str, logs), "-o", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.endswith(f"wrote {path}\n")
+    assert f"wrote {path}\n" in printed
+    assert printed.endswith(f"to use it by --network mine, put it into {CONFIGS / 'networks'}\n")
     network = network_file(path)
     assert network.costs == from_nccl_tests(list(map(str, logs)))
     assert "inside nvlink3" in network.source, "faster than PCIe"

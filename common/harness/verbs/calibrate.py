@@ -2,7 +2,7 @@
 
     python benchmarks.py calibrate --ranks 4 -o configs/networks/here.yaml
     torchrun --nproc-per-node 8 benchmarks.py calibrate -o configs/networks/here.yaml
-    python benchmarks.py calibrate --from-nccl-tests all_reduce.log gather.json -o here.yaml
+    python benchmarks.py calibrate --from-nccl-tests all.log -o configs/networks/here.yaml
 
 Under a launcher (torchrun, mpirun, srun) each process is one rank of the measurement; without a
 launcher, processes are started on this machine, or on virtual hosts. Logs may be of any version of
@@ -19,7 +19,7 @@ from pathlib import Path
 from common.emulation import sandbox
 from common.emulation.config import ClusterConfig
 from common.harness.verbs import Status
-from common.paths import DRIVER
+from common.paths import CONFIGS, DRIVER
 from dear.comm.environment import launcher_facts
 from dear.cost.calibrated import NetworkCosts
 from dear.errors import UserError
@@ -88,7 +88,15 @@ def _calibrate(options: argparse.Namespace) -> int:
     if options.output is not None:
         calibration.write(options.output, costs)
         print(f"wrote {options.output}")
+        print(_how_to_use(options.output))
     return Status.OK
+
+
+def _how_to_use(written: Path) -> str:
+    """Returns how the commands find a network file."""
+    if written.resolve().parent == (CONFIGS / "networks").resolve():
+        return f"use it: --network {written.stem}"
+    return f"to use it by --network {written.stem}, put it into {CONFIGS / 'networks'}"
 
 
 def _given(options: argparse.Namespace) -> dict[str, object]:

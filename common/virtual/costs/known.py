@@ -69,7 +69,7 @@ def links_of(
     The measured costs of a network do not count for an algorithm's own library.
 
     Args:
-        network: a file of configs/networks, or a path to a user's file.
+        network: name of a file of configs/networks, or a bandwidth such as `2.5gbit`.
         shape: all hosts and ranks.
         inside: links between the GPUs of a host; None: PCIe 4 for NCCL, else shared memory.
         changed: function that replaces the network's wires. With it, the measured costs of the

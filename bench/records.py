@@ -5,14 +5,17 @@
   python bench/records.py quick peer      # make records ONLY="quick peer"
   python bench/records.py --plan          # list what would be made: minutes, memory of sweeps
   python bench/records.py --check         # list the problems of each record, make nothing
+  python bench/records.py --draw quick    # draw the figure of a sweep's record again
 
 A record is a folder with the results of one sweep or of some commands. Records are made in
 build/records from a clean commit; only documents and records may be uncommitted. A complete record
 replaces the old one; its `made.json` has the commit, the machine, the commands, the digests, and
-the commands whose results missed a requirement. If a record fails, the old one stays, and its sweep
-continues the next time, at the same commit. A new record leaves the list of withdrawn (outdated)
-ones, and the documents that quote it are written again. Exit status: 0; 1 if a record could not be
-made, or does not match the present definitions and is not withdrawn; 2 for a user error.
+the commands whose results missed a requirement. `--draw` replaces the figure only, by one that
+today's code draws of the same results; `made.json` then has `drawn_at`, its commit. If a record
+fails, the old one stays, and its sweep continues the next time, at the same commit. A new record
+leaves the list of withdrawn (outdated) ones, and the documents that quote it are written again.
+Exit status: 0; 1 if a record could not be made, or does not match the present definitions and is
+not withdrawn; 2 for a user error.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,6 +58,7 @@ def main(argv: list[str]) -> int:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--plan", action="store_true", help="list what would be made, make nothing")
     mode.add_argument("--check", action="store_true", help="list all problems, make nothing")
+    mode.add_argument("--draw", action="store_true", help="draw the figures again, make nothing")
     options = parser.parse_args(argv)
     recipes = catalogue.recipes()
     for name in options.names:
@@ -62,12 +67,17 @@ def main(argv: list[str]) -> int:
     chosen = {name: recipes[name] for name in options.names or recipes}
     if options.check:
         return _check(chosen)
-    _print_plan(chosen)
+    if not options.draw:
+        _print_plan(chosen)
     if options.plan:
         return 0
     commit = machine_card()["commit"]
     if commit is None or commit.endswith("+dirty"):
         raise UserError(f"records need a clean commit, but this is {commit}: commit first")
+    if options.draw:
+        for name in chosen:
+            draw(name, commit)
+        return 0
     failed, wrong = [], None
     for name, recipe in chosen.items():
         if not make(name, recipe, commit):
@@ -163,6 +173,30 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER
     return True
 
 
+def draw(name: str, commit: str, folder: Path = catalogue.FOLDER) -> None:
+    """Draws the figure of a sweep's record again, from the results of the record. Raises
+    `UserError` if there is no such record, or its files are not those that were made."""
+    facts = catalogue.manifest(name, folder)
+    if facts is None or not (folder / name / "experiment.json").exists():
+        raise UserError(f"{name} is no record of a sweep, so no figure is drawn of it")
+    if facts["files"] != catalogue.digests(folder / name):
+        raise UserError(f"{name} has files that were not made with it: make it again")
+    with tempfile.TemporaryDirectory() as plots:
+        path = _drawn(folder / name, Path(plots))
+        shutil.copy2(path, folder / name)
+    facts |= {"drawn_at": commit, "files": catalogue.digests(folder / name)}
+    text = json.dumps(facts, indent=1) + "\n"
+    (folder / name / catalogue.MANIFEST).write_text(text, encoding="utf-8")
+    print(f"{name}: drawn", flush=True)
+
+
+def _drawn(sweep: Path, plots: Path) -> Path:
+    from plots import gallery
+
+    records = store.Comparison.load(sweep).results(sweep)
+    return gallery.main_figure(records).draw(sweep, plots)[0]
+
+
 def _kept_evidence(work: Path, out: Path) -> dict[str, str]:
     """Copies the raw measurements of each trial's first repeat into the record, if they are small.
     Otherwise all raw measurements go to a folder outside the record, and the fact `evidence` names
@@ -213,14 +247,11 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
         command += ["--set", override]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
         return False
-    from plots import gallery
-
     folder = logs / load(experiment, recipe.set).name
     for name in _SWEEP_FILES:
         if name != store.FORESEEN or (folder / name).exists():  # only emulated sweeps have it
             shutil.copy2(folder / name, out / name)
-    records = store.Comparison.load(folder).results(folder)
-    shutil.copy2(gallery.main_figure(records).draw(folder, work / "plots")[0], out)
+    shutil.copy2(_drawn(folder, work / "plots"), out)
     return True
 
 

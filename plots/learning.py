@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,7 +125,7 @@ def _curves(cells: Cells) -> Figure:
         panels.insert(0, _race)
         heights.insert(0, 0.5 + 0.27 * max(map(len, cells.values())))
     style.setup()
-    size = (1.6 + 4.1 * len(cells), sum(heights) + 0.5)
+    size = (2.4 + 4.1 * len(cells), sum(heights) + 0.5)
     shape = {"squeeze": False, "sharex": "row", "height_ratios": heights}
     figure, axes = plt.subplots(
         len(panels), len(cells), figsize=size, layout="constrained", **shape
@@ -132,7 +133,9 @@ def _curves(cells: Cells) -> Figure:
     for column, (title, cell) in enumerate(cells.items()):
         for row, panel in enumerate(panels):
             panel(axes[row, column], cell)
-        style.title(axes[0, column], title)
+        # A line must not be wider than a panel, or it would run into the next one or the legend.
+        lines = [textwrap.fill(line, 36) for line in title.splitlines()]
+        style.title(axes[0, column], "\n".join(lines))
     for row in axes[len(axes) - len(curves) :]:
         limits = [axis.get_ylim() for axis in row]
         for axis in row:

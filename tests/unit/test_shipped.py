@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -378,6 +379,24 @@ def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypa
     assert sorted(path.name for path in (shelf / "it").iterdir()) == ["made.json", "new.txt"]
     assert maker.problems("it", good, shelf) == []
     assert not catalogue.withdrawn(shelf)
+
+
+def test_a_figure_is_drawn_again_but_not_of_a_changed_record(tmp_path):
+    shelf, source = tmp_path / "shelf", catalogue.FOLDER / "time_to_accuracy"
+    shutil.copytree(source, shelf / "it")
+    (shelf / "it" / "learning.png").write_bytes(b"old")
+    with pytest.raises(UserError, match="files that were not made with it"):
+        maker.draw("it", HEAD, shelf)
+    facts = json.loads((shelf / "it" / "made.json").read_text())
+    facts["files"] = catalogue.digests(shelf / "it")
+    (shelf / "it" / "made.json").write_text(json.dumps(facts))
+    maker.draw("it", HEAD, shelf)
+    after = json.loads((shelf / "it" / "made.json").read_text())
+    changed = {name for name, digest in after["files"].items() if digest != facts["files"][name]}
+    assert changed == {"learning.png"} and after["drawn_at"] == HEAD
+    assert after["commit"] == facts["commit"] and after["files"] == catalogue.digests(shelf / "it")
+    with pytest.raises(UserError, match="no record of a sweep"):
+        maker.draw("links", HEAD)
 
 
 @pytest.mark.parametrize("size", [10, maker.EVIDENCE_BYTES + 1])

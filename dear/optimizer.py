@@ -18,6 +18,7 @@ from dear.training.algorithm import algorithm_class, algorithm_options
 from dear.training.engine import Distributed, in_parts
 from dear.training.gradients import gradient_of
 from dear.training.hooks import Hooks
+from dear.training.parameters.engine import for_all_ranks
 
 
 def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR know)
@@ -107,7 +108,8 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, or `model.named_parameters()`. Ranks may have them in
-            different orders and memory formats. Sharded parameters (of `fsdp`) stay as they are.
+            different orders and memory formats. Sharded parameters (of `fsdp`) stay as they are. If
+            an algorithm is sending the parameters, its next step raises `UserError`.
 
     Raises:
         UserError: on all ranks, if a rank lacks a name or has another shape or dtype for it; or a
@@ -128,14 +130,16 @@ def broadcast_parameters(
     with torch.no_grad():
         if everyone:
             _broadcast_by_name(everyone, dict(named), root_rank)
-            return
-        works = [
-            communicator.broadcast(tensor.data, root=root_rank)
-            for _, tensor in named
-            if tensor.numel()
-        ]
-        for work in works:
-            work.wait()
+        else:
+            works = [
+                communicator.broadcast(tensor.data, root=root_rank)
+                for _, tensor in named
+                if tensor.numel()
+            ]
+            for work in works:
+                work.wait()
+    # Writes to `data` change no version counter, by which algorithms find what has changed.
+    torch.autograd.graph.increment_version(value for _, value in named)
 
 
 def _broadcast_by_name(
@@ -161,10 +165,14 @@ def _broadcast_by_name(
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
-    """Copies the optimizer state and hyper-parameters of rank `root_rank` to all ranks."""
+    """Copies the optimizer state and hyper-parameters of rank `root_rank` to all ranks.
+
+    Algorithms that keep sums over all ranks (`gradient-tracking`, `push-diging`, `exact-diffusion`)
+    begin them anew, on rank `root_rank` too: the sums of one rank are of no use to another.
+    """
     communicator = runtime.communicator()
     # A tensor of a GPU would arrive on the root's GPU, with a context of every rank there.
-    state = tree_map(_on_host, optimizer.state_dict())
+    state = tree_map(_on_host, for_all_ranks(optimizer.state_dict()))
     optimizer.load_state_dict(communicator.broadcast_object(state, root=root_rank))
 
 

@@ -72,6 +72,11 @@ class Options:
         """True if a world of one differs from plain training."""
         return False
 
+    @property
+    def no_scaler(self) -> str | None:
+        """Reason why a GradScaler cannot be used on several ranks, and what to do; None: it can."""
+        return None
+
     def refuse(
         self, params: Sequence[torch.nn.Parameter], groups: Sequence[Mapping[str, Any]] = ()
     ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from dear.errors import UserError
 from dear.training.algorithm import load_plugin
+from tests.contract import pairs
 from tests.ranks import RankPool
 
 # An example that a busy machine holds up is not wrong.
@@ -24,17 +25,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Loads plugins; their algorithms must be known when tests are collected."""
+    """Loads plugins, whose algorithms must be known when tests are collected."""
     for path in config.getoption("--plugin"):
         try:
             load_plugin(Path(path))
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
+    pairs.QUICK = config.getoption("markexpr") == "not full"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Horovod's last, so that its ranks are started once; see `world`."""
-    items.sort(key=lambda item: "horovod" in item.name)
+    """Horovod's last and by world size, so that ranks of a size are started once; see `world`."""
+    items.sort(key=lambda item: _size(item) if "horovod" in item.name else 0)
+
+
+def _size(item: pytest.Item) -> int:
+    """Number of ranks of a test as far as its parameters tell, else 2, as most have."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    size = params.get("size", getattr(params.get("case"), "world", None))
+    return size if isinstance(size, int) else 2
 
 
 KINDS = ("gloo", "bluefog", "horovod")
@@ -85,16 +94,26 @@ def _made(world_size: int, kind: str) -> RankPool:
 def _begin(kind: str) -> None:
     """Leaves out what takes long to measure, and changes no result.
 
-    `mgs` times how it selects elements, for seconds: here the smallest sizes are enough. Dynamo
-    empties the processor's caches to time each guard, only to tell it in its log.
+    `mgs` times how it selects elements, for seconds: here the smallest sizes are enough, and so
+    are messages of up to 1 MiB where collectives are timed. Dynamo empties the processor's caches
+    to time each guard, only to tell it in its log.
     """
     from torch._dynamo import guards
 
     from dear import bluefog
-    from dear.algorithms.synchronous import mgs
+    from dear.algorithms.synchronous import bytescheduler, mgs
+    from dear.training import tuning
 
     guards.profile_guard_manager = lambda *_: 0.0
     mgs.measured_call = partial(mgs.measured_call, sizes=(2**12, 2**13, 2**14))
+    whole, most = tuning.measured_costs, 1 << 20
+
+    def of_small(
+        ranks: object, operation: str, device: object, largest: int = most, *more: object
+    ) -> object:
+        return whole(ranks, operation, device, min(largest, most), *more)
+
+    tuning.measured_costs = bytescheduler.measured_costs = of_small
     if kind == "bluefog":
         bluefog.init()
 

@@ -19,9 +19,14 @@ from common.launch.ranks import RankLost, Ranks, gather, rank_env
 from common.machine.processes import preload_in_fork_server
 from dear.training.algorithm import algorithm_names, load_plugin, plugin_of
 
-# The first optimizer takes dynamo.
+# What many ranks import: the first optimizer takes dynamo, and dynamo FSDP; a test's own file takes
+# pytest. What cannot be imported, such as a comm core that is not built, the server leaves out.
 preload_in_fork_server(
-    ["torch", "torch.distributed", "torch._dynamo", "dear.optimizer", "dear.comm.communicator"]
+    [
+        *("torch", "torch.distributed", "torch._dynamo", "dear.optimizer", "comm_core"),
+        *("dear.comm.communicator", "networkx", "pytest", "tests.contract.pairs"),
+        *("tests.comm.bodies", "tests.comm.worlds"),
+    ]
 )
 
 

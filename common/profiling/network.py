@@ -15,6 +15,7 @@ from common.emulation.config import ClusterConfig
 from common.emulation.links.profile import network_profile
 from common.launch.hosts import NetworkOptions, network_env
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
+from common.machine.processes import preload_in_fork_server
 from common.profiling.calibration import fitted
 from dear.comm.environment import rank_facts
 from dear.cost.calibrated import NetworkCosts
@@ -131,15 +132,13 @@ def measure_emulated(plan: Plan, config: ClusterConfig) -> NetworkCosts:
 def _together(plan: Plan, hosts: Sequence[VirtualHost | None], ranks_per_host: int) -> NetworkCosts:
     """Starts one rank for each of `hosts` (None: this machine) and returns what rank 0 sends."""
     costs: NetworkCosts | None = None
+    # Once for all ranks, if this process has not started a fork server yet.
+    preload_in_fork_server(["torch", "torch.distributed", "dear.comm.runtime"])
     with tempfile.TemporaryDirectory() as folder, Ranks() as started:
+        store = Path(folder, "store")
         for rank, host in enumerate(hosts):
-            env = rank_env(
-                rank,
-                len(hosts),
-                store=Path(folder, "store"),
-                first=rank - rank % ranks_per_host,
-                local_size=ranks_per_host,
-            )
+            first = rank - rank % ranks_per_host
+            env = rank_env(rank, len(hosts), store=store, first=first, local_size=ranks_per_host)
             if host is not None:
                 env |= {"COMM_CORE_HOST_ID": host.name}
                 env |= network_env(NetworkOptions(), host.ifname)

@@ -2,10 +2,11 @@
 
 A reference is a generator that makes one step at each `next`. `ranks.x` and `ranks.g` hold the
 trained parameters and their gradients, one row per rank. Before a step, `ranks.g` holds the
-gradients of each rank's backward pass. `ranks.update()` steps each rank's optimizer with its row of
-`ranks.g`. `ranks.local_size` ranks share a host. `tests/contract` compares the algorithms with
-these references, and a benchmark compares its trials with them. An algorithm without a reference
-here may define one in its own file, by the name `reference`.
+gradients of each rank's backward pass: zeros where a rank has no gradient, and there `ranks.has` is
+False. `ranks.update()` steps each rank's optimizer with its row of `ranks.g`. `ranks.local_size`
+ranks share a host. `tests/contract` compares the algorithms with these references, and a benchmark
+compares its trials with them. An algorithm without a reference here may define one in its own file,
+by the name `reference`.
 
 In formulas, x are a rank's parameters, g its gradients, and W the weights: `W[sender, receiver]`.
 Averaging is `x <- W' x` with the transposed W, a product with the rows of all ranks. Results of
@@ -41,6 +42,11 @@ class Ranks(Protocol):
     x: torch.Tensor
     g: torch.Tensor
     local_size: int
+
+    @property
+    def has(self) -> torch.Tensor:
+        """True for the elements for which a rank has a gradient, `[ranks, elements]`."""
+        ...
 
     @property
     def tensors(self) -> Sequence[slice]:
@@ -116,9 +122,10 @@ mgs = average
 
 
 def majority(ranks: Ranks, options: object) -> Iterator[None]:
-    """Update: x <- x - update(sign that most ranks' g have: 1 or -1; 0 in a tie)."""
+    """Update: x <- x - update(sign that most of the ranks with a g have: 1 or -1; 0 in a tie)."""
     while True:
-        ranks.g = torch.where(ranks.g >= 0, 1.0, -1.0).double().sum(0).sign()
+        votes = torch.where(ranks.g >= 0, 1.0, -1.0) * ranks.has
+        ranks.g = votes.double().sum(0).sign()
         ranks.update()
         yield
 
@@ -187,16 +194,18 @@ def gradient_tracking(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
 
 
 def exact_diffusion(ranks: Ranks, options: GraphOptions) -> Iterator[None]:
-    """Update: psi = x - update(g), then x <- (W + 1)' / 2 (psi + x - last psi)."""
+    """Update: psi = x - update(g), then x <- (W + 1)' / 2 (psi + x - last psi).
+
+    If a script writes to x, `x - last psi` is still the change that averaging made.
+    """
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     weights = (weights + torch.eye(len(ranks.x))) / 2
-    last = ranks.x
+    change = torch.zeros_like(ranks.x)
     while True:
-        x = ranks.x
         ranks.update()
         psi = ranks.x
-        ranks.x = weights.T @ (psi + x - last)
-        last = psi
+        ranks.x = weights.T @ (psi + change)
+        change = ranks.x - psi
         yield
 
 
@@ -264,7 +273,7 @@ def push_sum(ranks: Ranks, options: WindowOptions) -> Iterator[None]:
         u += ranks.x
         if step % options.every == options.every - 1:
             u, p = shares @ u, shares @ p
-            ranks.x = u / p
+        ranks.x = u / p
         yield
 
 

@@ -43,7 +43,7 @@ def allreduce_nonblocking_(
     name: str | None = None,
 ) -> int:
     """Starts `allreduce`, in place."""
-    ranks = job().machines.local if is_hierarchical_local else job().communicator
+    ranks = job().local if is_hierarchical_local else job().communicator
     work = ranks.all_reduce(tensor.detach(), op="mean" if average else "sum")
     return started("allreduce", name, work.done, work.wait, lambda: tensor)
 
@@ -177,17 +177,27 @@ def hierarchical_neighbor_allreduce_nonblocking(
     self_weight: float | None = None,
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Targets | None = None,
+    neighbor_machine_weights: Mapping[int, float] | None = None,
+    send_neighbor_machines: Targets | None = None,
     enable_topo_check: bool = False,
     name: str | None = None,
 ) -> int:
     """Computes the mean in each machine, then the weighted sum over neighbouring machines.
 
     Keys of weights are numbers of machines. All ranks of a machine get bitwise equal results.
+
+    Args:
+        neighbor_machine_weights, send_neighbor_machines: older names of `src_machine_weights` and
+            `dst_machine_weights`.
     """
     what = "hierarchical_neighbor_allreduce"
-    part = chosen_part(
-        job().machine_part, self_weight, src_machine_weights, dst_machine_weights, what
+    names = ("src_machine_weights", "neighbor_machine_weights")
+    sources = either(src_machine_weights, neighbor_machine_weights, *names)
+    names = ("dst_machine_weights", "send_neighbor_machines")
+    targets: Targets | None = either(  # type: ignore[assignment]
+        dst_machine_weights, send_neighbor_machines, *names
     )
+    part = chosen_part(job().machine_part, self_weight, sources, targets, what)
     if enable_topo_check:
         _check_machines(part)
     mixed = tensor.detach().clone(memory_format=torch.contiguous_format)

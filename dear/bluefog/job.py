@@ -22,7 +22,8 @@ from dear import topology as graphs
 from dear.bluefog import variables
 from dear.bluefog.variables import NODES_PER_MACHINE, TIMELINE
 from dear.comm import runtime
-from dear.comm.communicator import Communicator
+from dear.comm.communicator import Communicator, sub_communicators
+from dear.comm.hierarchy import blocks_of
 from dear.comm.neighbors import Exchange, Machines, Round
 from dear.errors import UserError
 from dear.lazy import dist, nx
@@ -82,6 +83,16 @@ class Job:
         """Machines for hierarchical calls; the first access is a collective call."""
         return Machines(self.communicator, self.local_size)
 
+    @functools.cached_property
+    def local(self) -> Communicator:
+        """Communicator of this machine's ranks; the first access is a collective call.
+
+        It is not that of `machines`, whose thread starts transfers at other moments on each rank.
+        """
+        blocks, _ = blocks_of(self.size, self.local_size, "machines")
+        (ranks,) = sub_communicators(self.communicator, blocks).values()
+        return ranks
+
     def part(self) -> Round:
         """Returns this rank's part in averaging over the topology."""
         return Round.of(self.weights, self.rank)
@@ -97,7 +108,7 @@ class Job:
         for name in list(self.windows):
             self.windows.pop(name).free()
         self.pairs.close()
-        for name in ("machines", "exchange"):
+        for name in ("local", "machines", "exchange"):
             if name in self.__dict__:
                 self.__dict__.pop(name).close()
 

@@ -3,10 +3,11 @@
 Settings that may change from step to step are attributes of the returned optimizer, as in BlueFog:
 `self_weight`, `src_weights`, `dst_weights` (ranks), `src_machine_weights`, `dst_machine_weights`,
 `enable_topo_check`; with windows also `force_barrier`. None means the topology's value.
-`neighbor_weights` and `send_neighbors` are older names of `src_weights` and `dst_weights`. After
-`optimizer.synchronize()` a step waits for nothing, with or without `optimizer.skip_synchronize()`.
-`optimizer.turn_off_timeline()` and `turn_on_timeline()` switch the spans of its parameters, which
-are on at first where there is a timeline.
+`neighbor_weights` and `send_neighbors` are older names of `src_weights` and `dst_weights`,
+`neighbor_machine_weights` and `send_neighbor_machines` of `src_machine_weights` and
+`dst_machine_weights`. After `optimizer.synchronize()` a step waits for nothing, with or without
+`optimizer.skip_synchronize()`. `optimizer.turn_off_timeline()` and `turn_on_timeline()` switch the
+spans of its parameters, which are on at first where there is a timeline.
 """
 
 # ruff: noqa: N802 - BlueFog's names
@@ -135,16 +136,16 @@ def _averaging(kind: CommunicationType, knobs: Any) -> GraphExchange:
         return GraphExchange(alone, _OfTheJob(_start_mean))
     if kind is CommunicationType.hierarchical_neighbor_allreduce:
         current = job()
-        return GraphExchange(
-            lambda steps: chosen_part(
-                current.machine_part,
-                knobs.self_weight,
-                knobs.src_machine_weights,
-                knobs.dst_machine_weights,
-                "optimizer",
-            ),
-            _OfTheJob(current.machines.start),
-        )
+
+        def part(steps: int) -> Round:
+            names = ("src_machine_weights", "neighbor_machine_weights")
+            sources = either(knobs.src_machine_weights, knobs.neighbor_machine_weights, *names)
+            names = ("dst_machine_weights", "send_neighbor_machines")
+            targets = either(knobs.dst_machine_weights, knobs.send_neighbor_machines, *names)
+            weight = knobs.self_weight
+            return chosen_part(current.machine_part, weight, sources, targets, "optimizer")
+
+        return GraphExchange(part, _OfTheJob(current.machines.start))
     if kind is not CommunicationType.neighbor_allreduce:
         raise UserError(f"communication_type must be a bf.CommunicationType, got {kind!r}")
     messages = Exchange(job().communicator, STREAMS)
@@ -188,6 +189,7 @@ def _combined(
         knobs.neighbor_weights = knobs.send_neighbors = None
         knobs.skip_synchronize = contextlib.nullcontext
         knobs.src_machine_weights = knobs.dst_machine_weights = None
+        knobs.neighbor_machine_weights = knobs.send_neighbor_machines = None
         knobs.enable_topo_check = True
         exchange = _averaging(communication_type, optimizer)
         return _with_timeline(optimizer, engine(replica, exchange, every=every))
@@ -328,7 +330,8 @@ def _windowed(
         if prefix in {name.rpartition(".")[0] for name in current.windows}:
             raise UserError(f"windows {prefix}.* exist already; give another window_prefix")
         policy = _KnobPolicy(current.part(), optimizer)
-        exchange = algorithm.exchange(current.weights, policy, _free_named)
+        limit_s = options.finish_timeout_s
+        exchange = algorithm.exchange(current.weights, policy, limit_s, _free_named)
         engine = algorithm.order(replica, exchange, every=every)
         for index, (bucket, window) in enumerate(exchange.windows.items()):
             current.windows[f"{prefix}.{index}"] = Named(window, bucket.values)

@@ -219,7 +219,7 @@ def win_read_neighbor(name: str, rank: int, require_mutex: bool = False) -> torc
     entry = named(name)
     window, copy = entry.window, torch.zeros_like(entry.tensor).detach()
     with window.slots.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
-        window.collect(copy, 0.0, {rank: 1.0})
+        window.collect(copy, 0.0, {rank: 1.0}, with_p=False)
     return copy
 
 

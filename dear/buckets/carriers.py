@@ -11,6 +11,7 @@ from dear.buckets.compressors import (
     CompressedOptions,
     Compressor,
     HalfOptions,
+    Signum,
     TopK,
     joined,
     make_compressor,
@@ -37,8 +38,8 @@ class Carrier(ABC):
 
         Args:
             tensor: dense; the caller must not read or write it until the returned work has ended.
-            present: one flag per piece of the tensor: True if this rank has a gradient for it.
-                Carriers without error feedback ignore these flags.
+            present: one flag per piece of the tensor: True if this rank has a gradient for it, and
+                False if the piece holds zeros in its place. Only carriers of payloads need them.
             queue: `channel` and `priority`, as for the communicator's collectives.
         """
 
@@ -121,10 +122,16 @@ class Payloads(Carrier):
         """Does the first part of `receive`: writes the mean into `tensor`."""
         assert self._gathered is not None
         rows = self._gathered.view(self._communicator.size, -1)
-        self.compressor.decompress(rows[:, : self._start], flat_view(tensor))
         marks = rows[:, self._start : self._start + len(self.pieces)]
+        self._decompress(rows[:, : self._start], marks, flat_view(tensor))
         self._read(marks)
         self._gathered = None
+
+    def _decompress(
+        self, payloads: torch.Tensor, marks: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Writes the mean into `output`; `marks` are the flags, `[ranks, pieces]`."""
+        self.compressor.decompress(payloads, output)
 
     def _read(self, marks: torch.Tensor) -> None:
         if self._all_present:  # all pieces are used, so no copy from the device is needed
@@ -136,6 +143,25 @@ class Payloads(Carrier):
         """Does the second part of `receive`: counts the payload as sent."""
         unused = [piece for piece, used in zip(self.pieces, self.used, strict=True) if not used]
         self.compressor.commit(unused)
+
+
+class Vote(Payloads):
+    """Lets the ranks vote on the signs of each piece for which they have a gradient."""
+
+    def __init__(
+        self, communicator: Communicator, compressor: Signum, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(communicator, compressor, sizes)
+        self._signum = compressor
+        self._sizes = torch.tensor(sizes, device=compressor.device)
+
+    def _decompress(
+        self, payloads: torch.Tensor, marks: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        absent = len(marks) - marks.sum(0, dtype=torch.int32)
+        # Without `output_size`, the host would wait for the sum of the sizes.
+        absent = absent.repeat_interleave(self._sizes, output_size=output.numel())
+        self._signum.decompress(payloads, output, absent)
 
 
 class GlobalTopK(Payloads):
@@ -214,6 +240,8 @@ def payload_carrier(
     """Returns the carrier that the options choose for payloads of `compressor`."""
     if options.compression == "gtopk" and isinstance(compressor, TopK):
         return GlobalTopK(communicator, compressor, sizes)
+    if isinstance(compressor, Signum):
+        return Vote(communicator, compressor, sizes)
     return Payloads(communicator, compressor, sizes)
 
 

@@ -25,7 +25,8 @@ SIGNS = ("signum", "efsignum")
 """Compressions that send one bit per element."""
 ERROR_FEEDBACK = ("eftopk", "gaussian", "dgcsampling", "gtopk", "efsignum")
 """Compressions that add what was not sent (the residual) to the next gradient, so that nothing is
-lost (arXiv 1809.07599, arXiv 1901.09847)."""
+lost in a run (arXiv 1809.07599, arXiv 1901.09847). A GradScaler multiplies gradients by a scale.
+The residual keeps the scale of the gradients that it comes from, also after the scale changes."""
 CORRECTED = ("eftopk", "dgcsampling", "gtopk")
 """Compressions that can keep a velocity per element (momentum correction)."""
 
@@ -90,18 +91,20 @@ class CompressedOptions(HalfOptions):
     elements. `dgcsampling`: `eftopk` with a selection by a sample of the elements, as in Deep
     Gradient Compression. `gtopk`: `eftopk`, and only the largest elements of the sum over ranks are
     applied, as many as each rank selected; ranks find them in pairs, so the number of ranks must be
-    a power of 2. `signum`: signs, by majority vote. `efsignum`: signs times the mean magnitude,
-    with error feedback."""
+    a power of 2. `signum`: signs, by majority vote; a GradScaler is an error. `efsignum`: signs
+    times the mean magnitude, with error feedback. No checkpoint contains what was not sent."""
     density: float = DENSITY
     """Sparse compressions only: share of the elements that are sent, in (0, 1]; at least one is
     sent."""
     density_warmup_steps: int = 0
     """Sparse compressions only: number of communicated backward passes over which the density falls
-    exponentially from 0.25 to `density`."""
+    exponentially from 0.25 to `density`. The count starts at 0 whenever an optimizer is
+    distributed, also to resume from a checkpoint."""
     momentum_correction: float = field(default=0.0, metadata=LATER)
     """Momentum, in [0, 1), of `eftopk`, `dgcsampling` and `gtopk`: each rank adds its velocity, not
     its gradient, to what was not sent (Deep Gradient Compression, arXiv 1712.01887). The optimizer
-    must then have no momentum of its own. Even a single rank compresses then."""
+    must then have no momentum of its own. Even a single rank compresses then. No checkpoint
+    contains the velocity, unlike an optimizer's momentum: it starts at 0 after a resume."""
     factor_masking: bool = field(default=True, metadata=LATER)
     """True: with momentum_correction, elements that were sent lose their velocity."""
 
@@ -137,6 +140,16 @@ class CompressedOptions(HalfOptions):
     @property
     def alone(self) -> bool:
         return self.momentum_correction > 0
+
+    @property
+    def no_scaler(self) -> str | None:
+        if self.compression != "signum":
+            return None
+        return (
+            f"{option_of(self, 'compression', self.compression)} turns gradients into 1, 0 and -1, "
+            "which a GradScaler must not divide by its scale; train in bfloat16 or float32 without "
+            "a scaler, or use compression=efsignum"
+        )
 
     def settling_steps(self) -> int:
         return self.density_warmup_steps
@@ -291,7 +304,8 @@ class TopK(Compressor):
     def give_back(self, places: torch.Tensor, values: torch.Tensor) -> None:
         """Adds values back to the residual, because other ranks did not apply them."""
         if self._rest is not None:
-            self._rest.index_add_(0, places.long(), values)
+            # A gradient that has overflowed is not in the residual, so nothing of it goes back.
+            self._rest.index_add_(0, places.long(), values.where(self._finite, 0))
 
     def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         values, places = self._parts(payload)
@@ -382,16 +396,27 @@ class DgcSampling(Gaussian):
 class Signum(Compressor):
     """Sends signs; the majority decides (Bernstein et al. 2018, arXiv 1802.04434).
 
-    A 0 counts as positive. Instead of the mean, the result is 1, -1, or 0 for a tied vote.
+    A 0 counts as positive, and nan as negative. Instead of the mean, the result is 1, -1, or 0 for
+    a tied vote. So an overflow on some ranks cannot be seen in the result.
     """
 
     def _encode(self, source: torch.Tensor) -> torch.Tensor:
         return pack_signs(source)
 
-    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
+    def decompress(
+        self, payloads: torch.Tensor, output: torch.Tensor, absent: torch.Tensor | None = None
+    ) -> None:
+        """Writes the majority's signs into `output`.
+
+        Args:
+            absent: numbers of ranks, by element, that have sent zeros in place of a gradient and
+                do not vote; None: every rank votes.
+        """
         votes = torch.zeros(self.numel, dtype=torch.int32, device=output.device)
         for payload in payloads:
             votes += unpack_signs(payload, self.numel)
+        if absent is not None:
+            votes -= absent  # zeros have counted as positive
         output.copy_(votes.sign_())
 
 

@@ -289,6 +289,10 @@ class GlobalAverage:
                 tensor.copy_(copy)
         self._kept = None
 
+    def forget(self) -> None:
+        """Drops the copies of `apply`, because the tensors are being replaced."""
+        self._kept = None
+
 
 def distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
     """Returns the Euclidean norm of the difference of two lists of tensors, computed in float64."""

@@ -98,8 +98,8 @@ class Peers:
         """Ranks whose slots this rank may write to, ascending."""
         self.windows: list[Any] = []
         self._made: list[Any] = []
-        self.departures = Departures(communicator) if apart else None
-        """Register of the ranks that are done or lost; only with `apart`."""
+        self.departures = Departures(communicator)
+        """Register of the ranks that are done or lost."""
         self.near: dict[int, Peer] = {}
         """Neighbours by rank; with `apart`, their order prevents circular waits between ranks."""
         self.group = communicator.groups[0]
@@ -162,21 +162,18 @@ class Peers:
             # A failed operation makes only the group of this pair unusable.
             peer.lost = True
             log.warning("rank %d has died; training continues without it", peer.rank)
-            self._expect_departures().done(peer.rank)
+            self.departures.done(peer.rank)
             return None
-
-    def _expect_departures(self) -> Departures:
-        assert self.departures is not None, "only with `apart`"
-        return self.departures
 
     def leave(self, timeout_s: float) -> None:
         """Waits until all ranks have left or are lost; neighbours may still write until then.
 
-        Only with `apart`. Raises RuntimeError if some have not left after `timeout_s` seconds.
+        Raises RuntimeError if some have not left after `timeout_s` seconds; without `apart`, also
+        if one has died.
         """
-        departures = self._expect_departures()
-        departures.done()
-        departures.wait(timeout_s, lambda: [window.slots.look() for window in self.windows[:1]])
+        look = lambda: [window.slots.look() for window in self.windows[:1]]  # noqa: E731
+        self.departures.done()
+        self.departures.wait(timeout_s, look)
 
     def statistics(self) -> dict[str, Any]:
         """Returns `staleness` by source (see `Staleness.summary`), the numbers of messages `sent`
@@ -257,7 +254,7 @@ class Slots:
 
     def __init__(self, peers: Peers, room: int, dtype: torch.dtype) -> None:
         window = peers.communicator.core().Window
-        self._peers = peers
+        self._peers, self._dtype = peers, dtype
         self._whole: Any = None
         """Window of all ranks; None with `apart`, where each neighbour has its own window."""
         if peers.apart:
@@ -318,9 +315,19 @@ class Slots:
         return dict(zip(self._peers.sources, self._whole.versions()[1:], strict=True))
 
     def look(self) -> None:
-        """Checks which neighbours have died, and marks these as lost."""
+        """Marks the neighbours that have died as lost; without `apart`, raises RuntimeError if a
+        rank has died."""
+        # Once a rank has died, all operations of its group fail, also those within a rank.
+        if self._whole is not None:
+            self.fetch(torch.empty(1, dtype=self._dtype), self._peers.rank).wait()
+            return
+
+        def operate(peer: Peer) -> None:
+            with self._cores[peer.rank].mutex(peer.here):
+                pass
+
         for peer in self._peers.near.values():
-            self._peers.attempt(peer, self._cores[peer.rank].versions)
+            self._peers.attempt(peer, operate, peer)
 
     @contextlib.contextmanager
     def mutex(self, ranks: Iterable[int]) -> Iterator[None]:

@@ -124,9 +124,10 @@ class NeighborWindow:
                 self.slots.write(source, row.memory)
         self.slots.read(self.sources)
 
-    def clear(self) -> None:
-        """Sets this rank's slots and their p to zero."""
-        self.slots.read(self.sources, clear=True)
+    def absorb(self) -> None:
+        """Empties this rank's slots; drops their values, but adds their p to this rank's p."""
+        rows = self.slots.read(self.sources, clear=True)
+        self.p += sum(row[self._numel].item() for row in rows.values())
 
     def idle(self, *, wait: bool) -> list[int]:
         """Returns the targets that have received their last message; counts the others as skipped.
@@ -223,6 +224,7 @@ class NeighborWindow:
         rows: Mapping[int, torch.Tensor] | None = None,
         *,
         reset: bool = False,
+        with_p: bool = True,
         steps: int | None = None,
     ) -> None:
         """Computes `values <- self_weight * values + sum of weight * slot`; the same for p.
@@ -233,6 +235,7 @@ class NeighborWindow:
                 and the other weights are scaled to a sum of 1.
             rows: rows from `fetch` by source, used in place of the slots.
             reset: set these slots to zero afterwards.
+            with_p: False leaves this rank's p as it is.
             steps: number of steps in `values`; staleness is counted if given.
         """
         self._check(weights, self.sources, "collect from", "sends to this rank")
@@ -250,7 +253,7 @@ class NeighborWindow:
                 for source, weight in weights.items()
             ]
             weighted_sum(values, self_weight, terms)
-        if self.weighted:
+        if self.weighted and with_p:
             self.p *= self_weight
             self.p += sum(w * rows[source][self._numel].item() for source, w in weights.items())
         if steps is not None:

@@ -168,7 +168,15 @@ class DecentralizedDataParallel(Module):
         """Returns the state from which this rank can continue exactly; each rank saves its own.
 
         Call it between steps. `state_dict()` returns only the model, with the model's own names.
+
+        Raises:
+            UserError: the parameters are the average of all ranks.
         """
+        if self._average.applied:
+            raise UserError(
+                "the parameters are the average of all ranks, not this rank's own: call "
+                "revert_global_avg() before checkpoint()"
+            )
         buckets = self._exchange.buckets
         names = {param: name for name, param in self._named.items()}
         return {
@@ -182,7 +190,10 @@ class DecentralizedDataParallel(Module):
         }
 
     def load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continues from a result of `checkpoint()` of this rank and an equal model; collective."""
+        """Continues from a result of `checkpoint()` of this rank and an equal model; collective.
+
+        An average of `global_avg` ends; it cannot be reverted afterwards.
+        """
         for field, here in (
             ("world_size", self._engine.communicator.size),
             ("topology", self._topology_name),
@@ -195,6 +206,7 @@ class DecentralizedDataParallel(Module):
         names = [name for bucket in checkpoint["buckets"] for name in bucket]
         if names and set(names) != set(self._named):
             raise UserError("the checkpoint is of a model with other trainable parameters")
+        self._average.forget()
         self._exchange.take_down()
         self._model.load_state_dict(checkpoint["model"])
         if names:

@@ -127,6 +127,8 @@ class Engine(Generic[OptionsT_co]):
         self.replica, self.options = replica, replica.options
         self.model, self.params = replica.model, replica.params
         self.communicator = replica.communicator
+        self.no_scaler = replica.options.no_scaler if self.communicator.size > 1 else None
+        """Reason why a GradScaler cannot be used; None: it can."""
         self.hooks = Hooks()
         runtime.at_end(self.settle)
 
@@ -164,6 +166,9 @@ class Engine(Generic[OptionsT_co]):
     def whole_state(self) -> Mapping[torch.Tensor, dict[str, object]]:
         """Returns the optimizer's state as in plain training, even if ranks keep parts of it."""
         return self.optimizer.state
+
+    def check_state(self, state: StateDict) -> None:
+        """Raises `UserError` before a state is loaded that `resume` could not restore."""
 
     def load_state_dict(self, plain: Callable[[], None]) -> None:
         """Loads a state with `plain`, the optimizer's own method."""
@@ -257,6 +262,8 @@ class Distributed(OptimizerBase):
     """Hooks that were registered before the engine's own, such as those that clip each gradient."""
     former_findings: Mapping[str, object] = {}
     """Findings of an engine that another one has replaced."""
+    _scaling: GradScaling | None = None
+    """Support by which a GradScaler is noticed, in order to refuse it; None: it is not refused."""
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
@@ -274,6 +281,8 @@ class Distributed(OptimizerBase):
 
     def step(self, closure: Closure | None = None) -> object:  # type: ignore[override]  # no overloads
         _check_all_managed(self)
+        if self._engine.no_scaler is not None and scaled(self):
+            raise UserError(self._engine.no_scaler)
         if closure is None:
             return self._engine.step(super().step)
         return self._engine.step_closure(super().step, closure)
@@ -363,6 +372,9 @@ class Distributed(OptimizerBase):
     def close(self) -> None:
         """Flushes and removes the algorithm; the optimizer is then plain again."""
         self.flush()
+        scaling = vars(self).pop("_scaling", None)
+        if scaling is not None:  # the engine may have declared something else before
+            scaling.close()
         self._engine.close()
         vars(self).pop("former_findings", None)
         before = vars(self).pop("before_engine", None)
@@ -376,6 +388,7 @@ class Distributed(OptimizerBase):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         plain = super().load_state_dict
+        self._engine.check_state(state_dict)
         self._engine.load_state_dict(lambda: plain(state_dict))
         self._engine.resume(state_dict)
 
@@ -401,6 +414,9 @@ def distribute(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distribut
     assert isinstance(optimizer, Distributed), "its class was changed"
     optimizer._engine = engine
     optimizer._managed = set(_trainable(optimizer))
+    if engine.no_scaler is not None:
+        # Otherwise the scaler would unscale gradients itself, and not tell the optimizer.
+        optimizer._scaling = GradScaling(optimizer)
     engine.hooks.after_load(engine.model, _refuse_replaced)
     return optimizer
 

@@ -26,9 +26,10 @@ NOT_BUILT = "the C++ tests are not built: make core-tests"
         "messages_alone_test",
         "callback_order_test",
         "windows_test",
-        "model_test 2000",
+        "model_test 1000",  # a group fails in it, and a rank forks
         "regimes_test",
-        "fuzz_test 30000",
+        "fuzz_test 10000",
+        pytest.param("model_test 20000 2", marks=pytest.mark.full),
         pytest.param("fuzz_test 1000000 2", marks=pytest.mark.full),
         pytest.param("collectives_test", marks=pytest.mark.full),
         pytest.param("collectives_test random 2000", marks=pytest.mark.full),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +15,27 @@ from torch.distributed import ReduceOp
 
 from tests.comm import bodies
 from tests.comm.operations import TORCH, Call, Case, me
-from tests.comm.worlds import pool
+from tests.comm.worlds import kept, lent
 from tests.ranks import RankPool
 
 WORLDS = ["shm3", "tcp3", "hosts001"]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def _kept(name: str) -> Iterator[Callable[[], RankPool]]:
+    with kept(name) as get:
+        yield get
+
+
+@pytest.fixture
+def ranks(_kept: Callable[[], RankPool]) -> Iterator[RankPool]:
+    with lent(_kept) as pool:
+        yield pool
 
 
 def _error(name: str, call: Callable[[], Any], kind: type[Exception]) -> str:
@@ -166,23 +183,19 @@ def _disagreements(
     return answers
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_mistakes_and_disagreements_are_typed_errors_and_harm_nothing(name: str):
-    with pool(name) as ranks:
-        ranks.run(_mistakes_harm_nothing)
-        ranks.run(_use_after_destroy)
-        _all_learn_of_both_sides(ranks, WORLDS.index(name))
-        for answers in ranks.run(_disagreements, ROOTS, 1, 1.0):
-            for about, text in answers:
-                assert "the ranks disagree" in text or "timed out after 1.0" in text, about
+def test_mistakes_and_disagreements_are_typed_errors_and_harm_nothing(ranks: RankPool, name: str):
+    ranks.run(_mistakes_harm_nothing)
+    ranks.run(_use_after_destroy)
+    _all_learn_of_both_sides(ranks, WORLDS.index(name))
+    for answers in ranks.run(_disagreements, ROOTS, 1, 1.0):
+        for about, text in answers:
+            assert "the ranks disagree" in text or "timed out after 1.0" in text, about
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", WORLDS)
-def test_any_rank_may_be_the_one_that_disagrees(name: str):
-    with pool(name) as ranks:
-        for odd in {0, 1, 2} - {WORLDS.index(name)}:
-            _all_learn_of_both_sides(ranks, odd)
+def test_any_rank_may_be_the_one_that_disagrees(ranks: RankPool, name: str):
+    for odd in {0, 1, 2} - {WORLDS.index(name)}:
+        _all_learn_of_both_sides(ranks, odd)
 
 
 def _all_learn_of_both_sides(ranks: RankPool, odd: int) -> None:
@@ -219,14 +232,12 @@ def _blocks_that_differ(name: str, shared: bool) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_ranks_that_disagree_about_blocks_touch_no_others_memory(name: str):
-    with pool(name) as ranks:
-        for operation in ("all_gather", "reduce_scatter"):
-            for shared in (False, True):
-                for text in ranks.run(_blocks_that_differ, operation, shared):
-                    assert text.startswith("MismatchError: "), (operation, shared, text)
-                    assert "the ranks disagree: " in text and "rank 0" in text, text
+def test_ranks_that_disagree_about_blocks_touch_no_others_memory(ranks: RankPool):
+    for operation in ("all_gather", "reduce_scatter"):
+        for shared in (False, True):
+            for text in ranks.run(_blocks_that_differ, operation, shared):
+                assert text.startswith("MismatchError: "), (operation, shared, text)
+                assert "the ranks disagree: " in text and "rank 0" in text, text
 
 
 def _message_sizes(numel: int, other: int) -> str:

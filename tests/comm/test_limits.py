@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,8 +28,24 @@ def _pool(name: str) -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.fixture(params=["shm2", pytest.param("tcp2", marks=pytest.mark.full)])
-def pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+PAIRS = ["shm2", pytest.param("tcp2", marks=pytest.mark.full)]
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def _kept(request: pytest.FixtureRequest) -> Iterator[Callable[[], RankPool]]:
+    with worlds.kept(request.param) as get:
+        yield get
+
+
+@pytest.fixture
+def pair(_kept: Callable[[], RankPool]) -> Iterator[RankPool]:
+    with worlds.lent(_kept) as pool:
+        yield pool
+
+
+@pytest.fixture(params=PAIRS)
+def own_pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """A world for one test, after which an engine may go on in another way."""
     yield from _pool(request.param)
 
 
@@ -165,8 +181,8 @@ def _urgent_beside(how: str) -> bool:
 
 
 @pytest.mark.parametrize("how", ["own copy", "copy of a result"])
-def test_copies_of_one_rank_let_urgent_operations_pass(pair, how):
-    assert any(any(pair.run(_urgent_beside, how)) for _ in range(5))
+def test_copies_of_one_rank_let_urgent_operations_pass(own_pair, how):
+    assert any(any(own_pair.run(_urgent_beside, how)) for _ in range(5))
 
 
 def _averages(values: float, dtype: torch.dtype) -> None:
@@ -228,7 +244,7 @@ def _waits_beside_another_group() -> bool:
     group, flood = dist.new_group(), dist.new_group()
     large = torch.ones(32 * MIB)
     dist.barrier()
-    works = [dist.all_reduce(large, group=flood, async_op=True) for _ in range(20)]
+    works = [dist.all_reduce(large, group=flood, async_op=True) for _ in range(8)]
     ended = True
     if rank == 0:
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
@@ -319,8 +335,8 @@ def _out_of_descriptors(ready: Path) -> float:
     return received[0].item()
 
 
-def test_who_connects_while_descriptors_are_out_is_let_in_later(pair, tmp_path):
-    assert pair.run(_out_of_descriptors, tmp_path / "ready") == [7.0, 7.0]
+def test_who_connects_while_descriptors_are_out_is_let_in_later(own_pair, tmp_path):
+    assert own_pair.run(_out_of_descriptors, tmp_path / "ready") == [7.0, 7.0]
 
 
 def _host_and_port() -> str:
@@ -343,10 +359,10 @@ def _among_silent_strangers(ready: Path) -> None:
         dist.destroy_process_group(group)
 
 
-def test_strangers_take_no_descriptors_that_the_process_needs(pair, tmp_path):
-    host, port = pair.run(_host_and_port)[0].split(":")
+def test_strangers_take_no_descriptors_that_the_process_needs(own_pair, tmp_path):
+    host, port = own_pair.run(_host_and_port)[0].split(":")
     ready = tmp_path / "ready"
-    for pipe in pair.pipes.values():
+    for pipe in own_pair.pipes.values():
         pipe.send((_among_silent_strangers, (ready,)))
     while not ready.exists():
         time.sleep(0.01)
@@ -360,7 +376,7 @@ def test_strangers_take_no_descriptors_that_the_process_needs(pair, tmp_path):
             strangers.append(stranger)
         time.sleep(0.2)
         ready.unlink()
-        for pipe in pair.pipes.values():
+        for pipe in own_pair.pipes.values():
             assert pipe.poll(60)
             ok, value = pipe.recv()
             assert ok, value

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from common.launch.ranks import Ranks, rank_env
 
 ROOT = Path(__file__).parents[2]
 AGAIN = """
-import gc, os, sys
-from pathlib import Path
-import torch, torch.distributed as dist
-import comm_core
+import sys
+from tests.comm.test_torchrun import end_and_begin
 
-def used():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), kib
-
-times = int(sys.argv[1])
-for time in range(times):
-    dist.init_process_group("comm_core")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.all_reduce(tensor := torch.full((1000,), float(time)))
-    assert (tensor == time * size).all()
-    if time % 3 == rank:  # they end, and begin again, at different times
-        dist.all_reduce(comm_core.empty(100_000), group=dist.new_group([rank]))
-    dist.destroy_process_group()
-    if time == times // 10:
-        gc.collect()
-        before = used()
-descriptors, threads, kib = (now - then for now, then in zip(used(), before))
-print(f"grown by {descriptors} descriptors, {threads} threads, {kib} KiB", flush=True)
-assert descriptors <= 3 and threads <= 1, (descriptors, threads)
-assert kib < 4096 + 8 * times, kib  # torch keeps a little of each group
+end_and_begin(int(sys.argv[1]))
 """
 LEAVES = """
 import sys
@@ -71,9 +54,54 @@ def _torchrun(folder: Path, script: str, *arguments: str, limit_s: float) -> str
     return done.stdout
 
 
-@pytest.mark.parametrize("times", [12, pytest.param(1000, marks=pytest.mark.full)])
-def test_groups_of_the_world_end_and_begin_in_one_process(times, tmp_path):
-    output = _torchrun(tmp_path, AGAIN, str(times), limit_s=60 + times)
+def _used() -> tuple[int, int, int]:
+    """Descriptors, threads and KiB of memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    descriptors, threads = (len([*Path("/proc/self", of).iterdir()]) for of in ("fd", "task"))
+    return descriptors, threads, kib
+
+
+def end_and_begin(times: int) -> None:
+    """Makes the world and ends it, and says by how much that has made the process grow."""
+    import comm_core
+
+    before = (0, 0, 0)
+    for time in range(times):
+        dist.init_process_group("comm_core")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.all_reduce(tensor := torch.full((1000,), float(time)))
+        assert (tensor == time * size).all()
+        if time % 3 == rank:  # they end, and begin again, at different times
+            dist.all_reduce(comm_core.empty(100_000), group=dist.new_group([rank]))
+        dist.destroy_process_group()
+        if time == times // 10:
+            gc.collect()
+            before = _used()
+    descriptors, threads, kib = (now - then for now, then in zip(_used(), before, strict=True))
+    print(f"grown by {descriptors} descriptors, {threads} threads, {kib} KiB", flush=True)
+    assert descriptors <= 3 and threads <= 1, (descriptors, threads)
+    assert kib < 4096 + 8 * times, kib  # torch keeps a little of each group
+
+
+def test_groups_of_the_world_end_and_begin_in_one_process(tmp_path):
+    """Forked ranks, which cost no start of Python, and a store as torchrun's agent serves one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    logs = [tmp_path / f"rank{rank}" for rank in range(2)]
+    with Ranks() as ranks:
+        for rank, log in enumerate(logs):
+            ranks.function(end_and_begin, 12, env={**meeting, **rank_env(rank, 2)}, log=log)
+        in_time = ranks.wait(72.0)
+    output = "".join(log.read_text() for log in logs)
+    assert in_time and ranks.codes == {0: 0, 1: 0}, output
+    assert output.count("grown by") == 2
+
+
+@pytest.mark.full
+def test_groups_of_torchrun_end_and_begin_a_thousand_times(tmp_path):
+    output = _torchrun(tmp_path, AGAIN, "1000", limit_s=1060)
     assert output.count("grown by") == 2
 
 

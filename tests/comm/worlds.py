@@ -26,14 +26,45 @@ def environments(name: str) -> list[dict[str, str]]:
     return [common] * int(name[3:])
 
 
+def _made(name: str, timeout_s: float = 30.0) -> RankPool:
+    places = environments(name)
+    return RankPool(len(places), timeout_s, "comm_core", places)
+
+
 @contextmanager
 def pool(name: str, timeout_s: float = 30.0) -> Iterator[RankPool]:
-    places = environments(name)
-    ranks = RankPool(len(places), timeout_s, "comm_core", places)
+    """A world for one test, which may leave it in any state."""
+    ranks = _made(name, timeout_s)
     try:
         yield ranks
     finally:
         ranks.close()
+
+
+@contextmanager
+def kept(name: str) -> Iterator[Callable[[], RankPool]]:
+    """Function that gives one test after another the same world; it replaces a broken one."""
+    pools: list[RankPool] = []
+
+    def get() -> RankPool:
+        if not pools or pools[-1].broken:
+            pools.append(_made(name))
+        return pools[-1]
+
+    try:
+        yield get
+    finally:
+        for ranks in pools:
+            ranks.close()
+
+
+@contextmanager
+def lent(get: Callable[[], RankPool]) -> Iterator[RankPool]:
+    """A kept world for one test, which must leave it usable."""
+    ranks = get()
+    yield ranks
+    if not ranks.broken:
+        ranks.reset()
 
 
 def run_without(ranks: RankPool, lost: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+QUICK = False
+"""True if this run leaves out what is marked `full`; `tests/conftest.py` sets it."""
+
 
 def pairwise(
     axes: Mapping[str, Sequence[Any]], fits: Callable[[dict[str, Any]], bool]
@@ -61,6 +64,16 @@ def one_in(n: int, values: Sequence[Any]) -> list[Any]:
         pytest.param(value, marks=pytest.mark.full) if place % n else value
         for place, value in enumerate(values)
     ]
+
+
+def one_case(*values: object, label: str, full: bool) -> list[object]:
+    """Returns a case for `parametrize`, or nothing if it is `full` and this run is `QUICK`.
+
+    What pytest collects only to leave it out costs seconds.
+    """
+    if full and QUICK:
+        return []
+    return [pytest.param(*values, id=label, marks=pytest.mark.full if full else ())]
 
 
 def each_value_once(cases: Sequence[Mapping[str, Any]]) -> list[bool]:

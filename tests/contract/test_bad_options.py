@@ -95,6 +95,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("decentralized", {"update": "never"}, "'update'"),
     ("decentralized", {"ranks_per_node": 0}, "'ranks_per_node'"),
     ("win-put", {"every": 0}, "'every'"),
+    ("win-put", {"finish_timeout_s": 0.0}, "win-put option 'finish_timeout_s'"),
     ("push-sum", {"barrier": 3}, "true or false"),
     ("pull-get", {"combine": "atc"}, "unknown pull-get option"),
     ("asyncddp", {"topology": "rnig"}, "did you mean 'ring'"),

@@ -290,16 +290,21 @@ def _timeline(prefix):
     bf.shutdown()
     with open(f"{prefix}{os.environ['RANK']}.json") as file:
         events = json.load(file)["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    return sorted({span["name"] for span in spans}), min(span["dur"] for span in spans)
+    return [_span(event) for event in events if event["ph"] == "X"]
+
+
+def _span(event):
+    """Name, begin and end of an event, in microseconds."""
+    return event["name"], event["ts"], event["ts"] + event["dur"]
 
 
 def test_shutdown_writes_the_timeline_and_may_be_followed_by_init(tmp_path):
     pool = RankPool(2, backend="comm_core")
     pool.run(bf.init)
-    for names, shortest in pool.run(_timeline, f"{tmp_path}/t"):
-        assert {"COMPUTE", "wait allreduce"} <= set(names)
-        assert shortest >= 0
+    for spans in pool.run(_timeline, f"{tmp_path}/t"):
+        times = {name: (began, ended) for name, began, ended in spans}
+        (began, ended), (waits, waited) = times["COMPUTE"], times["wait allreduce"]
+        assert began < waits < waited < ended, "the call is in the context"
     pool.close()
 
 
@@ -315,7 +320,7 @@ def _timeline_of_an_optimizer(prefix, factory):
         optimizer.step()
     os.environ.pop("BLUEFOG_TIMELINE")
     without = optimizer.turn_on_timeline()
-    spans = [(event["name"], event["dur"]) for _, event in job().timeline._events]
+    spans = [_span(event) for _, event in job().timeline._events]
     optimizer.close()
     bf.shutdown()
     return without, spans
@@ -328,10 +333,15 @@ def test_an_optimizer_turns_the_spans_of_its_parameters_on_and_off(tmp_path, fac
     pool = RankPool(2, backend="comm_core")
     pool.run(bf.init)
     for without, spans in pool.run(_timeline_of_an_optimizer, f"{tmp_path}/t", factory):
-        names = [name for name, _ in spans]
+        assert without is False and all(began < ended for _, began, ended in spans)
+        forward, backward = (
+            [span for span in spans if span[0] == name] for name in ("FORWARD", "GRADIENT COMPT.")
+        )
         # Two of three steps, three parameters.
-        assert names.count("FORWARD") == names.count("GRADIENT COMPT.") == 6
-        assert without is False and min(duration for _, duration in spans) >= 0
+        assert len(forward) == len(backward) == 6
+        for step in (slice(0, 3), slice(3, 6)):
+            last = max(ended for _, _, ended in forward[step])
+            assert last < min(began for _, began, _ in backward[step]), "from the forward's end on"
     pool.close()
 
 

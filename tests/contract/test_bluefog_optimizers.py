@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from itertools import count
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 
 import dear.bluefog as bf
 from dear.algorithms import reference as references
+from dear.bluefog.job import job
 from dear.topology import matrix, uniform
-from tests.contract.loops import make_model, make_sgd, message
+from tests.contract.loops import loss_of, make_model, make_sgd, message
 from tests.contract.training import OnRank, Script, far
 from tests.ranks import on_ranks
 
@@ -52,6 +54,10 @@ class Factory(OnRank):
             setattr(optimizer, to, send)
             setattr(optimizer, of, dict.fromkeys(receive, 0.25))
             optimizer.self_weight = 0.75
+        if self.weights == "machines, older names":
+            other = 1 - bf.machine_rank()
+            optimizer.self_weight, optimizer.neighbor_machine_weights = 0.75, {other: 0.25}
+            optimizer.send_neighbor_machines = [other]
         if self.weights == "others":
             optimizer.self_weight = 0.4
             optimizer.src_weights = {(bf.rank() + 1) % 4: 0.6}
@@ -100,6 +106,13 @@ CASES: list[tuple[str, str, dict[str, Any], Any]] = [
             ({"weights": "one peer, older names"}, _one_peer),
             ({"kind": "hierarchical_neighbor_allreduce"}, lambda step: MEAN),
             (
+                {
+                    "kind": "hierarchical_neighbor_allreduce",
+                    "weights": "machines, older names",
+                },
+                lambda step: np.kron(0.5 * np.eye(2) + 0.25, np.full((2, 2), 0.5)),
+            ),
+            (
                 {"kind": "allreduce", "num_steps_per_communication": 2},
                 lambda step: MEAN if step % 2 else np.eye(4),
             ),
@@ -130,6 +143,48 @@ def test_a_factory_equals_its_reference(bluefog_pool, order, factory, options, a
     kind = "AdamW" if "graph" in options else "SGD"
     options, script = {"factory": factory, **options}, Script(optimizer=kind)
     assert far(bluefog_pool, 4, "neighbor", options, script, Factory, _reference(order, at)) < 2e-5
+
+
+@on_ranks(4, "bluefog")
+def test_ranks_that_get_nothing_from_this_rank_are_refused_as_targets() -> None:
+    bf.set_topology(RING)
+    model = make_model()
+    optimizer = bf.DistributedWinPutOptimizer(make_sgd(model), model)
+    optimizer.dst_weights = {(bf.rank() + 2) % 4: 1.0}
+    line = message(lambda: loss_of(model, bf.rank(), 0))
+    assert f"cannot send to rank {(bf.rank() + 2) % 4}: in the topology of the window" in line
+    optimizer.close()
+
+
+@on_ranks(4, "bluefog")
+def test_averages_in_a_machine_do_not_queue_behind_those_of_machines() -> None:
+    """The thread of the hierarchical average is late on half of the ranks."""
+    bf.set_machine_topology(T.RingGraph(2), is_weighted=False)
+    machines, machine = job().machines, bf.machine_rank()
+    value = torch.full((4,), float(bf.rank()))
+    run, late = machines._run, bf.rank() % 2
+
+    def run_later(*args: Any) -> None:
+        time.sleep(0.5 * late)
+        run(*args)
+
+    weights = {"self_weight": 0.75, "neighbor_machine_weights": {1 - machine: 0.25}}
+    machines._run = run_later
+    handle = bf.hierarchical_neighbor_allreduce_nonblocking(
+        value, send_neighbor_machines=[1 - machine], **weights
+    )
+    time.sleep(0.2)
+    total = bf.allreduce(value, average=False, is_hierarchical_local=True)
+    mixed = bf.synchronize(handle)
+    del machines._run
+    assert total.tolist() == [1.0 + 4 * machine] * 4
+    assert mixed.tolist() == [1.0 + machine] * 4
+    line = message(
+        lambda: bf.hierarchical_neighbor_allreduce(
+            value, send_neighbor_machines=[1 - machine], src_machine_weights={1: 1.0}, **weights
+        )
+    )
+    assert "neighbor_machine_weights is the older name of src_machine_weights" in line
 
 
 def _averaging(micros: str) -> tuple[dict[str, Any], Script]:

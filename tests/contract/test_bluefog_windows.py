@@ -88,6 +88,26 @@ def test_associated_p_b22():
     bf.turn_off_win_ops_with_associated_p()
 
 
+@on_ranks(4, "bluefog")
+def test_to_read_a_neighbour_changes_no_p():
+    bf.set_topology(T.RingGraph(4))
+    bf.turn_on_win_ops_with_associated_p()
+    bf.win_create(x(), "p", zero_init=True)
+    bf.win_accumulate(x() + 1, "p", self_weight=0.5, dst_weights={(bf.rank() + 1) % 4: 0.5})
+    bf.barrier()
+    left, right = (bf.rank() - 1) % 4, (bf.rank() + 1) % 4
+    before = bf.get_win_version("p")
+    read = {rank: bf.win_read_neighbor("p", rank, require_mutex=True) for rank in (left, right)}
+    assert read[left].tolist() == [(left + 1) / 2] * 3 and not read[right].any()
+    assert before[left] == 1 and not any(bf.get_win_version("p").values())
+    assert bf.win_associated_p("p") == 0.5
+    bf.win_update_then_collect("p")
+    assert bf.win_associated_p("p") == 1.0
+    bf.barrier()
+    bf.win_free("p")
+    bf.turn_off_win_ops_with_associated_p()
+
+
 def _push_sum():
     graph = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
     bf.set_topology(graph)

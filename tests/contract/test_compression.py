@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import dear
 from dear.algorithms.synchronous.allreduce import AllReduce
@@ -16,6 +17,7 @@ from dear.buckets.carriers import make_carrier
 from dear.comm import runtime
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import (
+    loss_of,
     make_model,
     make_sgd,
     message,
@@ -138,6 +140,71 @@ def test_velocities_travel_and_are_masked(world, size, compression, masking):
             assert torch.allclose(means[step], applied / size, atol=1e-5), step
 
 
+def _kept(
+    options: dict[str, Any], which: list[int], overflown: list[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns the means of these passes, and the residual and the velocity, if any, after them.
+
+    Pass 9 is not finite on the ranks `overflown`, on each of them elsewhere.
+    """
+    communicator, means = runtime.communicator(), []
+    carrier = make_carrier(AllReduce.Options(**options), communicator, torch.empty(60))
+    for step in which:
+        mean = _gradient(60, step, dear.rank())
+        if step == 9 and dear.rank() in overflown:
+            mean[dear.rank() :: 20] = torch.inf  # half of the elements that it sends
+        carrier.send(mean).wait()
+        carrier.receive(mean)
+        means.append(mean)
+    kept = carrier.compressor.residual, carrier.compressor.velocity
+    return means, [state for state in kept if state is not None]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_tournament_forgets_a_pass_that_overflows(world, size, momentum):
+    options = {"compression": "gtopk", "density": 0.1, "momentum_correction": momentum}
+    everyone = list(range(size))
+    with_it = world(size).run(_kept, options, [0, 1, 9, 2, 3], everyone)
+    without = world(size).run(_kept, options, [0, 1, 2, 3], everyone)
+    for (means, kept), (wanted, wanted_kept) in zip(with_it, without, strict=True):
+        assert not means.pop(2).isfinite().all()  # it is noticed
+        assert all(map(torch.equal, means + kept, wanted + wanted_kept)) and kept[0].any()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_overflows_alone_keeps_what_it_had(world, size):
+    options = {"compression": "gtopk", "density": 0.1}
+    before = world(size).run(_kept, options, [0, 1], [1])
+    ranks = world(size).run(_kept, options, [0, 1, 9], [1])
+    assert not any(means[2].isfinite().all() for means, _ in ranks)
+    assert torch.equal(ranks[1][1][0], before[1][1][0])
+    for means, (residual,) in world(size).run(_kept, options, [0, 1, 9, 2, 3], [1]):
+        assert all(means[step].isfinite().all() for step in (3, 4)) and residual.isfinite().all()
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "dear"])
+@on_ranks(2)
+def test_training_goes_on_after_an_overflow(algorithm: str) -> None:
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options = {"compression": "gtopk", "density": 0.1}
+    optimizer = wrap(make_sgd(model), model, algorithm, **options)
+    moved = []
+    for step in range(5):
+        before = parameters_to_vector(model.parameters()).clone()
+        optimizer.zero_grad()
+        loss = loss_of(model, dear.rank(), step) * (torch.inf if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update()
+        after = parameters_to_vector(model.parameters())
+        moved.append(bool(after.isfinite().all()) and not torch.equal(before, after))
+    optimizer.close()
+    assert moved == [True, False, True, True, True]
+
+
 @pytest.mark.parametrize("algorithm", ["allreduce", "wfbp", "dear"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_all_velocities_are_the_momentum_of_the_optimizer(world, algorithm, size):
@@ -240,6 +307,91 @@ def test_replicas_are_bitwise_equal(algorithm: str, options: dict[str, Any]) -> 
     optimizer.synchronize()
     moved, spread = moved_and_spread(model, optimizer)
     assert moved > 1e-3 and spread == 0.0
+
+
+class _Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"always": 3, "dead": 2, "sometimes": 5}
+        self.weights = nn.ParameterDict({name: torch.zeros(n) for name, n in sizes.items()})
+
+    def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
+        sums = {name: weight.sum() for name, weight in self.weights.items()}
+        always = sums["always"] + 0 * sums["dead"]
+        return x * (always + sums["sometimes"] if used else always)
+
+
+_IN_ONE = {"merge": "threshold", "threshold_mb": 1.0, "profile_steps": 1}
+
+
+@pytest.mark.parametrize("users", [1, 2])
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("allreduce", {}), ("wfbp", {}), ("mgwfbp", _IN_ONE), ("dear", {}), ("ddp", {})],
+)
+@on_ranks(3)
+def test_ranks_without_a_gradient_do_not_vote(
+    algorithm: str, options: dict[str, Any], users: int
+) -> None:
+    model = _Sometimes()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = wrap(sgd, model, algorithm, compression="signum", **options)
+    x = torch.tensor([-1.0, 2.0, -3.0][dear.rank()])
+    for _ in range(4):  # the first passes are dense
+        optimizer.zero_grad()
+        model(x, used=dear.rank() < users).backward()
+        optimizer.synchronize()
+        votes = {name: set(weight.grad.tolist()) for name, weight in model.weights.items()}
+        optimizer.step()
+    optimizer.close()
+    # A zero is positive. A tie of two voters is 0.
+    assert votes == {"always": {-1.0}, "dead": {1.0}, "sometimes": {-1.0 if users == 1 else 0.0}}
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "wfbp", "dear"])
+@pytest.mark.parametrize("model", ["plain", "branches"])
+def test_a_majority_equals_its_reference(world, algorithm, model):
+    far = far_from_reference(world(3), 3, algorithm, {"compression": "signum"}, Script(model=model))
+    assert far < 2e-5
+
+
+_VOTING: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("allreduce", "wfbp", "mgwfbp", "dear", "ddp")),
+    ("ddp", {"zero": True}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options"), _VOTING)
+@pytest.mark.parametrize("unscaling", [False, True])
+@on_ranks(2)
+def test_votes_are_not_unscaled(algorithm: str, options: dict[str, Any], unscaling: bool) -> None:
+    model = make_model()
+    sgd = make_sgd(model)
+    declared = getattr(sgd, "_step_supports_amp_scaling", False)
+    optimizer = wrap(sgd, model, algorithm, compression="signum", **options)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, dear.rank(), 0)).backward()
+    optimizer.synchronize()
+    if unscaling:
+        scaler.unscale_(optimizer)
+    line = message(lambda: scaler.step(optimizer))
+    assert line.startswith(f"{algorithm} option compression=signum turns gradients into ")
+    assert line.endswith("without a scaler, or use compression=efsignum")
+    optimizer.close()
+    assert getattr(sgd, "_step_supports_amp_scaling", False) == declared
+
+
+@on_ranks(1)
+def test_alone_a_scaler_works_with_signum() -> None:
+    for algorithm in ("wfbp", "ddp"):
+        model = make_model()
+        optimizer = wrap(make_sgd(model), model, algorithm, compression="signum")
+        before = parameters_to_vector(model.parameters()).clone()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, 0, 0)).backward()
+        scaler.step(optimizer)
+        assert not torch.equal(parameters_to_vector(model.parameters()), before)
+        optimizer.close()
 
 
 @on_ranks(2)

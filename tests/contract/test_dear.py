@@ -38,7 +38,6 @@ from tests.contract.loops import (
     steps,
     wrap,
 )
-from tests.contract.pairs import one_in
 from tests.ranks import on_ranks
 
 
@@ -395,9 +394,17 @@ _CARRIED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, *one_in(2, [3, 4])])
+_QUICK = {(1, "bfloat16"), (2, "awkward"), (3, "odd")}
+
+
 @pytest.mark.parametrize(
-    "kind", one_in(2, ["awkward", "branches", "bfloat16", "idle", "odd", "complex"])
+    ("size", "kind"),
+    [
+        pytest.param(*case, marks=() if case in _QUICK else pytest.mark.full)
+        for case in product(
+            [1, 2, 3, 4], ["awkward", "branches", "bfloat16", "idle", "odd", "complex"]
+        )
+    ],
 )
 def test_results_are_bit_for_bit_those_with_marks_in_a_message_of_their_own(world, size, kind):
     for options in _CARRIED:

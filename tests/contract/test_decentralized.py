@@ -154,6 +154,32 @@ def test_p5_pure_mixing_reaches_the_mean_in_log2_steps() -> None:
     assert seen == [dear.rank(), (1, 2, 1, 2)[dear.rank()], 1.5, 1.5, 0]
 
 
+@pytest.mark.parametrize("kind", ["", "gloo"])
+def test_a_broadcast_in_mid_run_is_not_undone(world, kind):
+    world(2, kind).run(_broadcast_in_mid_run)
+
+
+def _broadcast_in_mid_run() -> None:
+    model = make_model()
+    optimizer = wrap(make_sgd(model, lr=0.0), model, "decentralized", topology="ring")
+    with torch.no_grad():
+        model[0].weight.fill_(float(dear.rank()))
+    steps(model, optimizer, mine(), range(2))
+    with torch.no_grad():
+        model[0].weight.fill_(7.0 + dear.rank())
+    steps_of = partial(steps, model, optimizer, mine())
+    assert "while they were being sent" in message(lambda: steps_of([2]))
+    model.load_state_dict(model.state_dict())
+    steps_of([3])
+    dear.broadcast_parameters(model.state_dict())
+    assert "load_state_dict()" in message(lambda: steps_of([4]))
+    dear.broadcast_parameters(sorted(model.named_parameters(), reverse=dear.rank() == 1))
+    model.load_state_dict(model.state_dict())
+    steps_of([5, 6])
+    assert model[0].weight.unique().tolist() == [7.0]
+    optimizer.close()
+
+
 @pytest.mark.parametrize("topology", ["complete", "one-peer-exp", "uneven"])
 def test_it_runs_on_gloo(world, topology):
     assert _far(world(4, "gloo"), 4, "decentralized", topology=topology, bucket_mb=TINY) < 1e-5

@@ -169,6 +169,25 @@ def test_p9_the_global_average_its_distance_and_the_way_back() -> None:
     wrapped.close()
 
 
+@on_ranks(2)
+def test_an_average_is_not_saved_as_a_ranks_own_state_and_ends_when_one_is_loaded() -> None:
+    rank = dear.rank()
+    model = DecentralizedDataParallel(Scalar(), _sgd, topology="ring")
+    model(float(rank)).backward()
+    saved = copy.deepcopy(model.checkpoint())
+    model(1.0).backward()
+    model.global_avg()
+    line = message(model.checkpoint)
+    assert "revert_global_avg() before checkpoint()" in line and "\n" not in line
+    model.load_checkpoint(saved)
+    assert model.state_dict()["x"].item() == -rank
+    with pytest.raises(UserError, match="nothing to revert"):
+        model.revert_global_avg()
+    model(0.0).backward()
+    assert model.state_dict()["x"].item() == -0.5
+    model.close()
+
+
 @pytest.mark.parametrize("revert", [True, False])
 @on_ranks(4)
 def test_training_goes_on_as_before_after_a_reverted_average_or_from_one_that_is_kept(

@@ -21,9 +21,7 @@ from tests.contract.histories import (
     machine,
     unavailable,
 )
-from tests.contract.pairs import each_value_once
-
-full = pytest.mark.full
+from tests.contract.pairs import each_value_once, one_case
 
 
 @functools.cache
@@ -37,10 +35,8 @@ def _params() -> list[Any]:
     for subject, group in itertools.groupby(all_cases(), lambda case: case.subject):
         cases = list(group)
         quick = each_value_once([{**vars(case), "options": str(case.options)} for case in cases])
-        params += [
-            pytest.param(case, id=f"{subject}: {case.name}", marks=() if is_quick else full)
-            for case, is_quick in zip(cases, quick, strict=True)
-        ]
+        for case, is_quick in zip(cases, quick, strict=True):
+            params += one_case(case, label=f"{subject}: {case.name}", full=not is_quick)
     return params
 
 

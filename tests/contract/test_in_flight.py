@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import nn
 
+import dear
 from dear.errors import UserError
 from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
 from tests.contract.loops import make_model, make_sgd, mine, steps, wrap
@@ -55,6 +56,29 @@ TOUCHES: dict[str, Touch] = {
 }
 
 
+def _in_turn(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Iterable[int],
+    after_step: Callable[[torch.optim.Optimizer, nn.Module], None],
+) -> None:
+    """The loop of `steps`, one rank after another, so that it is known what has been sent.
+
+    Nothing moves in the first step, in which all ranks must take part.
+    """
+    (group,) = optimizer.param_groups
+    rate, group["lr"] = group["lr"], 0.0
+    steps(model, optimizer, ranks, range(1))
+    group["lr"] = rate
+    optimizer.synchronize()
+    for step in (1, 2):
+        for rank in range(dear.size()):
+            dear.allreduce(torch.zeros(1))  # the one before has ended its turn
+            if rank == dear.rank():
+                steps(model, optimizer, ranks, [step], after_step=after_step)
+                optimizer.synchronize()
+
+
 def outcome(
     name: str, options: dict[str, object], touch: Touch, *, settle: bool
 ) -> list[torch.Tensor] | str:
@@ -69,8 +93,9 @@ def outcome(
         with torch.no_grad():
             seen.extend(value.clone() for value in touch(model, held) or ())
 
+    loop = _in_turn if Meaning.of(name).in_turn else steps
     try:
-        steps(model, optimizer, mine(), after_step=after)
+        loop(model, optimizer, mine(), after_step=after)
     except UserError as error:
         return str(error)
     return [*seen, *model.state_dict().values()]
@@ -80,18 +105,33 @@ CASES = [(name, Meaning.of(name).options[0]) for name in algorithm_names() if na
 CASES += [("dear", {"update": "replicated"}), ("neighbor", {"combine": "atc"})]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_whoever_touches_parameters_after_a_step_sees_settled_ones(world, name, options):
+def _cases() -> list[object]:
+    """Every second touch with each algorithm, and, marked `full`, the others."""
+    names, cases = list(TOUCHES), []
+    for place, (name, options) in enumerate(CASES):
+        label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        for rest in (False, True):
+            marks = pytest.mark.full if rest else ()
+            touches = names[(place + rest) % 2 :: 2]
+            shown = f"{label}-{'the rest' if rest else 'every second'}"
+            cases.append(pytest.param(name, options, touches, id=shown, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "options", "touches"), _cases())
+def test_whoever_touches_parameters_after_a_step_sees_settled_ones(world, name, options, touches):
     skip_if_unavailable(name)
-    world(2, name).run(settled, name, options)
+    world(2, name).run(settled, name, options, touches)
 
 
-def settled(name: str, options: dict[str, object]) -> None:
-    for what, touch in TOUCHES.items():
-        got, wanted = (outcome(name, options, touch, settle=settle) for settle in (False, True))
+def settled(name: str, options: dict[str, object], touches: list[str]) -> None:
+    for what in touches:
+        got, wanted = (
+            outcome(name, options, TOUCHES[what], settle=settle) for settle in (False, True)
+        )
         if isinstance(wanted, str):
             assert got == wanted and "changed while they were being sent" in wanted, (name, what)
-        elif not Meaning.of(name).in_turn:
+        else:
             assert all(map(torch.equal, got, wanted)), (name, what)
 
 

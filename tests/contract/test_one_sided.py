@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
 from dear.comm.peers import Peers, Staleness
 from dear.comm.windows import NeighborWindow
-from dear.topology import graph, matrix, recv_weights
+from dear.topology import graph, matrix, recv_weights, splitting
 from dear.training.pace import run_for
-from tests.contract.loops import loss_of, make_model, mine, steps
+from tests.contract.loops import loss_of, make_model, message, mine, steps
 from tests.contract.models import loss_of as loss_of_kind
 from tests.contract.models import make_model as make_kind
 from tests.contract.models import make_optimizer
-from tests.contract.training import difference, state_of
+from tests.contract.training import Script, difference, far, state_of
 from tests.ranks import RankPool, on_ranks
 
 with_barrier = pytest.mark.parametrize("name", ["win-put", "pull-get", "push-sum"])
@@ -334,6 +335,52 @@ def _dies(victim: int) -> list[Any]:
     return [counted["lost"], all(p.isfinite().all().item() for p in model.parameters())]
 
 
+def _ends_early(name: str) -> None:
+    """Rank 1 ends long before the others, for longer than a collective may take."""
+    model = make_model()
+    optimizer = _wrapped(model, name, 0.01)
+    steps(model, optimizer, mine(), range(2))
+    for step in range(2, 2 + 15 * (dear.rank() != 1)):
+        steps(model, optimizer, mine(), [step])
+        time.sleep(0.3)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["win-put", *(pytest.param(n, marks=pytest.mark.full) for n in ("pull-get", "push-sum"))],
+)
+def test_a_rank_that_ends_early_waits_longer_than_a_collective(own_pool, name):
+    pool = own_pool(3, 3.0)
+    for pipe in pool.pipes.values():
+        pipe.send((_ends_early, (name,)))
+    for pipe in pool.pipes.values():
+        assert pipe.poll(30) and pipe.recv() == (True, None)
+
+
+def _dies_before_it_ends(name: str, victim: int) -> None:
+    """The others wait for the victim in `close()`."""
+    model = make_model()
+    optimizer = _wrapped(model, name, 0.01, topology="complete")
+    steps(model, optimizer, mine(), range(2))
+    optimizer.synchronize()
+    if dear.rank() == victim:
+        time.sleep(1.0)
+        os._exit(9)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("name", "ok"), [("win-put", False), ("asyncddp", True)])
+def test_nobody_waits_for_a_rank_that_dies_before_it_ends(own_pool, name, ok):
+    pool = own_pool(3)
+    for pipe in pool.pipes.values():
+        pipe.send((_dies_before_it_ends, (name, 2)))
+    for rank in (0, 1):
+        assert pool.pipes[rank].poll(20)
+        ended, text = pool.pipes[rank].recv()
+        assert ended == ok and (ok or "lost" in text)
+
+
 def test_when_a_rank_is_killed_the_others_finish_and_know_which(own_pool):
     pool = own_pool(4)
     for pipe in pool.pipes.values():
@@ -386,6 +433,106 @@ def test_a_resumed_rank_counts_on() -> None:
     # what a neighbour has put already.
     assert max(age["max"] for age in optimizer.statistics()["staleness"].values()) <= 0
     optimizer.close()
+
+
+def _resumed_often() -> dict[str, Any]:
+    """Only rank 0 makes steps; what it has sent is not collected before the state is saved."""
+    model, saved = make_model(), None
+    for _ in range(4):
+        optimizer = _wrapped(model, "push-sum", 0.01)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        if dear.rank() == 0:
+            steps(model, optimizer, mine(), range(2))
+        optimizer.synchronize()
+        _barrier()
+        counted = optimizer.statistics()
+        saved = optimizer.state_dict()
+        optimizer.close()
+    return counted
+
+
+def test_resumed_ranks_of_push_sum_lose_no_weight_and_go_on_to_send(world):
+    counted = world(2).run(_resumed_often)
+    weights = [weight for rank in counted for weight in (*rank["p"], *rank["p_arrived"])]
+    assert sum(weights) == pytest.approx(2.0)
+    assert counted[0]["sent"] == {"1": 2}
+
+
+@on_ranks(3)
+def test_push_sum_begins_anew_with_a_state_of_another_algorithm() -> None:
+    model = make_model()
+    optimizer = _wrapped(model, "win-put", 0.1, barrier=True)
+    steps(model, optimizer, mine(), range(2))
+    state = optimizer.state_dict()
+    optimizer.close()
+    optimizer = _wrapped(model, "push-sum", 0.1, barrier=True, topology="star")
+    steps(model, optimizer, mine(), range(2))
+    uneven = optimizer.statistics()["p"]
+    optimizer.load_state_dict(state)
+    assert uneven != [1.0] and optimizer.statistics()["p"] == [1.0]
+    assert optimizer._engine.steps == 2
+    state["param_groups"][0]["replica"]["p"] = [1.0, 1.0]
+    assert "bucket_mb" in message(lambda: optimizer.load_state_dict(state))
+    optimizer.close()
+
+
+ROLLBACKS = [
+    *((name, {}) for name in ("win-put", "pull-get", "push-sum", "asyncddp")),
+    *((name, {"barrier": True}) for name in ("win-put", "pull-get", "push-sum")),
+]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["after a step", "after a forward pass"])
+@pytest.mark.parametrize(("name", "options"), ROLLBACKS)
+@on_ranks(2)
+def test_a_loaded_model_is_averaged_with_nothing_from_before(
+    name: str, options: dict[str, Any], shared: bool
+) -> None:
+    """All ranks had numbers that are none; rank 0 goes on first."""
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    best = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = _wrapped(model, name, 0.0, **options)
+    _drawn_to_rank(model, optimizer, 2)
+    nn.init.constant_(model.weight, torch.nan)
+    _drawn_to_rank(model, optimizer, 2)
+    if shared:
+        model(torch.eye(3))
+    model.load_state_dict(best)
+    _barrier()
+    for turn in ([0, 1],) if options else ([0], [1], [0]):
+        if dear.rank() in turn:
+            _drawn_to_rank(model, optimizer, 2)
+            optimizer.synchronize()
+        _barrier()
+    counted = optimizer.statistics()
+    optimizer.close()
+    assert model.weight.tolist() == [[pytest.approx(1.0)] * 3]
+    if name == "push-sum":
+        weight = torch.tensor([*counted["p"], *counted["p_arrived"]]).sum()
+        assert dear.allreduce(weight, average=False).item() == pytest.approx(2.0)
+
+
+def _published(ranks: Any, options: Any) -> Any:
+    """Stochastic gradient push on a star; every second step averages."""
+    shares = torch.as_tensor(matrix(splitting(graph("star", len(ranks.x))))).T
+    u, p = ranks.x, torch.ones(len(ranks.x), 1).double()
+    for step in count():
+        x = ranks.x
+        ranks.update()
+        u = u + ranks.x - x
+        if step % 2:
+            u, p = shares @ u, shares @ p
+        ranks.x = u / p
+        yield
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_all_updates_of_push_sum_have_the_same_weight(world, size):
+    options = {"barrier": True, "topology": "star", "every": 2}
+    given = ("push-sum", options, Script())
+    assert far(world(size), size, *given, reference=_published) < 2e-5
 
 
 def test_staleness_is_summed_up_over_all_uses():

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.contract import pairs
 from tests.contract.algorithms import (
     Meaning,
     algorithm_names,
     reference_of,
     skip_if_unavailable,
 )
-from tests.contract.pairs import each_value_once, pairwise
+from tests.contract.pairs import each_value_once, one_case, pairwise
 from tests.contract.training import Script, far
 
 AXES: dict[str, list[str]] = {
@@ -45,11 +46,9 @@ TOLERANCE = {"bfloat16": 3.2e-2, "types": 2e-2, "recurrent": 5e-4}
 def _cases() -> list[Any]:
     """Quick ones hold every value, world and option of each algorithm; marked `full` are those in
     which every two meet, and further models."""
-    cases = {}
-    full = {axis: [*values, *MORE.get(axis, [])] for axis, values in AXES.items()}
-    for name, (axes, marks) in itertools.product(
-        algorithm_names(), [(AXES, ()), (full, pytest.mark.full)]
-    ):
+    cases: dict[str, list[object]] = {}
+    wide = {axis: [*values, *MORE.get(axis, [])] for axis, values in AXES.items()}
+    for name, axes in itertools.product(algorithm_names(), [AXES] if pairs.QUICK else [AXES, wide]):
         meaning = Meaning.of(name)
 
         def fits(case: dict[str, Any], meaning: Meaning = meaning) -> bool:
@@ -63,9 +62,9 @@ def _cases() -> list[Any]:
             options, size = meaning.options[case["options"]], case["world"]
             script = Script(**{axis: case[axis] for axis in AXES})
             label = _id(name, options, case)
-            left = marks if is_quick else pytest.mark.full
-            cases.setdefault(label, pytest.param(name, options, size, script, id=label, marks=left))
-    return list(cases.values())
+            full = axes is wide or not is_quick
+            cases.setdefault(label, one_case(name, options, size, script, label=label, full=full))
+    return [case for some in cases.values() for case in some]
 
 
 def _id(name: str, options: dict[str, Any], case: dict[str, Any]) -> str:

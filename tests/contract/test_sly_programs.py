@@ -42,7 +42,7 @@ def test_forward_passes_that_become_stale_are_found(world, layers):
     ("how", "words"),
     [
         ("watched", "in timed steps all ranks together sent"),
-        ("all", "forward pass of step"),
+        pytest.param("all", "forward pass of step", marks=pytest.mark.full),
         ("never", "at the end"),
     ],
 )
@@ -54,7 +54,7 @@ def test_who_sends_nothing_until_somebody_looks_is_found(world, how, words):
 @pytest.mark.parametrize(
     ("when", "words"),
     [
-        ("at once", "after the first steps the buffer"),
+        pytest.param("at once", "after the first steps the buffer", marks=pytest.mark.full),
         pytest.param("late", "buffers changed after the forward pass", marks=pytest.mark.full),
         ("rank", "rank 1's buffers changed after"),
         ("inside", "buffers differ from plain training"),

@@ -62,7 +62,7 @@ SIXTEEN = [
 # These two sum in another order than the reference does.
 SIXTEEN += [("fsdp", "fp16", ADAMW, size) for size in (2, 3)]
 SIXTEEN += [("horovod", "fp16", ADAMW, size) for size in (2, 4)]
-QUICK = (("wfbp", "fp16", ADAMW, 2), ("mgwfbp", "fp16", ADAMW, 2), ("dear", "bf16", SGD, 2))
+QUICK = (("wfbp", "fp16", ADAMW, 2), ("dear", "bf16", SGD, 2))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_gradients_of_16_bits_are_right_after_any_number_of_steps(
 
 
 ON_A_REPLAY = {
-    "factor 1.01",
+    *("factor 1.01", "factor 1.019", "factor 1.021", "noise of 1 %", "noise of 5 %"),
+    *("smallest 1 lost", "smallest 4 lost", "smallest 1 doubled", "smallest 4 doubled"),
     "gradients of the step before",
-    "smallest 1 lost",
     "forward on the parameters of the step before",
     "third step lost",
     "no update after step 2",

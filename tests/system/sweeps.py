@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from common.harness import cli
 from common.harness.experiment_file import load
 from common.harness.trial import Briefing
 from tests.system.processes import ROOT, python, wait_for
@@ -55,7 +57,11 @@ class Driver:
         return self.records()
 
     def show(self, *flags: str) -> subprocess.CompletedProcess:
-        return python("benchmarks.py", "show", *flags, "--logs", self.logs)
+        """Shows a sweep, in this process: another one would import everything again."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = cli.main(["show", *flags, "--logs", str(self.logs)])
+        return subprocess.CompletedProcess((), status, out.getvalue(), err.getvalue())
 
     def start(self, *flags: str, interrupts: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
         """Starts it in the foreground; with `interrupts` ignored as scripts start things with `&`.
@@ -93,6 +99,44 @@ class Driver:
             return None
 
         return wait_for(find)
+
+
+def check_fabric(
+    driver: Driver, records: list[dict], gbps: float, time_scale: float, blocks: list[int]
+) -> None:
+    """Checks what two trials of one repeat, on two virtual hosts, record of links, costs and load.
+
+    `gbps`: speed of the links. `blocks`: number of timed steps of each block.
+    """
+    # The trial whose turn came first has measured what collectives cost, at its begin and its end.
+    first, second = sorted(records, key=lambda record: record["order"]["positions"])
+    check = first["results"][0]["cost_check"]
+    assert check["residual"] >= 0 and second["results"][0]["cost_check"] == check
+    assert second["results"][0]["costs"] == first["results"][0]["costs"]
+    for record in records:
+        fabric, (result,) = record["fabric"], record["results"]
+        assert fabric["kind"] == "emulated" and fabric["time_scale"] == time_scale
+        network = fabric["network"]
+        assert network["requested"]["gbps"] == gbps
+        assert [link["host"] for link in network["measured"]] == ["h0", "h1"]
+        assert all(0 < link["up_gbps"] <= 1.2 * gbps for link in network["measured"])
+        assert [link["host"] for link in network["together"]] == ["h0", "h1"]
+        assert all(0 < link["gbps"] <= 1.2 * gbps for link in network["together"])
+        flagged = any(note["kind"] == "unfaithful" for note in record["notes"])
+        assert record["unfaithful"] is flagged
+        strain = result["strain"]
+        assert strain["core_wait"] >= 0 and min(strain["canary_s"]) > 0
+        assert [len(block) for block in result["iters"]] == blocks and result["period"] == 1
+        assert [len(block) for block in result["untimed"]] == [2] * len(blocks)
+        evidence = driver.evidence(record)
+        # A barrier, two steps that do not count, the start of those that do, and their ends.
+        assert [len(rank[0]) for rank in evidence["marks_s"]] == [1 + 2 + 1 + blocks[0]] * 2
+        assert all(rank["gradients"] for rank in evidence["traces"]) and evidence["plan"]["groups"]
+        # Through this link went what the algorithm sent, and more: headers.
+        for rank in evidence["network"]["ranks"]:
+            sent = rank["eth0"]["tx_bytes"] / evidence["network"]["steps"]
+            assert sent > result["gradient_bytes"]
+        assert ("collectives" in evidence) == (record is first)
 
 
 def write_trial(folder: Path, algorithm: str, world_size: int) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from common.emulation import sandbox
 from plots import throughput
-from tests.system.processes import ROOT, finished, python
-from tests.system.sweeps import Driver
+from tests.system.processes import ROOT, finished, python, wait_for
+from tests.system.sandboxes import Outside, needs_sandbox
+from tests.system.sweeps import Driver, check_fabric, processes_of
 
 ALGORITHM = ROOT / "examples" / "bring_your_own_algorithm.py"
 MODEL = """
@@ -44,38 +43,39 @@ def state() -> str:
     return finished(["git", "status", "--porcelain"]).stdout
 
 
-@pytest.mark.skipif(bool(sandbox.unable()), reason=f"no virtual hosts: {sandbox.unable()}")
+@needs_sandbox
 @pytest.mark.timeout(300)
 def test_one_command_from_a_file_to_a_table(tmp_path, mine, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before, logs = state(), tmp_path / "logs"
+    before, links, driver = state(), Outside.network(), Driver(tmp_path)
+    driver.sweep = driver.logs / "net"
     done = python(
         *("benchmarks.py", "run", "--model-file", mine / "net.py", "--batch", "64"),
         *("--gpu", "rtx3090", "--hosts", "2", "--network", "25gbe", "--time-scale", "10"),
         *("--plugin", mine / "small_ones.py", "-k", "dear|small-ones", "--set", SHORT),
-        *("--set", "compare_to=dear", "--logs", logs, "--no-plot"),
+        *("--set", "measure.repeats=1", "--set", "compare_to=dear"),
+        *("--logs", driver.logs, "--no-plot"),
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stderr.count("net.py modelled for NVIDIA GeForce RTX 3090") == 1
-    lines = (logs / "net" / "records.jsonl").read_text().splitlines()
-    dear, small = (json.loads(line) for line in lines)
+    dear, small = sorted(driver.records(), key=lambda record: record["trial"]["algorithm"])
     assert [record["trial"]["algorithm"] for record in (dear, small)] == ["dear", "small-ones"]
     assert small["trial"]["plugin"]["path"] == str(mine / "small_ones.py")
     for record in (dear, small):
         assert record["status"] == "ok" and record["check"]["matches_reference"]
-        assert (
-            record["trial"]["model"] == "net.py@rtx3090-modelled"
-            and record["fabric"]["kind"] == "emulated"
-        )
+        assert record["trial"]["model"] == "net.py@rtx3090-modelled"
+        assert record["trial"]["network"] == "25gbe" and record["trial"]["world_size"] == 2
         assert record["throughput"]["unit"] == "sample/s" and record["bound"]["step_s"] > 0
+    check_fabric(driver, [dear, small], gbps=25.0, time_scale=10.0, blocks=[3])
     assert dear["modelled"]["step_s"] > 0, dear["modelled"]
-    table = (logs / "net" / "table.md").read_text()
+    table = (driver.sweep / "table.md").read_text()
     assert "net.py@rtx3090-modelled" in table and "small-ones" in table
-    assert state() == before
+    assert state() == before and Outside.network() == links
+    wait_for(lambda: not processes_of(tmp_path))
 
-    shown = python("benchmarks.py", "show", "net", "--logs", logs)  # needs neither of the files
+    shown = driver.show("net")  # needs neither of the files
     assert shown.returncode == 0 and "small-ones" in shown.stdout
-    assert all(path.exists() for path in throughput.draw(logs / "net", tmp_path / "figures"))
+    assert all(path.exists() for path in throughput.draw(driver.sweep, tmp_path / "figures"))
 
 
 @pytest.mark.full

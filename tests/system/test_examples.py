@@ -71,7 +71,10 @@ def _train(script: Path, flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (("--amp", "bf16", "--warmup-epochs", "1", "--lr", "0.005"), "top-5 "),
+        pytest.param(
+            *(("--amp", "bf16", "--warmup-epochs", "1", "--lr", "0.005"), "top-5 "),
+            marks=pytest.mark.full,
+        ),
         (("--data", "text", "--model", "lstm_small", "--lr", "1"), "perplexity "),
     ],
     ids=["cifar10", "text"],

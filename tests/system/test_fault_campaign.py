@@ -51,9 +51,9 @@ def test_a_short_campaign_meets_its_bars(tmp_path):
     faults.append(draw(5, 8, ("killed driver",), launcher="local", fabric="local"))
     if sandbox.unable() is None:
         faults.append(draw(5, 9, ("cut link",), launcher="local", fabric="emulated"))
-    results = run(faults, lanes=2, scratch=tmp_path)
+    results = run(faults, lanes=1, scratch=tmp_path)  # each starts a fork server of its own
     assert len(results) == len(faults)
-    facts = {"seed": 5, "flags": "", "seconds": 0.0, "lanes": 2, "load": (0.0, 0.0)}
+    facts = {"seed": 5, "flags": "", "seconds": 0.0, "lanes": 1, "load": (0.0, 0.0)}
     assert not any(result["missed"] for result in results), report.text(facts, results)
 
 

@@ -68,7 +68,7 @@ def test_the_peak_rises_with_the_model_and_begins_anew():
         pytest.skip("this kernel does not reset the peak")
     more = 4_000_000
     # A process of its own: memory that other tests have freed would be used again.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as fresh:
         small, large, after = fresh.map(peak_of_a_step, (8, 8 + more, 8))
     # Weights, bias and gradients of both layers, and the activations and their gradients.
     grown = 4 * more * (2 * (8 + 1 + 4) + 2 * 3)

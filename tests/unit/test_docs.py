@@ -27,7 +27,8 @@ PAGES = [
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _FOLDERS = "bench|common|configs|dear|docs|examples|plots|scripts|tests"
 _NAMED = re.compile(rf"`((?:{_FOLDERS})/[^\s`<>{{$]*)`")
-_PLACEHOLDER = re.compile(r"[A-Z]{2,}|\.\.\.")
+# A part that is nothing but capitals, also before a suffix; README.md is a file.
+_PLACEHOLDER = re.compile(r"(?:^|/)[A-Z][A-Z0-9_]+(?:\.(?!md\b)\w+)?(?:/|$)|\.\.\.")
 _COMMAND = re.compile(r"^(?:python benchmarks\.py|dear-bench)(?: .*)?$", re.MULTILINE)
 _INLINE = re.compile(r"`((?:python benchmarks\.py|dear-bench) [^`]+)`")
 
@@ -73,6 +74,20 @@ def test_files_that_a_page_names_exist(page):
         path = re.split(r"::|#", named)[0].rstrip("/")
         there = any(any(folder.glob(path)) for folder in (ROOT, page.parent))
         assert there or _PLACEHOLDER.search(path), named
+
+
+@pytest.mark.parametrize(
+    ("path", "stands_for_others"),
+    [
+        ("common/launch/NAME.py", True),
+        ("docs/records/SWEEP/table.md", True),
+        ("docs/.../table.md", True),
+        ("docs/README.md", False),
+        ("tests/unit/test_SGD.py", False),
+    ],
+)
+def test_a_placeholder_is_a_whole_name(path, stands_for_others):
+    assert bool(_PLACEHOLDER.search(path)) is stands_for_others
 
 
 def test_make_targets_that_a_page_names_exist():

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.text import Text
 
 from common.results.records import Breakdown, FabricFacts
 from common.results.records.learned import Evaluation, Learning, RankPace
@@ -287,6 +288,11 @@ def test_dollars_of_a_label_are_no_mathematics(module, label, tmp_path):
     drawn, _ = module.figure(sweep(tmp_path / "s", named, compare_to=compared))
     style.literal(drawn)
     drawn.draw_without_rendering()
+    # Two dollars around what can be mathematics raise nothing.
+    word = label.split()[1]
+    texts = [text for text in drawn.findobj(Text) if word in text.get_text()]
+    assert texts or module is not throughput
+    assert not any(text.get_parse_math() for text in texts)
     plt.close(drawn)
 
 

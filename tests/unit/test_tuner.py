@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -38,34 +39,34 @@ def _step_s(threshold_mb: float) -> float:
     return 0.2 + 0.01 * (math.log2(threshold_mb) - 4) ** 2
 
 
-def _tune(tuner: Tuner) -> tuple[list[int], list[float], float]:
-    """Steps with a sample, thresholds tried, and the one in use in the end."""
-    communicator = Alone()
+@functools.cache
+def _tune(seed: int) -> tuple[list[int], dict, float]:
+    """Steps with a sample, findings after the last step, and the threshold in use in the end."""
+    communicator, tuner = Alone(), Tuner(FIRST, seed=seed)
     tuned = Tuned(Dear.Options(fusion="tuned"), tuner, communicator)
     sampled: list[int] = []
+    findings: dict = {}
     for step in range(1, 61):
         communicator.now_s += _step_s(tuned.options.threshold_mb)
         before = len(tuner.tried)
         tuned.after_step()
         if len(tuner.tried) > before:
             sampled.append(step)
-    return sampled, [tried["threshold_mb"] for tried, _ in tuner.tried], tuned.options.threshold_mb
+        if step == tuned.last_step:
+            findings = tuned.findings()["tuner"]
+    return sampled, findings, tuned.options.threshold_mb
 
 
 def test_samples_are_taken_and_the_best_installed_at_the_worked_steps():
-    sampled, _, _ = _tune(Tuner(FIRST, seed=0))
+    sampled, _, _ = _tune(0)
     assert sampled == [6, 11, 16, 21, 26, 31, 36, 41, 46, 51]
     assert Tuned(Dear.Options(fusion="tuned"), Tuner(FIRST, seed=0), Alone()).last_step == 52
 
 
 def test_what_was_tried_and_what_stayed_is_told():
-    communicator = Alone()
-    tuned = Tuned(Dear.Options(fusion="tuned"), Tuner(FIRST, seed=0), communicator)
+    tuned = Tuned(Dear.Options(fusion="tuned"), Tuner(FIRST, seed=0), Alone())
     assert tuned.findings() == {"tuner": {"tried": [], "threshold_mb": None, "wall_s": 0.0}}
-    for _ in range(tuned.last_step):
-        communicator.now_s += _step_s(tuned.options.threshold_mb)
-        tuned.after_step()
-    result = tuned.findings()["tuner"]
+    _, result, _ = _tune(0)
     assert len(result["tried"]) == 10 and result["tried"][0]["threshold_mb"] == 25.0
     assert all(item["step_s"] > 0.19 for item in result["tried"])
     best = min(result["tried"], key=lambda item: item["step_s"])
@@ -74,8 +75,8 @@ def test_what_was_tried_and_what_stayed_is_told():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_it_stays_within_bounds_and_ends_near_the_best(seed):
-    tuner = Tuner(FIRST, seed=seed)
-    _, tried, chosen = _tune(tuner)
+    _, findings, chosen = _tune(seed)
+    tried = [item["threshold_mb"] for item in findings["tried"]]
     assert tried[0] == 25.0
     assert all(LEAST_MB <= threshold <= MOST_MB for threshold in tried)
     assert len(set(tried)) > 5

@@ -243,10 +243,10 @@ def more_repeats(measured: Difference, comparisons: int) -> int | None:
         return max(1, stats.MIN_REPEATS - measured.repeats)
     for count in range(max(measured.repeats, stats.MIN_REPEATS), MOST_REPEATS + 1):
         likely = measured.with_repeats(count)
-        needed = stats.detectable(likely, comparisons)
         verdict, *_ = stats.verdicts([likely] * comparisons)
         if verdict == "SAME" or (
-            verdict != "UNSURE" and needed < math.expm1(abs(likely.log_ratio))
+            verdict != "UNSURE"
+            and stats.detectable(likely, comparisons) < math.expm1(abs(likely.log_ratio))
         ):
             return max(1, count - measured.repeats)
     return None

@@ -13,12 +13,12 @@ from dear.comm.neighbors import Round
 from dear.cost.bounds import Bound
 from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import nx, torch
-from dear.options import at_least, positive
+from dear.options import at_least
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters.options import GraphAlgorithm, GraphOptions
+from dear.training.parameters.options import GraphAlgorithm
 from dear.training.parameters.overlapped import Overlapped, UpdateIn, overlapped
-from dear.training.parameters.windows import Policy, WindowExchange
+from dear.training.parameters.windows import OneSidedOptions, Policy, WindowExchange
 
 POLL_S = (0.0005, 0.02)
 """Shortest and longest pause between two checks of a neighbour that is too far behind, in seconds
@@ -40,8 +40,8 @@ class AsyncExchange(WindowExchange):
 
     def __init__(self, graph: nx.DiGraph, part: Round, options: AsyncDdp.Options) -> None:
         self._max_staleness = options.max_staleness
-        self._finish_timeout_s = options.finish_timeout_s
-        super().__init__(graph, Policy(part, waits=options.max_staleness is not None))
+        policy = Policy(part, waits=options.max_staleness is not None)
+        super().__init__(graph, policy, options.finish_timeout_s)
 
     def open(self, communicator: Communicator, device: torch.device) -> None:
         super().open(communicator, device)
@@ -59,11 +59,6 @@ class AsyncExchange(WindowExchange):
     def mix(self, bucket: Bucket, steps: int) -> None:
         super().mix(bucket, steps - 1)  # the values do not include the current step yet
 
-    def release(self) -> None:
-        if self.windows:
-            self.peers.leave(self._finish_timeout_s)
-        super().release()
-
     def _catch_up(self, source: int, steps: int, limit: int) -> None:
         """Waits until the last bucket from `source` is at most `limit` steps behind."""
         *_, last = self.windows.values()
@@ -71,13 +66,11 @@ class AsyncExchange(WindowExchange):
         began = clock()
         timeout = self.communicator.timeout
         patience_s = DEFAULT_PATIENCE_S if timeout is None else timeout.total_seconds()
-        departures = self.peers.departures
-        assert departures is not None, "peers of an exchange that is apart have them"
         while True:
             source_steps = last.steps_in(source)
             if source_steps is None or steps - source_steps <= limit:
                 break
-            if departures.gone(source):
+            if self.peers.departures.gone(source):
                 break
             if clock() - began > patience_s:
                 raise RuntimeError(
@@ -105,7 +98,7 @@ class AsyncDdp(GraphAlgorithm["AsyncDdp.Options"]):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(GraphOptions):
+    class Options(OneSidedOptions):
         """Topology, time of the update, and limits of staleness and of waiting."""
 
         update: UpdateIn = "backward"
@@ -114,12 +107,9 @@ class AsyncDdp(GraphAlgorithm["AsyncDdp.Options"]):
         max_staleness: int | None = None
         """Largest number of steps by which a neighbour's values may be behind: a step waits for
         newer values, and a put for the previous put. None: no limit, and nothing waits."""
-        finish_timeout_s: float = 3600.0
-        """Longest time that `close()` waits for ranks that still train, in seconds."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            positive("asyncddp option 'finish_timeout_s'", self.finish_timeout_s)
             at_least("asyncddp option 'max_staleness'", self.max_staleness, 0)
 
     capabilities = Capabilities(consistency="asynchronous")

@@ -29,12 +29,17 @@ class PullExchange(WindowExchange):
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
         super().lay_out(members, NEVER)
         self._reading: dict[Bucket, list[tuple[int, torch.Tensor, dist.Work]]] = {}
+        self._published = False
 
     def refill(self, steps: int) -> None:
         """Does nothing: no rank puts values into slots."""
 
     def drop(self) -> None:
         super().drop()
+        for reading in self._reading.values():
+            for _, _, work in reading:
+                work.wait()
+        self._reading.clear()
         self._hide()
 
     def restore(self, saved: StateDict | None) -> None:
@@ -43,11 +48,15 @@ class PullExchange(WindowExchange):
 
     def _hide(self) -> None:
         """Tells readers that this rank's parameters are being replaced."""
+        if not self._published:
+            return
+        self._published = False
         for bucket, window in self.windows.items():
             window.show(bucket.values, steps=NEVER)
 
     def share(self, bucket: Bucket, steps: int) -> None:
         self.windows[bucket].show(bucket.values, steps=steps)
+        self._published = True
 
     def shared(self) -> None:
         self.meet()

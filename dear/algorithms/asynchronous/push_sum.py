@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dear.buckets.flat import Bucket
+from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Update
@@ -42,9 +43,12 @@ class PushSumExchange(WindowExchange):
         """Share of each bucket that this rank keeps in the current round."""
 
     def refill(self, steps: int) -> None:
-        """Empties the slots after a state was loaded; with `barrier`, waits for all ranks."""
+        """Drops the values in the slots after a load; their weight now belongs to what was loaded.
+
+        With `barrier`, waits for all ranks.
+        """
         for window in self.windows.values():
-            window.clear()
+            window.absorb()
         self.meet()
 
     def adapt(self, update: Update) -> object:
@@ -61,6 +65,22 @@ class PushSumExchange(WindowExchange):
             result = update()
             for bucket, numerator in self._numerators.items():
                 numerator.add_(bucket.values)
+        return result
+
+    def adapt_alone(self, update: Update) -> object:
+        """Updates the parameters such that u changes as in steps that average."""
+        # Without a barrier, updates of u are weighted by p, which cancels in x = u / p.
+        windows = self.windows.items() if self.policy.waits() else ()
+        uneven = {bucket: window.p for bucket, window in windows if window.p != 1}
+        with torch.no_grad():
+            for bucket in uneven:
+                self._numerators[bucket].copy_(bucket.values)
+        result = update()
+        with torch.no_grad():
+            for bucket, p in uneven.items():
+                before = self._numerators[bucket]
+                torch.lerp(before, bucket.values, 1 / p, out=bucket.values)
+                bucket.touched()
         return result
 
     def share(self, bucket: Bucket, steps: int) -> None:
@@ -90,12 +110,31 @@ class PushSumExchange(WindowExchange):
         }
 
     def saved(self) -> StateDict:
-        return {"p": [window.p for window in self.windows.values()]}
+        # Without a barrier, weight is also in slots and messages, and would be lost in each resume.
+        waits = self.policy.waits()
+        return {"p": [window.p for window in self.windows.values()]} if waits else {}
+
+    def check(self, saved: StateDict | None) -> None:
+        weights = (saved or {}).get("p")
+        if weights is not None and len(weights) != len(self.windows):
+            raise UserError(
+                f"the checkpoint has weights of {len(weights)} buckets, but there are "
+                f"{len(self.windows)}; use the bucket_mb of the checkpoint"
+            )
 
     def restore(self, saved: StateDict | None) -> None:
+        """Continues with the saved weights, if there are any.
+
+        Without a barrier, windows keep the weights that they have: 1 if they are new. Loaded
+        parameters are u / p, so they are right with any weights.
+        """
         super().restore(saved)
+        weights = (saved or {}).get("p")
         for index, window in enumerate(self.windows.values()):
-            window.p = 1.0 if saved is None else saved["p"][index]
+            if weights is not None:
+                window.p = weights[index]
+            elif self.policy.waits():
+                window.p = 1.0
 
 
 class PushSum(WindowAlgorithm["PushSum.Options"]):

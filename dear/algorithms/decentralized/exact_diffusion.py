@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from dear.buckets.flat import Bucket
 from dear.comm.neighbors import Round
 from dear.cost.overlap import Overlap
 from dear.errors import UserError
@@ -14,14 +14,11 @@ from dear.options import option_of
 from dear.topology import from_matrix, matrix
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica, Update
-from dear.training.parameters.exchange import GraphExchange, always
+from dear.training.parameters.exchange import SumExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, adapt_then_combine
 from dear.training.parameters.stepped import AdaptThenCombine
 
 _DIRECTED = ("ring-left", "ring-right", "exp2")
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
 
 
 class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
@@ -29,10 +26,13 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
 
     `psi = x - update; x <- W' (psi + x - last psi)` with W' = (W + 1) / 2, for parameters x and
     weights W. A step updates, adds the change that averaging made in the last step, and averages.
-    Invariant: with a constant step size, ranks reach the exact minimum of the sum of their losses.
+    If a script writes to x, `x - last psi` is still that change, so the write counts once.
+    Invariant: these changes sum to 0 over the ranks. With a constant step size, ranks reach the
+    exact minimum of the sum of their losses.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour; one more copy in memory.
-    Overridden method of the exchange: `adapt` corrects the updated parameters.
+    Overridden methods of the exchange: `adapt` corrects the updated parameters, and `mix` computes
+    the next correction.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -62,35 +62,31 @@ class ExactDiffusion(GraphAlgorithm["ExactDiffusion.Options"]):
         return AdaptThenCombine(replica, ExactDiffusionExchange(always(part)))
 
 
-class ExactDiffusionExchange(GraphExchange):
-    """Exchange that keeps psi: the parameters after the last update, before they were averaged."""
-
-    takes_scaler = False
+class ExactDiffusionExchange(SumExchange):
+    """Exchange that keeps the change that the last averaging made to the parameters."""
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
         super().lay_out(members, steps)
-        self._psi = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
-        self._started = False
+        self._changes = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
+        """Change by the last averaging; psi while an averaging is under way."""
 
     def adapt(self, update: Update) -> object:
         with torch.no_grad():
-            if self._started:
-                for bucket, correction in self._psi.items():
-                    correction.neg_().add_(bucket.values)  # x - last psi; 0 in the first step
-            self._started = True
             result = update()
-            for bucket, correction in self._psi.items():
+            for bucket, change in self._changes.items():
                 psi = bucket.values.clone()
-                bucket.values.add_(correction)
-                correction.copy_(psi)
+                bucket.values.add_(change)
+                change.copy_(psi)
         return result
 
-    def saved(self) -> StateDict:
-        copies = [psi.clone() for psi in self._psi.values()]
-        return {"psi": copies if self._started else None}
+    def mix(self, bucket: Bucket, steps: int) -> None:
+        super().mix(bucket, steps)
+        # In the next step, the parameters may contain a write by the script.
+        self._changes[bucket].neg_().add_(bucket.values)
 
-    def restore(self, saved: StateDict | None) -> None:
-        copies = None if saved is None else saved["psi"]
-        self._started = copies is not None
-        for index, psi in enumerate(self._psi.values()):
-            psi.zero_() if copies is None else psi.copy_(copies[index])
+    def kept(self) -> dict[str, list[torch.Tensor]]:
+        return {"change": self.views(self._changes)}
+
+    def begin_anew(self) -> None:
+        for change in self._changes.values():
+            change.zero_()

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dear.buckets.flat import Bucket, with_gradients
 from dear.comm.neighbors import Round
 from dear.cost.overlap import Overlap
+from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica, Update
-from dear.training.parameters.exchange import GraphExchange, always
+from dear.training.parameters.exchange import SumExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, combine_then_adapt
 from dear.training.parameters.stepped import CombineThenAdapt
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
 
 
 class GradientTracking(GraphAlgorithm["GradientTracking.Options"]):
@@ -56,7 +53,7 @@ class Trackers:
 
     A parameter without a gradient on a rank counts as having a zero gradient there. If no gradient
     for a parameter has reached a rank, directly or in an estimate, the parameter gets none, so that
-    optimizers skip it as in serial training.
+    optimizers skip it as in serial training. The same is true if it is frozen now.
 
     Args:
         estimates: zeroed flat buffers for `y`, one per bucket.
@@ -71,7 +68,11 @@ class Trackers:
         """Adds this rank's gradients to the estimates; `update` then sees these as gradients.
 
         The caller must have averaged the estimates since the last call.
+
+        Raises:
+            UserError: a gradient is sparse.
         """
+        self._refuse_sparse()
         gradients: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         with torch.no_grad():
             for bucket, estimate in self.estimates.items():
@@ -80,26 +81,37 @@ class Trackers:
                 bucket.copy_gradients(bucket.views(last))
                 estimate.add_(last)
                 for param, view in zip(bucket.params, bucket.views(estimate), strict=True):
-                    if param.grad is not None or param in self._used or bool(view.any()):
+                    if not param.requires_grad:  # frozen meanwhile
+                        gradients[param] = None
+                    elif param.grad is not None or param in self._used or bool(view.any()):
                         self._used.add(param)
                         gradients[param] = view
         return with_gradients(gradients, update)
 
-    def saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns copies of the estimates and of the last gradients."""
-        return [(y.clone(), self._last[bucket].clone()) for bucket, y in self.estimates.items()]
+    def _refuse_sparse(self) -> None:
+        for bucket in self.estimates:
+            for param in bucket.params:
+                gradient = param.grad
+                if gradient is not None and gradient.layout is not torch.strided:
+                    raise UserError(
+                        f"sparse gradient of shape {tuple(param.shape)}: estimates of the mean "
+                        "gradient are dense; build the embedding with sparse=False"
+                    )
 
-    def restore(self, saved: Sequence[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
-        """Continues from a result of `saved`; None: from zeros."""
-        for index, (bucket, estimate) in enumerate(self.estimates.items()):
-            for part, buffer in enumerate((estimate, self._last[bucket])):
-                buffer.zero_() if saved is None else buffer.copy_(saved[index][part])
+    def kept(self, exchange: SumExchange) -> dict[str, list[torch.Tensor]]:
+        """Returns the result of `SumExchange.kept` for the estimates."""
+        return {"estimate": exchange.views(self.estimates), "last": exchange.views(self._last)}
+
+    def begin_anew(self) -> None:
+        """Forgets all gradients."""
+        self._used.clear()
+        for bucket, estimate in self.estimates.items():
+            estimate.zero_()
+            self._last[bucket].zero_()
 
 
-class GradientTrackingExchange(GraphExchange):
+class GradientTrackingExchange(SumExchange):
     """Exchange that averages gradient estimates as well as parameters; updates use them."""
-
-    takes_scaler = False
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
         super().lay_out(members, steps)
@@ -113,8 +125,8 @@ class GradientTrackingExchange(GraphExchange):
     def adapt(self, update: Update) -> object:
         return self._trackers.update(update)
 
-    def saved(self) -> StateDict:
-        return {"trackers": self._trackers.saved()}
+    def kept(self) -> dict[str, list[torch.Tensor]]:
+        return self._trackers.kept(self)
 
-    def restore(self, saved: StateDict | None) -> None:
-        self._trackers.restore(None if saved is None else saved["trackers"])
+    def begin_anew(self) -> None:
+        self._trackers.begin_anew()

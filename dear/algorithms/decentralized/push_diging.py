@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dear.algorithms.decentralized.gradient_tracking import Trackers
 from dear.buckets.flat import Bucket
@@ -13,12 +12,9 @@ from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica, Update
-from dear.training.parameters.exchange import GraphExchange, always
+from dear.training.parameters.exchange import SumExchange, always
 from dear.training.parameters.options import GraphAlgorithm, GraphOptions, adapt_then_combine
 from dear.training.parameters.stepped import AdaptThenCombine
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
 
 
 class PushDiging(GraphAlgorithm["PushDiging.Options"]):
@@ -53,10 +49,8 @@ class PushDiging(GraphAlgorithm["PushDiging.Options"]):
         return AdaptThenCombine(replica, PushDigingExchange(always(part)))
 
 
-class PushDigingExchange(GraphExchange):
+class PushDigingExchange(SumExchange):
     """Exchange of numerators u, gradient estimates y and weights v; parameters are u / v."""
-
-    takes_scaler = False
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int) -> None:
         super().lay_out(members, steps)
@@ -88,11 +82,12 @@ class PushDigingExchange(GraphExchange):
         super().mix(bucket, steps)
         torch.div(self._numerators[bucket], self._messages[bucket][-1], out=bucket.values)
 
-    def saved(self) -> StateDict:
-        weights = [message[-1].item() for message in self._messages.values()]
-        return {"trackers": self._trackers.saved(), "weights": weights}
+    def kept(self) -> dict[str, list[torch.Tensor]]:
+        # A parameter's weight is that of its bucket, as buckets may be others after a load.
+        weights = [self._messages[bucket][-1] for bucket in self.buckets for _ in bucket.params]
+        return {**self._trackers.kept(self), "weight": weights}
 
-    def restore(self, saved: StateDict | None) -> None:
-        self._trackers.restore(None if saved is None else saved["trackers"])
-        for index, message in enumerate(self._messages.values()):
-            message[-1] = 1.0 if saved is None else saved["weights"][index]
+    def begin_anew(self) -> None:
+        self._trackers.begin_anew()
+        for message in self._messages.values():
+            message[-1] = 1.0

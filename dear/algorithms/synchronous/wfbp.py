@@ -56,8 +56,9 @@ class Wfbp(Algorithm["Wfbp.Options"]):
 class AveragingEngine(GradientEngine[HalfOptions]):
     """Engine that averages in or right after the backward pass; the step is the optimizer's own.
 
-    A missing gradient counts as zero if another rank has one. If no rank has a gradient for a
-    parameter, `grad` stays None, so that optimizers skip it as in serial training.
+    A missing gradient counts as zero if another rank has one (with `signum`, the rank does not
+    vote). If no rank has a gradient for a parameter, `grad` stays None, so that optimizers skip it
+    as in serial training.
 
     Cost per pass and rank: one all-reduce per parameter (for payloads that no reduction can sum,
     one all-gather), and one all-reduce of a byte per parameter.

@@ -44,6 +44,18 @@ STATE_KEY = "replica"
 """Key in a state dict's first parameter group, for what else a rank needs to continue."""
 
 
+def for_all_ranks(state: StateDict) -> StateDict:
+    """Returns an optimizer state without what only the rank that has saved it may continue from.
+
+    Exchanges then begin anew on all ranks that load it. The number of steps stays.
+    """
+    groups = [dict(group) for group in state["param_groups"]]
+    for group in groups:
+        if STATE_KEY in group:
+            group[STATE_KEY] = {"steps": group[STATE_KEY]["steps"]}
+    return {**state, "param_groups": groups}
+
+
 def refuse_writers(model: torch.nn.Module) -> None:
     """Raises `UserError` if a module writes parameters in a forward pass, while they are sent."""
     if any(getattr(module, "max_norm", None) is not None for module in model.modules()):
@@ -68,7 +80,7 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         every: period of the averaging in steps; the last step of each period averages.
 
     Raises:
-        UserError: the engine cannot step this optimizer.
+        UserError: the engine cannot step this optimizer, or it has loaded another rank's state.
     """
 
     when_to_write = "change them after step()"
@@ -91,6 +103,11 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         self.prepare()
         if replica.has_optimizer:
             self.scaling = GradScaling(self.optimizer)
+            try:
+                self.check_state({"param_groups": self.optimizer.param_groups})
+            except UserError:
+                self.close()
+                raise
             self.resume({})
 
     @abstractmethod
@@ -167,6 +184,10 @@ class ParameterEngine(Engine[LocalOptions], ABC):
         state = plain()
         state["param_groups"][0][STATE_KEY] = self.saved()
         return state
+
+    def check_state(self, state: StateDict) -> None:
+        for group in state.get("param_groups", [])[:1]:
+            self.exchange.check(group.get(STATE_KEY))
 
     def load_state_dict(self, plain: Callable[[], None]) -> None:
         self.synchronize()

@@ -22,17 +22,16 @@ class SteppedEngine(ParameterEngine):
         self.unmixed: set[int] = set()
         """Buckets that are shared but not yet mixed."""
         self.in_flight = InFlight(self.settle)
+        self.hooks.before_load(self.model, self._before_load)
 
     def due(self) -> bool:
         """Returns True if this step averages."""
         return self.steps % self.every == self.every - 1
 
     def adapt(self, update: Update, *, averages: bool) -> object:
-        """Runs the optimizer's step; in a step that averages, the exchange may change it."""
-
-        if not averages:
-            return self.scaling.step(update)
-        return self.exchange.adapt(lambda: self.scaling.step(update))
+        """Runs the optimizer's step, which the exchange may change."""
+        run = self.exchange.adapt if averages else self.exchange.adapt_alone
+        return run(lambda: self.scaling.step(update))
 
     def share_all(self) -> None:
         with torch.no_grad():
@@ -56,6 +55,10 @@ class SteppedEngine(ParameterEngine):
         for index in sorted(self.unmixed):
             self.mix(index)
         self.exchange.meet()
+
+    def _before_load(self) -> None:
+        if self.exchange.before_load():
+            self.unmixed.clear()
 
 
 class CombineThenAdapt(SteppedEngine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from dear.buckets.flat import Bucket
@@ -13,7 +13,7 @@ from dear.comm.windows import NeighborWindow
 from dear.cost.bounds import Bound, Traffic
 from dear.cost.overlap import Moment, Overlap, Transfer
 from dear.lazy import nx, torch
-from dear.options import at_least, option_of
+from dear.options import LATER, at_least, option_of, positive
 from dear.training.engine import Replica
 from dear.training.parameters.engine import ParameterEngine
 from dear.training.parameters.exchange import BucketExchange
@@ -53,6 +53,7 @@ class WindowExchange(BucketExchange):
 
     Args:
         graph: edges from sender to receiver.
+        finish_timeout_s: longest time that `release` waits for ranks that still train, in seconds.
         on_release: called with all windows before they are freed.
     """
 
@@ -68,12 +69,14 @@ class WindowExchange(BucketExchange):
         self,
         graph: nx.DiGraph,
         policy: Policy,
+        finish_timeout_s: float,
         on_release: Callable[[Collection[NeighborWindow]], None] = lambda windows: None,
     ) -> None:
         super().__init__()
         self.policy = policy
         self.windows: dict[Bucket, NeighborWindow] = {}
         self._graph = graph
+        self._finish_timeout_s = finish_timeout_s
         self._on_release = on_release
         self._begun = False
         self._refill = self.refills_at_first
@@ -107,7 +110,9 @@ class WindowExchange(BucketExchange):
     def share(self, bucket: Bucket, steps: int) -> None:
         window = self.windows[bucket]
         idle, factors = window.idle(wait=self.policy.waits()), self.policy.put_weights()
-        chosen = {target: factor for target, factor in factors.items() if target in idle}
+        # `put` refuses ranks that are no targets.
+        left_out = set(window.targets) - set(idle)
+        chosen = {target: factor for target, factor in factors.items() if target not in left_out}
         window.put(bucket.values, chosen, steps=steps)
 
     def mix(self, bucket: Bucket, steps: int) -> None:
@@ -124,6 +129,11 @@ class WindowExchange(BucketExchange):
         for window in self.windows.values():
             window.wait()
 
+    def before_load(self) -> bool:
+        if not self.policy.waits():  # otherwise every exchange brings new values of all ranks
+            self.drop()
+        return True
+
     def drop(self) -> None:
         super().drop()
         self._refill = self.refills_at_first or self._begun
@@ -137,14 +147,30 @@ class WindowExchange(BucketExchange):
 
     def release(self) -> None:
         if self.windows:
+            # Freeing meets in a collective, whose time limit ranks that still train would exceed.
+            self.peers.leave(self._finish_timeout_s)
             self._on_release(self.windows.values())
             self.peers.close()
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowOptions(GraphOptions):
+class OneSidedOptions(GraphOptions):
+    """Topology, and the limit of the wait at the end."""
+
+    finish_timeout_s: float = 3600.0
+    """Longest time that `close()` waits for ranks that still train, in seconds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(option_of(self, "finish_timeout_s"), self.finish_timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions(OneSidedOptions):
     """Topology, and timing of the exchanges."""
 
+    # Older records lack it; those of `asyncddp` have it.
+    finish_timeout_s: float = field(default=OneSidedOptions.finish_timeout_s, metadata=LATER)
     barrier: bool = False
     """Waits for all ranks in each step that exchanges, so that results do not depend on timing; for
     comparisons."""
@@ -194,4 +220,5 @@ class WindowAlgorithm(GraphAlgorithm[WindowOptionsT]):
         options, communicator = replica.options, replica.communicator
         graph = options.graph(communicator)
         policy = Policy(Round.of(graph, communicator.rank), waits=options.barrier)
-        return self.order(replica, self.exchange(graph, policy), every=options.every)
+        exchange = self.exchange(graph, policy, options.finish_timeout_s)
+        return self.order(replica, exchange, every=options.every)

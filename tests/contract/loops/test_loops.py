@@ -13,6 +13,7 @@ from tests.contract.algorithms import Meaning, algorithm_names, reference_of, sk
 from tests.contract.loops.catalogue import LOOPS
 from tests.contract.loops.expected import REFUSED, UNDEFINED, words_of
 from tests.contract.loops.runs import Loop, Seen, Subject, by_threads, difference, on_rank
+from tests.contract.pairs import one_case
 
 MORE = {"ddp": [{"zero": True}], "decentralized": [{"update": "backward"}]}
 """Options that change what a loop meets, beside the first ones that are tested."""
@@ -20,29 +21,29 @@ TOLERANCE = 2e-5
 
 
 def _cases() -> list[Any]:
-    """All loops; marked `full` are those with all options, those with three ranks, and every second
-    one of each algorithm, so that each loop is tried with half of the algorithms. Of a plugin none
+    """All loops; marked `full` are those with all options, those with three ranks, and two of three
+    of each algorithm, so that each loop is tried with a third of the algorithms. Of a plugin none
     is left out.
 
     Ranks that take turns do so in `step()`, so updates in the backward pass are left out.
     """
     cases = []
     for place, name in enumerate(algorithm_names()):
-        halved = plugin_of(name) is None
+        thinned = plugin_of(name) is None
         first, *others = Meaning.of(name).options
         quick = [first, *[{**first, **more} for more in MORE.get(name, [])]]
-        chosen = [(options, 2, ()) for options in quick]
-        chosen += [(options, 2, [pytest.mark.full]) for options in others if options not in quick]
-        chosen += [(options, 3, [pytest.mark.full]) for options in quick]
-        for options, size, marks in chosen:
+        chosen = [(options, 2, False) for options in quick]
+        chosen += [(options, 2, True) for options in others if options not in quick]
+        chosen += [(options, 3, True) for options in quick]
+        for options, size, full in chosen:
             if Meaning.of(name).in_turn and options.get("update") != "step":
                 continue
             if Meaning.of(name).worlds(options, size):
                 subject = Subject(name, tuple(options.items()))
                 for number, loop in enumerate(LOOPS):
                     label = f"{subject}-{size}-{loop.__name__}"
-                    left = pytest.mark.full if halved and (place + number) % 2 else marks
-                    cases.append(pytest.param(subject, size, loop, id=label, marks=left))
+                    left = full or (thinned and (place + number) % 3 > 0)
+                    cases += one_case(subject, size, loop, label=label, full=left)
     return cases
 
 

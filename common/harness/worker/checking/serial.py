@@ -39,6 +39,8 @@ class Ranks:
         local_size: int = 1,
     ) -> None:
         self.models, self.optimizers, self.local_size = models, optimizers, local_size
+        self.known: torch.Tensor | None = None
+        """Value of `has`; None: parameters whose `grad` is None have no gradient."""
         self._prepare = prepare
         self._params = [[p for p in model.parameters() if p.requires_grad] for model in models]
         sizes = [_reals(param).numel() for param in self._params[0]]
@@ -69,6 +71,15 @@ class Ranks:
             for param, tensor in zip(params, self.tensors, strict=True):
                 gradient = row[tensor] if param.requires_grad else row[:0]
                 param.grad = _shaped(gradient, param) if gradient.count_nonzero() else None
+
+    @property
+    def has(self) -> torch.Tensor:
+        """True for elements with a gradient, `[ranks, elements]`."""
+        if self.known is not None:
+            return self.known
+        rows = [[param.grad is not None for param in params] for params in self._params]
+        sizes = [tensor.stop - tensor.start for tensor in self.tensors]
+        return torch.tensor(rows).repeat_interleave(torch.tensor(sizes), dim=1)
 
     def update(self, rank: int | None = None) -> None:
         """Steps the optimizer of a rank (None: the optimizers of all ranks)."""
@@ -211,8 +222,10 @@ class RecordedJob:
                 if step == self.changed:
                     for optimizer in optimizers:
                         change_settings(optimizer)
-                gradients = np.nan_to_num([r.gradients[step] for r in self.recordings])
+                recorded = np.stack([r.gradients[step] for r in self.recordings])
+                gradients = np.nan_to_num(recorded)
                 ranks.g = wire(torch.from_numpy(gradients), trial).double()
+                ranks.known = torch.from_numpy(~np.isnan(recorded))
                 next(steps)
                 yield ranks.x.numpy()
 

@@ -35,15 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Horovod's last and by world size, so that ranks of a size are started once; see `world`."""
-    items.sort(key=lambda item: _size(item) if "horovod" in item.name else 0)
-
-
-def _size(item: pytest.Item) -> int:
-    """Number of ranks of a test as far as its parameters tell, else 2, as most have."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    size = params.get("size", getattr(params.get("case"), "world", None))
-    return size if isinstance(size, int) else 2
+    """Horovod's last, so that its ranks are started once; see `world`."""
+    items.sort(key=lambda item: "horovod" in item.name)
 
 
 KINDS = ("gloo", "bluefog", "horovod")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests of every part, without those that take long: scripts/test.sh .venv [--again]
-# Five runs are side by side: the tests of tests/unit compute, most of the others wait. With --again,
+# Four runs are side by side. The tests of tests/unit compute in one process, and so would be the
+# last to end, beside the many processes of the others: it gets more of the processor. With --again,
 # repeats only the tests that failed last, and prints their names; it fails if there are none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,15 +10,15 @@ source scripts/shared.sh
 venv=$(environment "${1:-}")
 pytest=("$venv/bin/python" -m pytest)
 unset PYTHONDONTWRITEBYTECODE  # or each of hundreds of processes compiles the same files
-parts=(unit comm system contract/loops)  # and the others
+parts=(unit comm system)  # and the others
 
 arguments() {  # of pytest, for a part: one a line
   printf '%s\n' -o "cache_dir=.pytest_cache/$1"
-  if [[ "$1" == others ]]; then
-    printf -- '--ignore=tests/%s\n' "${parts[@]}"
-  else
-    echo "tests/$1"
-  fi
+  case "$1" in
+    others) printf -- '--ignore=tests/%s\n' "${parts[@]}" contract/loops ;;
+    comm) printf 'tests/%s\n' comm contract/loops ;;
+    *) echo "tests/$1" ;;
+  esac
 }
 
 run() {  # the tests of a part, with more of pytest's options
@@ -32,7 +33,7 @@ failed() {  # whether a test of the part did, as far as its cache knows
 }
 
 stopped() {  # whether the part ended in another way than by its tests
-  [[ ! "$(cat "build/${1//\//_}_status" 2> /dev/null || echo 0)" =~ ^[015]$ ]]
+  [[ ! "$(cat "build/${1}_status" 2> /dev/null || echo 0)" =~ ^[015]$ ]]
 }
 
 names() {  # the tests of a part that failed last
@@ -48,7 +49,7 @@ if [[ "${2:-}" == --again ]]; then
       echo "== tests/$part: stopped, so all of them again"
       status=0
       run "$part" -m "not full" || exit
-      echo 0 > "build/${part//\//_}_status"
+      echo 0 > "build/${part}_status"
     elif failed "$part"; then
       echo "== repeated once, since they failed:"
       names "$part"
@@ -65,17 +66,20 @@ trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
 for part in "${parts[@]}"; do
   mapfile -t words < <(arguments "$part")
   # Not by `run`: its process would be the shell, not pytest.
-  "${pytest[@]}" -m "not full" "${words[@]}" > "build/${part//\//_}_tests.log" 2>&1 &
+  first=(nice -n 4)
+  [[ "$part" != unit ]] || first=()
+  "${first[@]}" "${pytest[@]}" -m "not full" "${words[@]}" > "build/${part}_tests.log" 2>&1 &
   pids+=("$!")
 done
-run others -m "not full" || status=$?
+mapfile -t words < <(arguments others)
+nice -n 4 "${pytest[@]}" "${words[@]}" -m "not full" || status=$?
 echo "$status" > build/others_status
 for number in "${!parts[@]}"; do
   code=0
   wait "${pids[number]}" || code=$?
-  echo "$code" > "build/${parts[number]//\//_}_status"
+  echo "$code" > "build/${parts[number]}_status"
   [[ "$code" == 0 ]] || status=$code
   echo "== tests/${parts[number]}"
-  cat "build/${parts[number]//\//_}_tests.log"
+  cat "build/${parts[number]}_tests.log"
 done
 exit "$status"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests of every part, without those that take long: scripts/test.sh .venv [--again]
-# Four runs are side by side. The tests of tests/unit compute in one process, and so would be the
-# last to end, beside the many processes of the others: it gets more of the processor. With --again,
-# repeats only the tests that failed last, and prints their names; it fails if there are none.
+# Four runs are side by side; those of tests/unit and tests/system would end last, so the others are
+# nice. With --again, repeats only the tests that failed last, and prints their names; it fails if
+# there are none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/shared.sh
@@ -66,9 +66,8 @@ trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
 for part in "${parts[@]}"; do
   mapfile -t words < <(arguments "$part")
   # Not by `run`: its process would be the shell, not pytest.
-  first=(nice -n 4)
-  [[ "$part" != unit ]] || first=()
-  "${first[@]}" "${pytest[@]}" -m "not full" "${words[@]}" > "build/${part}_tests.log" 2>&1 &
+  [[ "$part" == comm ]] && level=4 || level=0
+  nice -n "$level" "${pytest[@]}" -m "not full" "${words[@]}" > "build/${part}_tests.log" 2>&1 &
   pids+=("$!")
 done
 mapfile -t words < <(arguments others)

@@ -100,6 +100,7 @@ def test_groups_of_the_world_end_and_begin_in_one_process(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1100)
 def test_groups_of_torchrun_end_and_begin_a_thousand_times(tmp_path):
     output = _torchrun(tmp_path, AGAIN, "1000", limit_s=1060)
     assert output.count("grown by") == 2

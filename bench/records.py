@@ -60,6 +60,8 @@ def main(argv: list[str]) -> int:
     mode.add_argument("--check", action="store_true", help="list all problems, make nothing")
     mode.add_argument("--draw", action="store_true", help="draw the figures again, make nothing")
     options = parser.parse_args(argv)
+    if options.draw and not options.names:
+        raise UserError("--draw needs the names of the records")
     recipes = catalogue.recipes()
     for name in options.names:
         if name not in recipes:
@@ -163,7 +165,7 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = catalogue.FOLDER
         **(_kept_evidence(work, out) if recipe.sweep is not None else {}),
         "files": catalogue.digests(out),
     }
-    (out / catalogue.MANIFEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    _write_manifest(out, facts)
     _place(out, folder / name)
     catalogue.restore(name, folder)
     shutil.rmtree(work)
@@ -185,9 +187,13 @@ def draw(name: str, commit: str, folder: Path = catalogue.FOLDER) -> None:
         path = _drawn(folder / name, Path(plots))
         shutil.copy2(path, folder / name)
     facts |= {"drawn_at": commit, "files": catalogue.digests(folder / name)}
-    text = json.dumps(facts, indent=1) + "\n"
-    (folder / name / catalogue.MANIFEST).write_text(text, encoding="utf-8")
+    _write_manifest(folder / name, facts)
     print(f"{name}: drawn", flush=True)
+
+
+def _write_manifest(folder: Path, facts: dict[str, object]) -> None:
+    text = json.dumps(facts, indent=1) + "\n"
+    (folder / catalogue.MANIFEST).write_text(text, encoding="utf-8")
 
 
 def _drawn(sweep: Path, plots: Path) -> Path:

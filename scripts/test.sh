@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests of every part, without those that take long: scripts/test.sh .venv [--again]
-# Four runs are side by side; those of tests/unit and tests/system would end last, so the others are
-# nice. With --again, repeats only the tests that failed last, and prints their names; it fails if
-# there are none.
+# Four runs are side by side. Those of tests/unit and tests/system take longest, so the others have a
+# lower priority. With --again, repeats only the tests that failed last, and prints their names; it
+# fails if there are none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/shared.sh

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from dear.errors import UserError
@@ -17,6 +18,8 @@ from tests.ranks import RankPool
 # An example that a busy machine holds up is not wrong.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
+# Several runs of tests are side by side, and threads of torch that wait for each other spin.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.rig import engines, program
-from bench.rig.output import Output
+from bench.rig.output import Output, note
 from bench.rig.team import Layout, Teams, built
 from common.emulation import sandbox
 from common.emulation.hosts import network
@@ -108,7 +108,7 @@ class Session:
         self._output.save(self._tool, about | results)
 
     def heading(self) -> list[str]:
-        """Returns lines that describe the machine, the hosts, the engines and the ranks."""
+        """Returns lines that describe the machine, the hosts and the engines."""
         args, where = self.args, "this machine"
         if args.num_hosts:
             links = f"links {args.rate}"
@@ -122,8 +122,6 @@ class Session:
         for name, versions in self._versions.items():
             listed = ", ".join(f"{key} {value}" for key, value in versions.items())
             lines.append(f"# {name}: {listed}")
-        form = "#   {engine} rank {rank} pid {pid} host {host} {address} {ifname}"
-        lines += [form.format(**rank) for rank in self.ranks]
         return lines + [f"# {name}: {reason}" for name, reason in self.failures.items()]
 
 
@@ -142,4 +140,6 @@ def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
         with Teams(args.engines, layout) as teams:
             session = Session(tool, args, output, layout, teams)
             print("\n".join(session.heading()), flush=True)
+            for rank in session.ranks:  # for a debugger; the result file has them, too
+                note("{engine} rank {rank} pid {pid} host {host} {address} {ifname}".format(**rank))
             yield session

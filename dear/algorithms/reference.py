@@ -2,11 +2,11 @@
 
 A reference is a generator that makes one step at each `next`. `ranks.x` and `ranks.g` hold the
 trained parameters and their gradients, one row per rank. Before a step, `ranks.g` holds the
-gradients of each rank's backward pass: zeros where a rank has no gradient, and there `ranks.has` is
-False. `ranks.update()` steps each rank's optimizer with its row of `ranks.g`. `ranks.local_size`
-ranks share a host. `tests/contract` compares the algorithms with these references, and a benchmark
-compares its trials with them. An algorithm without a reference here may define one in its own file,
-by the name `reference`.
+gradients of each rank's backward pass: zeros where a rank has no gradient, and there
+`ranks.present` is False. `ranks.update()` steps each rank's optimizer with its row of `ranks.g`.
+`ranks.local_size` ranks share a host. `tests/contract` compares the algorithms with these
+references, and a benchmark compares its trials with them. An algorithm without a reference here may
+define one in its own file, by the name `reference`.
 
 In formulas, x are a rank's parameters, g its gradients, and W the weights: `W[sender, receiver]`.
 Averaging is `x <- W' x` with the transposed W, a product with the rows of all ranks. Results of
@@ -44,7 +44,7 @@ class Ranks(Protocol):
     local_size: int
 
     @property
-    def has(self) -> torch.Tensor:
+    def present(self) -> torch.Tensor:
         """True for the elements for which a rank has a gradient, `[ranks, elements]`."""
         ...
 
@@ -124,7 +124,7 @@ mgs = average
 def majority(ranks: Ranks, options: object) -> Iterator[None]:
     """Update: x <- x - update(sign that most of the ranks with a g have: 1 or -1; 0 in a tie)."""
     while True:
-        votes = torch.where(ranks.g >= 0, 1.0, -1.0) * ranks.has
+        votes = torch.where(ranks.g >= 0, 1.0, -1.0) * ranks.present
         ranks.g = votes.double().sum(0).sign()
         ranks.update()
         yield

@@ -29,15 +29,9 @@ from tests.ranks import RankPool
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=["shm2", "tcp2"])
-def _kept(request: pytest.FixtureRequest) -> Iterator[Callable[[], RankPool]]:
-    with worlds.kept(request.param) as get:
-        yield get
-
-
-@pytest.fixture
-def ranks(_kept: Callable[[], RankPool]) -> Iterator[RankPool]:
-    with worlds.lent(_kept) as pool:
+@pytest.fixture(params=["shm2", "tcp2"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with worlds.lent(request.param) as pool:
         yield pool
 
 

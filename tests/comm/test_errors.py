@@ -15,26 +15,20 @@ from torch.distributed import ReduceOp
 
 from tests.comm import bodies
 from tests.comm.operations import TORCH, Call, Case, me
-from tests.comm.worlds import kept, lent
+from tests.comm.worlds import lent
 from tests.ranks import RankPool
 
 WORLDS = ["shm3", "tcp3", "hosts001"]
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(params=WORLDS)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def _kept(name: str) -> Iterator[Callable[[], RankPool]]:
-    with kept(name) as get:
-        yield get
-
-
 @pytest.fixture
-def ranks(_kept: Callable[[], RankPool]) -> Iterator[RankPool]:
-    with lent(_kept) as pool:
+def ranks(name: str) -> Iterator[RankPool]:
+    with lent(name) as pool:
         yield pool
 
 

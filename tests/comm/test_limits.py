@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,15 +31,9 @@ def _pool(name: str) -> Iterator[RankPool]:
 PAIRS = ["shm2", pytest.param("tcp2", marks=pytest.mark.full)]
 
 
-@pytest.fixture(scope="module", params=PAIRS)
-def _kept(request: pytest.FixtureRequest) -> Iterator[Callable[[], RankPool]]:
-    with worlds.kept(request.param) as get:
-        yield get
-
-
-@pytest.fixture
-def pair(_kept: Callable[[], RankPool]) -> Iterator[RankPool]:
-    with worlds.lent(_kept) as pool:
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with worlds.lent(request.param) as pool:
         yield pool
 
 

@@ -55,7 +55,7 @@ def _torchrun(folder: Path, script: str, *arguments: str, limit_s: float) -> str
 
 
 def _used() -> tuple[int, int, int]:
-    """Descriptors, threads and KiB of memory of this process."""
+    """Returns this process's numbers of open files and threads, and its memory in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     kib = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
     descriptors, threads = (len([*Path("/proc/self", of).iterdir()]) for of in ("fd", "task"))

@@ -41,30 +41,25 @@ def pool(name: str, timeout_s: float = 30.0) -> Iterator[RankPool]:
         ranks.close()
 
 
-@contextmanager
-def kept(name: str) -> Iterator[Callable[[], RankPool]]:
-    """Function that gives one test after another the same world; it replaces a broken one."""
-    pools: list[RankPool] = []
-
-    def get() -> RankPool:
-        if not pools or pools[-1].broken:
-            pools.append(_made(name))
-        return pools[-1]
-
-    try:
-        yield get
-    finally:
-        for ranks in pools:
-            ranks.close()
+_kept: dict[str, RankPool] = {}
+"""Worlds of `lent` by name."""
 
 
 @contextmanager
-def lent(get: Callable[[], RankPool]) -> Iterator[RankPool]:
-    """A kept world for one test, which must leave it usable."""
-    ranks = get()
+def lent(name: str) -> Iterator[RankPool]:
+    """A world that earlier tests of the module have used, too; this one must leave it usable."""
+    if name not in _kept or _kept[name].broken:
+        _kept[name] = _made(name)
+    ranks = _kept[name]
     yield ranks
     if not ranks.broken:
         ranks.reset()
+
+
+def close_lent() -> None:
+    """Ends the worlds of `lent`."""
+    while _kept:
+        _kept.popitem()[1].close()
 
 
 def run_without(ranks: RankPool, lost: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -1,15 +1,12 @@
-"""BlueFog's ranks. Serial references are computed beside the ranks, with one thread."""
+"""Ranks of BlueFog."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from tests.ranks import RankPool
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ WAYS = {way.__name__: way for way in (handed_over, afterwards, method, run_befor
 
 
 def uncompiled(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the state after the same steps of a model that nobody compiles.
+    """Returns the state after the same steps of a model that is not compiled.
 
     The steps are serial for algorithms that compute the same, and the algorithm's own for others.
     """

@@ -143,9 +143,9 @@ def test_velocities_travel_and_are_masked(world, size, compression, masking):
 def _kept(
     options: dict[str, Any], which: list[int], overflown: list[int]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the means of these passes, and the residual and the velocity, if any, after them.
+    """Returns the means of the passes `which`, and the residual and velocity after them.
 
-    Pass 9 is not finite on the ranks `overflown`, on each of them elsewhere.
+    In pass 9, each rank of `overflown` has infinite gradients, each rank at other elements.
     """
     communicator, means = runtime.communicator(), []
     carrier = make_carrier(AllReduce.Options(**options), communicator, torch.empty(60))

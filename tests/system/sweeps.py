@@ -104,9 +104,10 @@ class Driver:
 def check_fabric(
     driver: Driver, records: list[dict], gbps: float, time_scale: float, blocks: list[int]
 ) -> None:
-    """Checks what two trials of one repeat, on two virtual hosts, record of links, costs and load.
+    """Checks what the records of two trials say of links, costs of collectives, and load.
 
-    `gbps`: speed of the links. `blocks`: number of timed steps of each block.
+    The trials ran once, on two virtual hosts. `gbps`: speed of the links. `blocks`: number of timed
+    steps of each block.
     """
     # The trial whose turn came first has measured what collectives cost, at its begin and its end.
     first, second = sorted(records, key=lambda record: record["order"]["positions"])

@@ -32,7 +32,7 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
     assert ["all_gather", "mpi", "4000", "unavailable: no mpirun on the PATH"] in rows
     assert ["all_gather", "gloo", "4000"] in [row[:3] for row in rows]
-    assert "gloo rank 1 pid" in done.stdout
+    assert "gloo rank 1 pid" in done.stderr and " pid " not in done.stdout
     record = json.loads(path.read_text())
     assert record["failures"] == {"mpi": "unavailable: no mpirun on the PATH"}
     assert (record["schema"], record["setup"]["world"]) == (1, 2)

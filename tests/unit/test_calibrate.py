@@ -14,7 +14,6 @@ from common.emulation.links.profile import network_file
 from common.harness.cli import main
 from common.harness.experiment_file import CommandLine, find_experiment, load
 from common.harness.verbs import predict
-from common.paths import CONFIGS
 from common.profiling import nccl_tests
 from common.profiling.calibration import fitted, from_nccl_tests, write
 from common.virtual.costs.engines import OPERATIONS, costs_of
@@ -275,7 +274,7 @@ def test_the_network_file_comes_back_as_it_was_and_is_shown(tmp_path, capsys):
         assert main(["calibrate", "--from-nccl-tests", *map(str, logs), "-o", str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"wrote {path}\n" in printed
-    assert printed.endswith(f"to use it by --network mine, put it into {CONFIGS / 'networks'}\n")
+    assert printed.endswith(f"to use it by --network mine, put it into {profile.FOLDER}\n")
     network = network_file(path)
     assert network.costs == from_nccl_tests(list(map(str, logs)))
     assert "inside nvlink3" in network.source, "faster than PCIe"
@@ -368,8 +367,8 @@ def test_a_core_that_would_be_too_slow_is_faster_and_one_host_is_a_ring(tmp_path
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """Writes a network of 4 hosts with 2 GPUs whose all-reduce was measured."""
-    shutil.copytree(profile._FOLDER, tmp_path / "networks")
-    monkeypatch.setattr(profile, "_FOLDER", tmp_path / "networks")
+    shutil.copytree(profile.FOLDER, tmp_path / "networks")
+    monkeypatch.setattr(profile, "FOLDER", tmp_path / "networks")
     costs = measured(
         {"all_reduce": AlphaBeta(alpha_s=1e-4, beta_s_per_byte=1e-9)},
         ["all_reduce"],

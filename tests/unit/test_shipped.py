@@ -397,6 +397,8 @@ def test_a_figure_is_drawn_again_but_not_of_a_changed_record(tmp_path):
     assert after["commit"] == facts["commit"] and after["files"] == catalogue.digests(shelf / "it")
     with pytest.raises(UserError, match="no record of a sweep"):
         maker.draw("links", HEAD)
+    with pytest.raises(UserError, match="needs the names of the records"):
+        maker.main(["--draw"])
 
 
 @pytest.mark.parametrize("size", [10, maker.EVIDENCE_BYTES + 1])

@@ -19,7 +19,8 @@ from dear.cost.calibrated import NetworkCosts
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 
-_FOLDER = CONFIGS / "networks"
+FOLDER = CONFIGS / "networks"
+"""Folder of the network files that have a name."""
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
 _GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0}
 # The links inside a host and of several adapters together exceed 1000 Gb/s.
@@ -285,12 +286,12 @@ def network_profile(name: str) -> NetworkProfile:
     names = network_names()
     if name not in names:
         raise unknown("network", name, [*names, "a bandwidth such as 2.5gbit"])
-    return network_file(_FOLDER / f"{name}.yaml")
+    return network_file(FOLDER / f"{name}.yaml")
 
 
 def network_names() -> list[str]:
     """Returns the names of the profiles in configs/networks."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def network_file(path: Path) -> NetworkProfile:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from common.emulation import sandbox
 from common.emulation.config import ClusterConfig
+from common.emulation.links.profile import FOLDER
 from common.harness.verbs import Status
-from common.paths import CONFIGS, DRIVER
+from common.paths import DRIVER
 from dear.comm.environment import launcher_facts
 from dear.cost.calibrated import NetworkCosts
 from dear.errors import UserError
@@ -94,9 +95,9 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 def _how_to_use(written: Path) -> str:
     """Returns how the commands find a network file."""
-    if written.resolve().parent == (CONFIGS / "networks").resolve():
+    if written.resolve().parent == FOLDER.resolve():
         return f"use it: --network {written.stem}"
-    return f"to use it by --network {written.stem}, put it into {CONFIGS / 'networks'}"
+    return f"to use it by --network {written.stem}, put it into {FOLDER}"
 
 
 def _given(options: argparse.Namespace) -> dict[str, object]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from common.emulation.links.profile import (
     NetworkProfile,
+    network_names,
     network_profile,
     payload_bytes_per_s,
 )
-from common.paths import CONFIGS
 from common.virtual.costs.parts import Kind, Medium, Platform, Wire
 from dear.errors import UserError
 
@@ -61,8 +61,9 @@ def wire_inside(name: str | None) -> Wire:
 def _profile(name: str, *, is_inside: bool) -> NetworkProfile:
     profile = network_profile(name)
     if (profile.inside is not None) != is_inside:
-        names = sorted(path.stem for path in (CONFIGS / "networks").glob("*.yaml"))
-        of_kind = [n for n in names if (network_profile(n).inside is not None) == is_inside]
+        of_kind = [
+            n for n in network_names() if (network_profile(n).inside is not None) == is_inside
+        ]
         place = "inside a host" if is_inside else "between hosts"
         raise UserError(f"{name} is not a network {place} (allowed: {', '.join(of_kind)})")
     return profile

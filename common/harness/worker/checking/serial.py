@@ -39,8 +39,8 @@ class Ranks:
         local_size: int = 1,
     ) -> None:
         self.models, self.optimizers, self.local_size = models, optimizers, local_size
-        self.known: torch.Tensor | None = None
-        """Value of `has`; None: parameters whose `grad` is None have no gradient."""
+        self.recorded_present: torch.Tensor | None = None
+        """Value of `present`; None: parameters whose `grad` is None have no gradient."""
         self._prepare = prepare
         self._params = [[p for p in model.parameters() if p.requires_grad] for model in models]
         sizes = [_reals(param).numel() for param in self._params[0]]
@@ -73,10 +73,10 @@ class Ranks:
                 param.grad = _shaped(gradient, param) if gradient.count_nonzero() else None
 
     @property
-    def has(self) -> torch.Tensor:
+    def present(self) -> torch.Tensor:
         """True for elements with a gradient, `[ranks, elements]`."""
-        if self.known is not None:
-            return self.known
+        if self.recorded_present is not None:
+            return self.recorded_present
         rows = [[param.grad is not None for param in params] for params in self._params]
         sizes = [tensor.stop - tensor.start for tensor in self.tensors]
         return torch.tensor(rows).repeat_interleave(torch.tensor(sizes), dim=1)
@@ -225,7 +225,7 @@ class RecordedJob:
                 recorded = np.stack([r.gradients[step] for r in self.recordings])
                 gradients = np.nan_to_num(recorded)
                 ranks.g = wire(torch.from_numpy(gradients), trial).double()
-                ranks.known = torch.from_numpy(~np.isnan(recorded))
+                ranks.recorded_present = torch.from_numpy(~np.isnan(recorded))
                 next(steps)
                 yield ranks.x.numpy()
 

@@ -11,8 +11,8 @@ from typing import Literal
 from common.results.records import Record
 
 APART = 0.05
-"""Largest relative difference between the measured step and the event model's that is not
-flagged."""
+"""Largest relative difference that is not flagged: of the measured step from the event model's, and
+of the step at twice the time scale."""
 BEYOND = 1.1
 """Largest ratio of lower bound to step time that is not flagged. Measured costs have errors of some
 per cent. A larger ratio means that compute, costs, bytes or the step are wrong."""
@@ -27,6 +27,7 @@ FlagKind = Literal[
     "not stationary",
     "stopped",
     "off the model",
+    "depends on the time scale",
     "beyond the bound",
     "short of cores",
     "unchecked",
@@ -57,6 +58,7 @@ def flag(record: Record) -> Flag | None:
     return (
         passing_flag(record)
         or _off_the_model(record)
+        or _depends_on_the_time_scale(record)
         or _beyond_the_bound(record)
         or _short_of_cores(record)
         or _unchecked(record)
@@ -88,6 +90,20 @@ def _off_the_model(record: Record) -> Flag | None:
         return None
     computed, measured = (f"{1e3 * seconds:.1f} ms" for seconds in (model.step_s, record.step_s))
     return _flag("off the model", f"the event model computes {computed}, measured {measured}")
+
+
+def _depends_on_the_time_scale(record: Record) -> Flag | None:
+    twice = record.systematic
+    if twice is None or not record.timed:
+        return None
+    from common.results.stats import shift  # numpy: slow, and not for dry runs
+
+    change = shift(record.repeats, twice.repeats)
+    if change.value <= APART or not change.low:  # a change that chance can explain, or may explain
+        return None
+    text = f"the step takes {1e3 * record.step_s:.3g} ms at k = {twice.time_scale / 2:g}, "
+    text += f"{1e3 * twice.step_2k_s:.3g} ms at k = {twice.time_scale:g}"
+    return _flag("depends on the time scale", text)
 
 
 def _beyond_the_bound(record: Record) -> Flag | None:

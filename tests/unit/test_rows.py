@@ -179,6 +179,9 @@ DOUBTED = {
     "off the model: the event model computes 53.0 ms, measured 50.0 ms": noted(
         modelled=Modelled(step_s=0.053, exposed_s=0.0)
     ),
+    "depends on the time scale: the step takes 50 ms at k = 20, 47 ms at k = 40": noted(
+        systematic=Systematic(time_scale=40.0, iters=[[[0.047, 0.047]]], step_s=0.05)
+    ),
     "beyond the bound": noted(
         bound=Bound(kind="dear", step_s=0.0551, compute_limit_s=0.01, wire_limit_s=None)
     ),
@@ -207,7 +210,7 @@ def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(k
     assert [row.verdict for row in table] == [None] * 3
     assert [row.leads for row in table] == [None, False, True]
     result = answers.remarks(table, [])
-    assert [line for line in result if not line.startswith("event model: ")] == [
+    assert [line for line in result if not line.startswith(("event model: ", "systematic: "))] == [
         "mnist_cnn, batch 8, 2 workers: no speed-ups or verdicts: the baseline dear is not valid "
         f"({flag_text(built)})"
     ]
@@ -379,6 +382,16 @@ def test_what_depends_on_the_time_scale_stands_beside_the_interval():
     assert table[1].systematic_low == pytest.approx(0.02) == table[1].systematic_high
     assert "systematic |" in lines[0] and "| 2.0% (2.0-2.0) |" in lines[3]
     assert any(": |T(k) - T(2k)| / T(k)." in line for line in answers.remarks(table, []))
+
+
+def test_a_change_that_chance_may_explain_flags_nothing():
+    other = Systematic(time_scale=4.0, iters=[[[0.047, 0.047]]], step_s=0.05)
+    built = dataclasses.replace(record("dear", 0.05), systematic=other)
+    varied = with_iters(built, [[[0.053, 0.053]], [[0.047, 0.047]], [[0.050, 0.050]]])
+    assert flag_text(varied) is None  # between 0 and 12 %
+    single = with_iters(built, [[[0.050, 0.050]]])
+    assert flag_text(single) is None  # two launches, and no measure of chance
+    assert flag_text(built).startswith("depends on the time scale")
 
 
 @pytest.mark.parametrize(

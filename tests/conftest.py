@@ -18,7 +18,7 @@ from tests.ranks import RankPool
 # An example that a busy machine holds up is not wrong.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
-# Several runs of tests are side by side, and threads of torch that wait for each other spin.
+# Torch's threads spin while they wait for each other. That would slow other runs of tests.
 torch.set_num_threads(1)
 
 

@@ -11,8 +11,8 @@ from typing import Literal
 from common.results.records import Record
 
 APART = 0.05
-"""Largest relative difference that is not flagged: of the measured step from the event model's, and
-of the step at twice the time scale."""
+"""Largest relative difference that is not flagged, between the measured step and that of the event
+model, and between the steps at time scales k and 2k."""
 BEYOND = 1.1
 """Largest ratio of lower bound to step time that is not flagged. Measured costs have errors of some
 per cent. A larger ratio means that compute, costs, bytes or the step are wrong."""
@@ -99,7 +99,7 @@ def _depends_on_the_time_scale(record: Record) -> Flag | None:
     from common.results.stats import shift  # numpy: slow, and not for dry runs
 
     change = shift(record.repeats, twice.repeats)
-    if change.value <= APART or not change.low:  # a change that chance can explain, or may explain
+    if change.value <= APART or not change.low:  # low: 0 if chance explains it, None if unknown
         return None
     text = f"the step takes {1e3 * record.step_s:.3g} ms at k = {twice.time_scale / 2:g}, "
     text += f"{1e3 * twice.step_2k_s:.3g} ms at k = {twice.time_scale:g}"

@@ -47,7 +47,7 @@ _kept: dict[str, RankPool] = {}
 
 @contextmanager
 def lent(name: str) -> Iterator[RankPool]:
-    """A world that earlier tests of the module have used, too; this one must leave it usable."""
+    """A world that the tests of a module share. Each test must leave it usable."""
     if name not in _kept or _kept[name].broken:
         _kept[name] = _made(name)
     ranks = _kept[name]
@@ -57,7 +57,7 @@ def lent(name: str) -> Iterator[RankPool]:
 
 
 def close_lent() -> None:
-    """Ends the worlds of `lent`."""
+    """Ends the worlds that `lent` has begun."""
     while _kept:
         _kept.popitem()[1].close()
 

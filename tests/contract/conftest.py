@@ -1,4 +1,4 @@
-"""Ranks of BlueFog."""
+"""Fixture of the tests of BlueFog's algorithms."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _kept(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns the means of the passes `which`, and the residual and velocity after them.
 
-    In pass 9, each rank of `overflown` has infinite gradients, each rank at other elements.
+    In pass 9, each rank of `overflown` has infinite gradients, at elements that differ by rank.
     """
     communicator, means = runtime.communicator(), []
     carrier = make_carrier(AllReduce.Options(**options), communicator, torch.empty(60))

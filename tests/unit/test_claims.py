@@ -182,7 +182,9 @@ def trained(algorithm: str, rates: list[float], accuracy: float, *, target=None,
             RankPace(steps=int(100 * r), samples=int(800 * r), elapsed_s=100.0) for r in (rate, 1.0)
         ]
         learning = Learning(evaluations=marks, ranks=ranks, seed=seed)
-        results.append(with_first(plain, learning=learning, iters=[]).results[0])
+        per_s = sum(pace.samples for pace in ranks) / 100.0
+        run = with_first(plain, learning=learning, iters=[], samples_per_s=per_s)
+        results += run.results[:1]
     trial = plain.trial | {"learn": learn}
     return replace(plain, trial=trial, results=results)
 

@@ -20,7 +20,7 @@ from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 
 FOLDER = CONFIGS / "networks"
-"""Folder of the network files that have a name."""
+"""Folder of the network files that are chosen by name, such as `--network 10gbe`."""
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
 _GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0}
 # The links inside a host and of several adapters together exceed 1000 Gb/s.

@@ -255,9 +255,8 @@ def _compared(record: Record, base: Record, measure: Measure) -> Figure:
 def _of_runs(record: Record, measure: Measure) -> list[tuple[int, float]]:
     """Returns the seed and the value of each run of a training trial."""
     values = []
-    for run in record.learning:
-        rate = sum(pace.samples / pace.elapsed_s for pace in run.ranks if pace)
-        value = run.evaluations[-1].accuracy if measure == "accuracy" else rate
+    for run, result in zip(record.learning, record.results, strict=True):
+        value = run.evaluations[-1].accuracy if measure == "accuracy" else result.samples_per_s
         values.append((run.seed, value or 0.0))
     return values
 

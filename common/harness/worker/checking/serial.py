@@ -40,7 +40,7 @@ class Ranks:
     ) -> None:
         self.models, self.optimizers, self.local_size = models, optimizers, local_size
         self.recorded_present: torch.Tensor | None = None
-        """Value of `present`; None: parameters whose `grad` is None have no gradient."""
+        """Result of `present`, as recorded. None: it follows from the gradients of the models."""
         self._prepare = prepare
         self._params = [[p for p in model.parameters() if p.requires_grad] for model in models]
         sizes = [_reals(param).numel() for param in self._params[0]]

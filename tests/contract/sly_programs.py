@@ -69,9 +69,9 @@ class Sly(AveragingEngine):
         if kind == "factor":
             torch._foreach_mul_(grads, float(much))
         if self.name == "one rank's last tensor" and self.rank == 1:
-            grads[-1].mul_(1.01)
+            grads[-1].mul_(1.001)
         if self.name == "every 3rd step alone" and self.at % 3 == 0:
-            grads[0].mul_(1 + 0.01 * self.rank)
+            grads[0].mul_(1 + 1e-3 * self.rank)
         if self.name == "averages over P - 1":
             torch._foreach_mul_(grads, self.communicator.size / (self.communicator.size - 1))
         if self.name == "clips":

@@ -81,6 +81,8 @@ def train_epoch(
         optimizer.zero_grad()
         loss = workload.loss()
         workload.backward(loss)
+        if workload.scaler is not None:
+            optimizer.synchronize()  # dear: a GradScaler reads the averages
         workload.update(optimizer)
         schedule.step()
         total += loss.detach()

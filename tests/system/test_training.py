@@ -89,7 +89,7 @@ def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages
     ("data", "model", "algorithm", "dtype", "workers"),
     [
         ("cifar100", "{name: vgg16_cifar, batch_size: 4}", "decentralized", "float32", 0),
-        ("imagefolder", "{name: resnet20, batch_size: 2}", "wfbp", "amp-fp16", 1),
+        ("imagefolder", "{name: resnet20, batch_size: 2}", "dear", "amp-fp16", 1),
         ("imagefolder", "{name: mobilenet_v3_small, batch_size: 2}", "dear", "float32", 2),
         ("text", "{name: lstm_small, batch_size: 2, sentence_len: 12}", "asyncddp", "float32", 0),
     ],

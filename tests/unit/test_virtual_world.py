@@ -269,6 +269,13 @@ def test_predict_has_a_range_and_a_baseline(capsys):
         assert row["event_model_s"] == pytest.approx(row["step_s"], rel=0.01)
 
 
+def test_an_engine_on_cpus_has_links_of_its_own_inside_a_host(capsys):
+    """The default experiment has links between GPUs."""
+    filters = ["-k", "resnet50", "-k", "10gbe", "-k", "allreduce"]
+    assert main(["predict", "--json", "--engine", "gloo", *filters]) == 0
+    assert [row["step_s"] > 0 for row in json.loads(capsys.readouterr().out)] == [True]
+
+
 def test_what_trials_share_in_a_process_changes_no_number():
     small = ["models.0.name=mnist_cnn@rtx2080ti-modelled", "models.0.batch_size=32"]
     experiment = load(find_experiment("predicted-64"), small)

@@ -25,12 +25,12 @@ class Status(enum.IntEnum):
 
 
 MEANINGS = {
-    Status.OK: "every trial trained correctly or is unsupported here, and at least one ran; "
-    "flagged timings do not change the status",
+    Status.OK: "no trial failed or trained incorrectly, and at least one ran; "
+    "unsupported, unchecked and flagged trials do not change the status",
     Status.FAILED: "a trial failed or trained incorrectly, or no trial could run; "
     "predict: no trial has a prediction; doctor: the default sweep cannot run",
     Status.USER_ERROR: "an error in the command or the experiment; one line names it",
-    Status.REGRESSION: "compare --fail-on: a trial is slower, or is no longer valid",
+    Status.REGRESSION: "compare --fail-on: a trial is slower, missing, or no longer valid",
     Status.NO_ANSWER: "compare, validate: nothing was compared; report: no valid result",
     Status.INTERRUPTED: "interrupted, also by the end of the program that reads the output",
 }

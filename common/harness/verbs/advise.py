@@ -22,7 +22,7 @@ from common.harness.experiment import Experiment
 from common.harness.experiment_file import CommandLine, find_experiment, load, load_plugins
 from common.harness.trial import Trial
 from common.harness.verbs import Status
-from common.harness.verbs.predict import EXPERIMENT, notes_of, setting_of
+from common.harness.verbs.predict import EXPERIMENT, engine_overrides, notes_of, setting_of
 from common.harness.verbs.run import add_cluster, add_custom, cluster_overrides
 from common.machine.processes import started
 from common.models import profile as profiles
@@ -163,12 +163,7 @@ class _Asked:
         tried, alone = _variants(options.inexact)
         added = [variant for variant in alone.values() if variant not in tried]
         overrides = [
-            *(["cluster.inside=null"] if options.engine else []),
-            *(
-                f"cluster.{key}={getattr(options, key)}"
-                for key in ("engine", "inside")
-                if getattr(options, key) is not None
-            ),
+            *engine_overrides(options),
             *cluster_overrides(options),
             "networks=[]",
             "baseline=false",

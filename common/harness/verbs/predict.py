@@ -84,6 +84,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--json", action="store_true", help="print the rows as JSON on stdout")
 
 
+def engine_overrides(options: argparse.Namespace) -> list[str]:
+    """Returns `--engine` and `--inside` as overrides (`key=value`).
+
+    An engine that cannot use links between GPUs does not get those of the experiment.
+    """
+    gpu, kind = ENGINES["nccl"], ENGINES.get(options.engine)
+    on_cpus = kind is not None and not set(gpu.inside) <= set(kind.inside)
+    keys = {"engine": options.engine, "inside": options.inside or ("null" if on_cpus else None)}
+    return [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
+
+
 def main(options: argparse.Namespace) -> int:
     """Prints the predictions; the exit status is 1 if no trial has one."""
     from common.harness import output
@@ -93,8 +104,7 @@ def main(options: argparse.Namespace) -> int:
     folders = options.trace, options.chakra
     output.check_predicted(*folders, series=bool(series))
     path = find_experiment(options.experiment or EXPERIMENT)
-    keys = {key: getattr(options, key) for key in ("engine", "inside")}
-    overrides = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
+    overrides = engine_overrides(options)
     usual = {field.name: field.default for field in dataclasses.fields(ClusterConfig)}
     overrides += [f"cluster.{key}={json.dumps(usual[key])}" for key in EMULATED_ONLY]
     overrides += ["cluster.kind=predicted", *NOTHING_RUNS]

@@ -50,8 +50,7 @@ class ClusterConfig:
     `unsupported`: too heavy for this machine."""
     links: Literal["auto", "switch", "tc"] = "auto"
     """Implementation of the links' rate, delay, jitter and loss: the kernel (`tc`: tbf and netem)
-    or our own switch program. auto: `tc` if the kernel has netem and no network has sites or
-    jitter."""
+    or our own switch program. auto: `tc` if there is netem and no network has sites or jitter."""
     congestion: str = "reno"
     """TCP congestion control of all connections, such as cubic or bbr. Above time scale 1, use
     reno: its window grows once per round trip, and round trips are slowed like everything else.

@@ -162,7 +162,7 @@ class Experiment:
     seed: int = 1
     """Seed of parameters and data."""
     threads_per_rank: int | None = None
-    """Compute threads of each rank; null: this machine's cores divided by the largest world."""
+    """Compute threads of each rank; null: the cores divided by the most ranks on one machine."""
     report_lines: bool = False
     """Also print, at the end, the result lines that the reference suites print
     (docs/references.md), for programs that read them."""

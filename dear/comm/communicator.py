@@ -78,6 +78,9 @@ class Communicator(Account):
         bucket). Fits of collectives' costs subtract them."""
         self.wire_bytes_per_s: float | None = None
         """Payload bytes per second of each rank's link, each way; None if unknown."""
+        self.time_scale = 1.0
+        """Factor by which everything runs slower than in real time, as on an emulated cluster.
+        Measurements may take so many times longer."""
         self.groups = [group]
         self.ensure_channels(channels)
 
@@ -407,6 +410,7 @@ class SubCommunicator(Communicator):
         super().__init__(group)
         self._parent = parent
         self.clock, self.pause = parent.clock, parent.pause
+        self.time_scale = parent.time_scale
 
 
 def apart(parent: Communicator) -> Communicator:

@@ -80,7 +80,7 @@ WARM_BYTES = 30e6
 """Bytes that a connection carries before it is timed. TCP reaches the link's rate only some time
 after slow start, and speeds up only with the bytes that it sends."""
 BUDGET_S = 5.0
-"""Seconds of the communicator's clock that one operation may take, warm-up included."""
+"""Seconds that one operation may take, warm-up included (`budget_of`)."""
 WARM_SHARE, WARM_CALLS = 0.4, 4
 """Largest share of the budget for the warm-up, and warm-up calls between readings of the clock."""
 ENOUGH_S = 0.1
@@ -116,8 +116,8 @@ def measure_collective(
         shared: allocate the buffers in memory that the backend reads in place, if it has such.
         warm: sends `WARM_BYTES` over the connections first.
         queues: also measures messages of each regime that wait in a queue.
-        budget_s: seconds of the communicator's clock. Larger sizes are skipped when time runs out,
-            but the smallest three are always measured, with at least two repeats each.
+        budget_s: as for `budget_of`. Larger sizes are skipped when time runs out, but the smallest
+            three are always measured, with at least two repeats each.
     """
     if operation not in MEASURABLE:
         raise unknown("operation", operation, MEASURABLE)
@@ -127,7 +127,8 @@ def measure_collective(
     wanted = sorted({padded(size, 4 * communicator.size) for size in (*sizes, *starts)})
     if warm and communicator.size > 1:
         nbytes = max(size for size in wanted if size <= MANY_BELOW or size == wanted[0])
-        calls.warm_up(nbytes, lambda: left_s() > (1 - WARM_SHARE) * budget_s)
+        kept_s = (1 - WARM_SHARE) * left_s()
+        calls.warm_up(nbytes, lambda: left_s() > kept_s)
     known = calls.wire_s_per_byte is not None
     pipelines = (first for name, first in calls.regimes or () if name == PIPELINE and known)
     steady = next(pipelines, math.inf)
@@ -219,10 +220,13 @@ class _Calls:
 
 
 def budget_of(communicator: Communicator, budget_s: float) -> Callable[[], float]:
-    """Returns a function that gives the seconds left of `budget_s`, counted from this call on the
-    communicator's clock. All ranks must call that function together; each gets rank 0's value."""
-    began_s = communicator.clock()
-    return lambda: budget_s - communicator.broadcast_object(communicator.clock() - began_s)
+    """Returns a function that gives the seconds left of a budget, counted from this call.
+
+    Both are seconds of the communicator's clock; the budget is `budget_s` times its `time_scale`.
+    All ranks must call that function together; each gets rank 0's value.
+    """
+    began_s, whole_s = communicator.clock(), budget_s * communicator.time_scale
+    return lambda: whole_s - communicator.broadcast_object(communicator.clock() - began_s)
 
 
 def timed_by_size(

@@ -154,7 +154,7 @@ class _Link:
     """A communicator of four ranks, all alike, on a network whose times are those above."""
 
     size, rank, native, burst_bytes, wire_bytes_per_s = 4, 0, False, 0, RATE
-    other_s = 0.0
+    other_s, time_scale = 0.0, 1.0
 
     def __init__(self, slower=1.0):
         self.now, self.slower = 0.0, slower
@@ -209,6 +209,15 @@ def test_measuring_takes_no_longer_than_it_may(slower):
     assert link.now < 1.1 * BUDGET_S + least + 4 * slower * seconds(MIB)
     # Of the pipeline, whose slope is known, two sizes say all.
     assert sum(size >= 4 * MIB for size in built.nbytes) <= 2
+
+
+def test_a_slowed_network_is_measured_like_the_real_one():
+    """An algorithm that measures must find the same costs at each time scale."""
+    slowed, real = _Link(100.0), _Link()
+    slowed.time_scale = 100.0
+    for link in (slowed, real):
+        measure_collective(link, "all_reduce", CPU, sizes=SIZES)
+    assert slowed.calls == real.calls
 
 
 class _Last(_Link):
@@ -339,7 +348,7 @@ class Library:
 def timed_library(fusion_bytes):
     communicator = runtime.communicator()
     library = Library(communicator, fusion_bytes)
-    measured = time_sender(communicator, library, 1 << 20, time_scale=2.0)
+    measured = time_sender(communicator, library, 1 << 20)
     return engine_costs(library, measured, 2.0), sorted(set(library.sent))
 
 

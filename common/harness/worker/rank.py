@@ -131,6 +131,7 @@ def join(trial: Trial, briefing: Briefing) -> None:
     communicator = runtime.communicator()
     communicator.burst_bytes = briefing.burst_bytes
     communicator.wire_bytes_per_s = briefing.wire_bytes_per_s
+    communicator.time_scale = briefing.time_scale
     pace = briefing.pace(dear.rank())
     pace.held_up_s = lambda: communicator.held_up_until_s
     if trial.backend == "comm_core":

@@ -124,14 +124,14 @@ class _Repeat:
 
     def _time_collectives(self, first: list[Measurement] | None = None) -> list[Measurement]:
         device = next(self._workload.model.parameters()).device
-        return costs.time_collectives(self._communicator, device, self._nbytes, first, self._scale)
+        return costs.time_collectives(self._communicator, device, self._nbytes, first)
 
     def _engine_costs(self, training: Training) -> None:
         sender = training.engine.sender()
         if sender is None or not self._result.get("costs"):
             return
         self._phase(f"timing all-reduces of {sender.name}")
-        samples = costs.time_sender(self._communicator, sender, self._nbytes, self._scale)
+        samples = costs.time_sender(self._communicator, sender, self._nbytes)
         self._result["engine_costs"] = costs.engine_costs(sender, samples, self._scale)
         self._evidence["engine_collectives"] = costs.to_json(samples, self._scale)
 

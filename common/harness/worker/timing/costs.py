@@ -29,7 +29,6 @@ def time_collectives(
     device: torch.device,
     nbytes: int,
     first: Sequence[Measurement] | None = None,
-    time_scale: float = 1.0,
 ) -> list[Measurement]:
     """Times all operations for messages up to about `nbytes`. All ranks must call this together.
 
@@ -48,7 +47,7 @@ def time_collectives(
             shared=True,
             warm=first is None,
             queues=first is None,
-            budget_s=BUDGET_S * time_scale,
+            budget_s=BUDGET_S,
         )
         for place, operation in enumerate(OPERATIONS)
     ]
@@ -61,9 +60,7 @@ def check(first: Sequence[Measurement], again: Sequence[Measurement]) -> CostChe
     return CostCheck(residual=worst.error, noise=worst.noise, drift=max(drifts, key=abs))
 
 
-def time_sender(
-    communicator: Communicator, sender: Sender, nbytes: int, time_scale: float
-) -> list[Measurement]:
+def time_sender(communicator: Communicator, sender: Sender, nbytes: int) -> list[Measurement]:
     """Times all-reduces by a library that sends messages itself (Horovod).
 
     The first measurement is of one tensor, the second of two tensors that start together. All ranks
@@ -78,7 +75,7 @@ def time_sender(
             sender,
             sizes=some,
             tensors=tensors,
-            budget_s=SENDER_BUDGET_S * time_scale,
+            budget_s=SENDER_BUDGET_S,
         )
         for tensors, some in chosen.items()
         if some

@@ -410,6 +410,7 @@ class SubCommunicator(Communicator):
         super().__init__(group)
         self._parent = parent
         self.clock, self.pause = parent.clock, parent.pause
+        self.burst_bytes, self.wire_bytes_per_s = parent.burst_bytes, parent.wire_bytes_per_s
         self.time_scale = parent.time_scale
 
 

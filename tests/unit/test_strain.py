@@ -406,11 +406,16 @@ def test_at_most_one_table_in_twenty_has_a_row_that_is_not_stationary_by_chance(
     assert result <= 0.05 * tables + 2 * (0.05 * 0.95 * tables) ** 0.5
 
 
-def test_what_a_pipeline_is_spared_after_a_barrier_is_found_in_the_default_sweep():
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.011, 80, 100), (0.026, 35, 70)])
+def test_what_a_pipeline_is_spared_after_a_barrier_is_found_in_the_default_sweep(
+    noise, least, most
+):
+    """Noise of emulated BERT-Base and ResNet-50, and of DenseNet-201, as in methodology.md."""
     rng = np.random.default_rng(1)
-    times = np.exp(rng.normal(0, 0.011, (100, 5, 1, 2)))
+    times = np.exp(rng.normal(0, noise, (100, 5, 1, 2)))
     times[..., 0] *= 0.9
-    assert sum(bool(notes.not_stationary(row, 1)) for row in times.tolist()) >= 80
+    flagged = sum(bool(notes.not_stationary(row, 1)) for row in times.tolist())
+    assert least <= flagged <= most
 
 
 def test_the_canary_is_the_same_work_on_one_core():

@@ -87,12 +87,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 def engine_overrides(options: argparse.Namespace) -> list[str]:
     """Returns `--engine` and `--inside` as overrides (`key=value`).
 
-    An engine that cannot use links between GPUs does not get those of the experiment.
+    The experiment's links inside a host are between GPUs. `--engine` of an engine that cannot use
+    such links replaces them by the engine's own.
     """
     gpu, kind = ENGINES["nccl"], ENGINES.get(options.engine)
     on_cpus = kind is not None and not set(gpu.inside) <= set(kind.inside)
-    keys = {"engine": options.engine, "inside": options.inside or ("null" if on_cpus else None)}
-    return [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
+    keys = {"inside": "null"} if on_cpus else {}
+    given = {"engine": options.engine, "inside": options.inside}
+    keys |= {key: value for key, value in given.items() if value is not None}
+    return [f"cluster.{key}={value}" for key, value in keys.items()]
 
 
 def main(options: argparse.Namespace) -> int:

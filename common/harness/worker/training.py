@@ -121,8 +121,9 @@ class Training:
             self._workload.backward(self.loss)
         backward = self._mark()
         with self._brake:
-            if self._workload.scaler is not None:
-                self.engine.synchronize()  # a GradScaler reads the averages
+            averages = self.consistency in ("synchronous", "delayed")
+            if self._workload.scaler is not None and averages:
+                self.engine.synchronize()  # a GradScaler reads the averages of gradients
             self._workload.update(self.optimizer)
         self._marks.append((began, forward, backward, self._mark()))
 

@@ -57,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the verb."""
     group = parser.add_argument_group("cluster")
     add_cluster(group)
-    group.add_argument("--engine", help="comm_core, gloo, mpi or nccl (default)")
+    group.add_argument("--engine", help="nccl (default); without GPU links: comm_core, gloo, mpi")
     group.add_argument("--inside", help="links between the GPUs of a host, e.g. nvlink3")
     add_custom(parser.add_argument_group("model (exactly one) and further algorithms"))
     parser.add_argument(

@@ -52,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_experiment(parser, EXPERIMENT)
     group = parser.add_argument_group("cluster (changes the experiment's `cluster`)")
     add_cluster(group)
-    group.add_argument("--engine", help="comm_core, gloo, mpi or nccl (default)")
+    group.add_argument("--engine", help="nccl (default); without GPU links: comm_core, gloo, mpi")
     group.add_argument("--inside", help="links between the GPUs of a host, e.g. nvlink3")
     group.add_argument(
         "--alpha-ms",

@@ -205,7 +205,9 @@ def timed_step(
     backward = finished_s(loss.device)
     exchange()
     resumed = finished_s(loss.device)
-    workload.update(optimizer)
+    # A delayed algorithm has no gradients at first, and a GradScaler refuses to step without any.
+    if any(param.grad is not None for param in workload.model.parameters()):
+        workload.update(optimizer)
     return StepTimes(
         forward_s=forward - began,
         backward_s=backward - forward,

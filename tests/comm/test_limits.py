@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import comm_core
+from dear.comm.communicator import Communicator
 from tests.comm import worlds
 from tests.comm.operations import me
 from tests.ranks import RankPool
@@ -151,6 +152,34 @@ def test_the_time_of_a_message_ends_though_nobody_waits_for_it(pair):
     for text in texts:
         assert "timed out waiting for rank 1" in text
         assert text.count("recv #0") == 1
+
+
+def _held_alone() -> None:
+    c = Communicator(dist.group.WORLD, channels=2)
+    bulk, small = torch.ones(1 << 20), torch.ones(100)
+    for channel in range(2):
+        c.all_reduce(small, op="sum", channel=channel).wait()
+    if c.rank == 0:
+        works = [c.all_reduce(small, op="sum", channel=1, priority=1)]
+        works += [c.all_reduce(bulk, op="sum")]
+    else:
+        works = [c.all_reduce(bulk, op="sum")]
+        time.sleep(0.3)
+        assert not works[0].done()
+        works += [c.all_reduce(small, op="sum", channel=1, priority=1)]
+    for work in works:
+        work.wait()
+    assert (bulk == 2).all() and (small == 8).all()
+
+
+def test_on_a_slower_network_less_urgent_operations_wait_for_longer():
+    """At time scale 1, rank 0 sends the less urgent operation after 1 ms, here after 10 s."""
+    places = [{**place, "COMM_CORE_TIME_SCALE": "10000"} for place in worlds.environments("tcp2")]
+    ranks = RankPool(2, 60.0, "comm_core", places)
+    try:
+        ranks.run(_held_alone)
+    finally:
+        ranks.close()
 
 
 def _urgent_beside(how: str) -> bool:

@@ -492,3 +492,29 @@ def test_a_changed_checkout_is_told_by_a_digest_of_its_changes(tmp_path, monkeyp
     (tmp_path / "new").write_text("4")
     result.add(machine._diff())
     assert len(result) == 3 and None not in result and machine._commit().endswith("+dirty")
+
+
+_HELPERS = """
+import os, threading
+from pathlib import Path
+from common.harness.trial import Briefing
+from common.harness.worker.timing.priority import hurry_helpers
+ready, ended = threading.Event(), threading.Event()
+helper = threading.Thread(target=lambda: (ready.set(), ended.wait()))
+helper.start()
+ready.wait()
+for hosts, backend in [((), "comm_core"), (("host0",), "mpi"), (("host0",), "comm_core")]:
+    said = hurry_helpers(Briefing(folder=Path(), hosts=hosts), backend)
+    policies = [os.sched_getscheduler(tid) for tid in (0, helper.native_id)]
+    print(said, [policy == os.SCHED_RR for policy in policies])
+ended.set()
+"""
+
+
+def test_on_virtual_hosts_all_threads_but_the_training_thread_are_real_time():
+    lines = subprocess.run(
+        [sys.executable, "-c", _HELPERS], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert lines[:2] == ["ordinary [False, False]"] * 2
+    permitted = ["real-time [False, True]", "ordinary [False, False]"]
+    assert lines[2] == permitted[os.geteuid() != 0]

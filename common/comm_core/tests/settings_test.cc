@@ -57,7 +57,7 @@ void every_setting_is_read() {
                         {"COMM_CORE_TCP_CHUNK", "4096"},       {"COMM_CORE_TCP_EAGER", "5"},
                         {"COMM_CORE_SHM_SLOT", "8192"},        {"COMM_CORE_SHM_FLAT", "7"},
                         {"COMM_CORE_SHM_DIRECT", "8"},         {"COMM_CORE_SHM_STREAM", "9"},
-                        {"COMM_CORE_TCP_DIRECT", "10"}};
+                        {"COMM_CORE_TCP_DIRECT", "10"},        {"COMM_CORE_TIME_SCALE", "2.5"}};
   const Options o = Options::from_environment();
   expect(o.transport == TransportChoice::tcp && o.interface == "eth7" && o.host_id == "here" &&
              o.allow_loopback && o.sockets.congestion == "reno" && o.sockets.send_buffer == 1 &&
@@ -66,6 +66,7 @@ void every_setting_is_read() {
   expect(o.tcp_small == 3 && o.tcp_chunk == 4096 && o.tcp_eager == 5 && o.shm_slot == 8192 &&
              o.shm_flat == 7 && o.shm_direct == 8 && o.shm_stream == 9 && o.tcp_direct == 10,
          "wrong values of the size settings");
+  expect(o.time_scale == 2.5 && none.time_scale == 1, "wrong time scale");
   expect(host_identity(o) == "here" && host_identity(none) != "here", "wrong identities");
   const Environment shm{{"COMM_CORE_TRANSPORT", "shm"}};
   expect(Options::from_environment().transport == TransportChoice::shm, "the transport is not shm");
@@ -76,7 +77,8 @@ void what_is_none_is_refused() {
       {"COMM_CORE_TRANSPORT", "pigeon"}, {"COMM_CORE_TCP_CHUNK", "4095"},
       {"COMM_CORE_TCP_SMALL", "-1"},     {"COMM_CORE_SHM_FLAT", "12k"},
       {"COMM_CORE_SHM_SLOT", "100"},     {"COMM_CORE_TCP_EAGER", "2000000000"},
-      {"COMM_CORE_SECRET_FILE", "/none"}};
+      {"COMM_CORE_TIME_SCALE", "0"},     {"COMM_CORE_TIME_SCALE", "inf"},
+      {"COMM_CORE_TIME_SCALE", "2x"},    {"COMM_CORE_SECRET_FILE", "/none"}};
   for (const auto& [name, value] : wrong) {
     const Environment one{{name, value}};
     expect_error<InvalidRequestError>([] { Options::from_environment(); },

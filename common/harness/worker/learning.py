@@ -18,6 +18,7 @@ from common.harness.worker.lr_schedule import make_schedule
 from common.harness.worker.throughput import Phase
 from common.harness.worker.timing import evidence
 from common.harness.worker.timing.canary import canary_s, first_of_machine, work_s
+from common.harness.worker.timing.priority import hurry_helpers
 from common.harness.worker.timing.strain import Gauge
 from common.harness.worker.training import Training, untimed_steps
 from common.models import datasets, registry
@@ -59,6 +60,7 @@ def learn(
     # Dropout draws the same masks for every algorithm; ranks have different masks.
     torch.manual_seed(trial.seed * 1000 + dear.rank())
     training = Training(trial, workload)
+    helpers = hurry_helpers(briefing, trial.backend)
     if data is None:
         # With synthetic data there is no accuracy, so warm-up steps are no unfair advantage.
         training.run(max(untimed_steps(trial), 1))
@@ -84,7 +86,8 @@ def learn(
     saved = [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
     result = evaluation.result(trial, saved, data, check)
     name = evidence.file_name(repeat)
-    about = {"trial": briefing.folder.name, "repeat": repeat, "time_scale": briefing.time_scale}
+    about: dict[str, object] = {"trial": briefing.folder.name, "repeat": repeat}
+    about |= {"time_scale": briefing.time_scale, "helpers": helpers}
     evidence.write(briefing.folder / name, about | evidence.learning(saved))
     for path in paths:
         path.unlink(missing_ok=True)

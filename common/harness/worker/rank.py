@@ -29,6 +29,7 @@ from common.harness.trial import Briefing, Trial
 from common.harness.worker.checking.checker import check_training
 from common.harness.worker.learning import learn, load_data
 from common.harness.worker.throughput import Phase, gradient_bytes, say, time_steps
+from common.harness.worker.timing.priority import hurry_helpers
 from common.launch.job import DONE
 from common.models.registry import build, precision
 from common.models.replay.pace import set_pace
@@ -122,12 +123,14 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
 def join(trial: Trial, briefing: Briefing) -> None:
     """Joins the trial's job as a rank, and sets the pace of its host."""
     torch.set_num_threads(trial.threads_per_rank)
+    os.environ["COMM_CORE_TIME_SCALE"] = str(briefing.time_scale)  # read by `dear.init`
     dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
     if dear.size() != trial.world_size:
         raise UserError(
             f"the trial needs {trial.world_size} workers, but this worker sees {dear.size()}; was "
             "it started by an unknown launcher, such as the mpirun of another MPI?"
         )
+    hurry_helpers(briefing, trial.backend)
     communicator = runtime.communicator()
     communicator.burst_bytes = briefing.burst_bytes
     communicator.wire_bytes_per_s = briefing.wire_bytes_per_s

@@ -19,6 +19,7 @@ from common.harness.worker.checking import deviation
 from common.harness.worker.checking.checker import Checker, draw
 from common.harness.worker.timing import costs, device_use, evidence, measure
 from common.harness.worker.timing.canary import canary_s
+from common.harness.worker.timing.priority import hurry_helpers
 from common.harness.worker.timing.stopwatch import stopwatch
 from common.harness.worker.timing.strain import Gauge, strain_of, used_cores
 from common.harness.worker.training import Training, of_slowest_rank, typical, untimed_steps
@@ -137,7 +138,10 @@ class _Repeat:
 
     def _wrapped(self) -> Training:
         self._phase("wrapping the model")
-        return Training(self._trial, self._workload)
+        training = Training(self._trial, self._workload)
+        # Some libraries start their threads here.
+        self._evidence["helpers"] = hurry_helpers(self._briefing, self._trial.backend)
+        return training
 
     def _time(self, training: Training, warmed: int, checker: Checker | None) -> None:
         """Runs the timed blocks.

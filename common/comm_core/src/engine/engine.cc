@@ -219,7 +219,8 @@ constexpr uint64_t kGiveWayBytes = 64 << 10;
 // equally between their connections, and their queued packets would delay the urgent messages. They
 // send again kHeldS after its last progress, because a peer that has started the urgent operation
 // may be waiting for a less urgent one. If no peer has started it, they send again after
-// kHeldAloneS, so that the link does not idle.
+// kHeldAloneS, so that the link does not idle. Both are times of the network, so a slower emulated
+// network needs longer ones.
 constexpr double kHeldS = 10e-3, kHeldAloneS = 1e-3;
 
 void pause() {
@@ -314,7 +315,8 @@ bool Engine::pass() {
     OpQueue* const queue = head.queue;
     if (queue->step(head.priority < urgent)) return true;
     if (!ranked_) continue;
-    const double until_s = queue->moved_s() + (queue->met() ? kHeldS : kHeldAloneS);
+    const double held_s = (queue->met() ? kHeldS : kHeldAloneS) * options_.time_scale;
+    const double until_s = queue->moved_s() + held_s;
     if (now_s() >= until_s) continue;
     urgent = std::max(urgent, head.priority);
     held_until_s_ = std::min(held_until_s_, until_s);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
@@ -31,6 +32,17 @@ void read_bytes(const char* name, size_t& into, size_t least) {
                               std::to_string(least) + " to 1073741824");
   }
   into = size_t(bytes);
+}
+
+void read_factor(const char* name, double& into) {
+  const std::string value = text(name);
+  if (value.empty()) return;
+  char* end = nullptr;
+  const double factor = strtod(value.c_str(), &end);
+  if (*end != '\0' || !std::isfinite(factor) || factor <= 0) {
+    throw InvalidRequestError(std::string(name) + "=" + value + " must be a number above 0");
+  }
+  into = factor;
 }
 
 constexpr size_t kLeastSecret = 16;
@@ -86,6 +98,7 @@ Options Options::from_environment() {
   read_bytes("COMM_CORE_SHM_FLAT", options.shm_flat, 0);
   read_bytes("COMM_CORE_SHM_DIRECT", options.shm_direct, 0);
   read_bytes("COMM_CORE_SHM_STREAM", options.shm_stream, 0);
+  read_factor("COMM_CORE_TIME_SCALE", options.time_scale);
   return options;
 }
 

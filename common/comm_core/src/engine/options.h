@@ -28,6 +28,9 @@ struct Options {
   size_t shm_direct = 64 << 10;  // from this, shared buffers are read in place
   size_t shm_stream = 4 << 20;   // outputs from this size bypass the caches
 
+  // Factor by which an emulated network is slower than the one that it stands for.
+  double time_scale = 1;
+
   // Returns the options that decide the algorithm of an operation and so must be equal on all
   // ranks, as "NAME=VALUE NAME=VALUE ...".
   std::string agreed() const;

@@ -48,6 +48,9 @@ class Transfer:
     """Number of `step()` calls that end between the start of the transfer and the wait for it."""
     urgent: bool = False
     """True if messages that the next forward pass needs first overtake other messages."""
+    levels: int | None = None
+    """Number of queues of urgent messages, by the order in which layers run, each with the same
+    bytes; messages of one queue do not overtake each other. None: each layer has its own queue."""
 
     buckets: Literal["all", "some", "instead"] = "all"
     """`some`: only some buckets have it. `instead`: these buckets have none of the other kinds."""

@@ -173,7 +173,7 @@ def _held_alone() -> None:
 
 
 def test_on_a_slower_network_less_urgent_operations_wait_for_longer():
-    """At time scale 1, rank 0 sends the less urgent operation after 1 ms, here after 10 s."""
+    """Rank 0 sends the less urgent operation after 10 s; with time scale 1, after 1 ms."""
     places = [{**place, "COMM_CORE_TIME_SCALE": "10000"} for place in worlds.environments("tcp2")]
     ranks = RankPool(2, 60.0, "comm_core", places)
     try:

@@ -116,6 +116,26 @@ def test_what_runs_first_overtakes_between_two_chunks():
     assert waits(predicted(QUEUE, messages, large)) == [("layer", 0, 5)]
 
 
+def test_urgent_messages_of_one_queue_do_not_overtake_each_other():
+    large = dataclasses.replace(
+        PASSES,
+        gradients=(
+            Gradient(name="b", nbytes=400, ready_s=1.0, layer=1),
+            Gradient(name="a", nbytes=400, ready_s=4.0, layer=0),
+        ),
+    )
+    messages = grouped(large, [[0], [1]])
+
+    def step_s(**more):
+        (sent,) = QUEUE.transfers
+        sent = dataclasses.replace(sent, **more)
+        order = dataclasses.replace(QUEUE, transfers=(sent,))
+        return predicted(order, messages, large, chunk_bytes=100).step_s
+
+    assert step_s(urgent=True, levels=1) == step_s()
+    assert step_s(urgent=True, levels=2) == step_s(urgent=True) < step_s()
+
+
 def test_gradients_in_one_message_are_awaited_before_the_first_layer_that_reads_one_of_them():
     result = predicted(QUEUE, grouped(PASSES, [[0, 1]]))
     assert waits(result) == [("layer", 0, 4)] and result.step_s == pytest.approx(4 + 0.5 + 3 + 4)

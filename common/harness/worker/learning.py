@@ -60,7 +60,6 @@ def learn(
     # Dropout draws the same masks for every algorithm; ranks have different masks.
     torch.manual_seed(trial.seed * 1000 + dear.rank())
     training = Training(trial, workload)
-    helpers = hurry_helpers(briefing, trial.backend)
     if data is None:
         # With synthetic data there is no accuracy, so warm-up steps are no unfair advantage.
         training.run(max(untimed_steps(trial), 1))
@@ -86,8 +85,7 @@ def learn(
     saved = [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
     result = evaluation.result(trial, saved, data, check)
     name = evidence.file_name(repeat)
-    about: dict[str, object] = {"trial": briefing.folder.name, "repeat": repeat}
-    about |= {"time_scale": briefing.time_scale, "helpers": helpers}
+    about = {"trial": briefing.folder.name, "repeat": repeat, "time_scale": briefing.time_scale}
     evidence.write(briefing.folder / name, about | evidence.learning(saved))
     for path in paths:
         path.unlink(missing_ok=True)
@@ -129,6 +127,7 @@ class _Session:
         """Sum of the losses since the last mark, and the number of steps since then."""
         self.snapshots = evaluation.Snapshots(self._state(), len(trial.learn.marks))
         self._clock = TrainingClock(self._communicator.clock, briefing.time_scale)
+        self._helpers = hurry_helpers(briefing, trial.backend)
         self._gauge = Gauge(briefing.links_pid, lambda: training.absorbed_s)
         self._counters = evidence.network_counters()
         self._works = first_of_machine(self._communicator)
@@ -164,6 +163,7 @@ class _Session:
             "samples": pace.samples,
             "elapsed_s": pace.elapsed_s,
             "bytes_sent": sent,
+            "helpers": self._helpers,
             "pressure": asdict(self._gauge.pressure),
             "loss": training.loss.item(),
             "statistics": training.engine.statistics(),

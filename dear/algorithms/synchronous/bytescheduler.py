@@ -106,12 +106,14 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
+        credit = options.credit_mb is not None or options.tunes_credit
         sent = Transfer(
             kind="average",
             starts="gradient",
             awaited="layer",
             steps_later=1,
             urgent=True,
+            levels=None if credit else options.levels or LEVELS,
             part_bytes=options.partition_mb * MIB,
         )
         return Overlap(transfers=(sent,), updates="layer")

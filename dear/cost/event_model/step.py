@@ -209,7 +209,7 @@ class _Stated(_Rank):
     ) -> None:
         super().__init__(passes, messages, chunk_bytes)
         self._overlap, self._costs = overlap, costs
-        gradients, layers = passes.gradients, len(passes.forward_s)
+        gradients = passes.gradients
         self._layer = [min(gradients[i].layer for i in message.members) for message in messages]
         """First layer that reads each message."""
         self._ready = [max(message.members) for message in messages]
@@ -217,10 +217,14 @@ class _Stated(_Rank):
         shared = any(t.kind == "gather" and "parameters" in t.carries for t in overlap.transfers)
         rate_s = passes.update_s / passes.nbytes / (world_size if shared else 1)
         self._update_s = [rate_s * sum(gradients[i].nbytes for i in m.members) for m in messages]
-        self._urgency = [float(layers - layer) for layer in self._layer]
         self._by_layer = _indices(self._layer)
         self._by_ready = _indices(self._ready)
         self._by_need = sorted(range(len(messages)), key=self._layer.__getitem__)
+        self._before: dict[int, float] = {}
+        """Bytes of the messages that are needed before each message."""
+        self._total = 0.0
+        for i in self._by_need:
+            self._before[i], self._total = self._total, self._total + messages[i].nbytes
         self._ahead = _ahead(messages)
         self._transfers = [_transfers_of(message, overlap) for message in messages]
         self._step = 0
@@ -281,12 +285,20 @@ class _Stated(_Rank):
         parts = max(1, math.ceil(nbytes / transfer.part_bytes)) if transfer.part_bytes else 1
         channel, priority = 0, 0.0
         if transfer.urgent:
-            channel, priority = self._layer[index] + 1, self._urgency[index]
+            place = self._place_of(index, transfer.levels)
+            channel, priority = place + 1, -float(place)
         cost = self._costs[OPERATIONS[transfer.kind]]
         return [
             self.link.send(cost, nbytes / parts, channel=channel, priority=priority)
             for _ in range(parts)
         ]
+
+    def _place_of(self, index: int, levels: int | None) -> int:
+        """Returns the queue of an urgent message; 0 is the most urgent."""
+        if levels is None:
+            return self._layer[index]
+        nbytes = self.messages[index].nbytes
+        return min(int((self._before[index] + nbytes / 2) / self._total * levels), levels - 1)
 
     def _await(
         self,

@@ -15,7 +15,7 @@ from common.harness.trial import Briefing
 
 Priority = Literal["real-time", "ordinary"]
 _LEVEL = 1
-"""Below the program that emulates the links, so that packets are never late."""
+"""Level lower than that of the program that emulates the links, so that packets are not late."""
 
 
 def hurry_helpers(briefing: Briefing, backend: str) -> Priority:

@@ -49,3 +49,9 @@ def number_in(path: Path) -> int | None:
     """Returns the number that a process wrote there, None before."""
     text = path.read_text() if path.exists() else ""
     return int(text) if text else None
+
+
+def helpers_priority() -> str:
+    """Returns the priority that a rank can give its threads: `real-time` or `ordinary`."""
+    tried = subprocess.run(["chrt", "--rr", "1", "true"], capture_output=True, check=False)
+    return "real-time" if tried.returncode == 0 else "ordinary"

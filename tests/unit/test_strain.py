@@ -20,6 +20,8 @@ from common import machine
 from common.emulation import flow
 from common.harness.running import notes
 from common.harness.running.record import make_record
+from common.harness.trial import Briefing
+from common.harness.worker import rank
 from common.harness.worker.timing import canary, strain
 from common.harness.worker.timing.strain import Gauge, Pressure, strain_of, used_cores
 from common.launch.job import Outcome
@@ -28,6 +30,7 @@ from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Note, Strain
 from common.results.validity import flag_text
 from tests.system.made import make_trial
+from tests.system.processes import helpers_priority
 
 
 def pressure(machine="one", **more):
@@ -516,5 +519,18 @@ def test_on_virtual_hosts_all_threads_but_the_training_thread_are_real_time():
         [sys.executable, "-c", _HELPERS], check=True, capture_output=True, text=True
     ).stdout.splitlines()
     assert lines[:2] == ["ordinary [False, False]"] * 2
-    permitted = ["real-time [False, True]", "ordinary [False, False]"]
-    assert lines[2] == permitted[os.geteuid() != 0]
+    given = helpers_priority()
+    assert lines[2] == f"{given} [False, {given == 'real-time'}]"
+
+
+def test_the_comm_core_knows_the_time_scale_when_it_starts(monkeypatch):
+    class StartedError(Exception):
+        pass
+
+    def init(**_):
+        raise StartedError(os.environ["COMM_CORE_TIME_SCALE"])
+
+    monkeypatch.setenv("COMM_CORE_TIME_SCALE", "1")
+    monkeypatch.setattr(rank.dear, "init", init)
+    with pytest.raises(StartedError, match=r"^4\.0$"):
+        rank.join(make_trial("dear"), Briefing(folder=Path(), time_scale=4.0))

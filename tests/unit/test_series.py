@@ -111,6 +111,7 @@ def test_bandwidths_are_printed_by_share(capsys):
 def test_measured_trials_are_predicted_once(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "docs" / "records" / "emulated-quick", tmp_path / "sweep")
     folder = tmp_path / "sweep"
+    (folder / "foreseen.json").unlink()
     chosen = [r for r in Comparison.load(folder).results(folder) if r.label in ("wfbp", "dear")]
     Comparison(compare_to="wfbp", trials=tuple(r.hash for r in chosen)).save(folder)
     assert "predicted / measured" not in comparison_text(chosen)

@@ -7,6 +7,7 @@ message is a bucket, or a part of a bucket.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,8 +50,8 @@ class Transfer:
     urgent: bool = False
     """True if messages that the next forward pass needs first overtake other messages."""
     levels: int | None = None
-    """Number of queues of urgent messages, by the order in which layers run, each with the same
-    bytes; messages of one queue do not overtake each other. None: each layer has its own queue."""
+    """Number of queues of urgent messages (`shared_out`). Messages of one queue do not overtake
+    each other. None: each layer has its own queue."""
 
     buckets: Literal["all", "some", "instead"] = "all"
     """`some`: only some buckets have it. `instead`: these buckets have none of the other kinds."""
@@ -90,6 +91,23 @@ _WAITING = {
 
 def _steps(count: int) -> str:
     return "one step" if count == 1 else f"{count} steps"
+
+
+def shared_out(sizes: Iterable[float], levels: int) -> list[int]:
+    """Returns the queue of each message; 0 is the most urgent.
+
+    Messages that are needed one after another share a queue, and all queues have about equal bytes.
+
+    Args:
+        sizes: bytes, in the order in which the next forward pass needs the messages.
+        levels: number of queues.
+    """
+    sizes = list(sizes)
+    total, before, queues = sum(sizes), 0.0, []
+    for size in sizes:
+        queues.append(min(int((before + size / 2) / total * levels), levels - 1))
+        before += size
+    return queues
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ def number_in(path: Path) -> int | None:
     return int(text) if text else None
 
 
-def helpers_priority() -> str:
-    """Returns the priority that a rank can give its threads: `real-time` or `ordinary`."""
+def may_be_real_time() -> bool:
+    """Returns True if this system gives real-time priority to a process."""
     tried = subprocess.run(["chrt", "--rr", "1", "true"], capture_output=True, check=False)
-    return "real-time" if tried.returncode == 0 else "ordinary"
+    return tried.returncode == 0

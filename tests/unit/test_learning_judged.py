@@ -50,7 +50,6 @@ def _saved(rows, *, steps, elapsed_s=2.0, behind=None, **more):
         "samples": 8 * steps,
         "elapsed_s": elapsed_s,
         "loss": 1.0,
-        "helpers": "real-time",
         "pressure": {
             "machine": "one",
             "elapsed_s": 2.0,
@@ -159,7 +158,6 @@ def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):
     assert result["copies"] == [[[0.0, 0], [1.0, 4], [2.0, 8]], None]
     assert result["network"] == {"steps": [8, None], "ranks": [{"eth0": {"rx_bytes": 9}}, None]}
     assert result["pressure"][0]["waited_s"]["main"] == 0.5
-    assert result["helpers"] == ["real-time", None]
     json.dumps(result)
 
 

@@ -30,7 +30,7 @@ from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Note, Strain
 from common.results.validity import flag_text
 from tests.system.made import make_trial
-from tests.system.processes import helpers_priority
+from tests.system.processes import may_be_real_time
 
 
 def pressure(machine="one", **more):
@@ -507,9 +507,9 @@ helper = threading.Thread(target=lambda: (ready.set(), ended.wait()))
 helper.start()
 ready.wait()
 for hosts, backend in [((), "comm_core"), (("host0",), "mpi"), (("host0",), "comm_core")]:
-    said = hurry_helpers(Briefing(folder=Path(), hosts=hosts), backend)
+    hurried = hurry_helpers(Briefing(folder=Path(), hosts=hosts), backend)
     policies = [os.sched_getscheduler(tid) for tid in (0, helper.native_id)]
-    print(said, [policy == os.SCHED_RR for policy in policies])
+    print(hurried, [policy == os.SCHED_RR for policy in policies])
 ended.set()
 """
 
@@ -518,9 +518,17 @@ def test_on_virtual_hosts_all_threads_but_the_training_thread_are_real_time():
     lines = subprocess.run(
         [sys.executable, "-c", _HELPERS], check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    assert lines[:2] == ["ordinary [False, False]"] * 2
-    given = helpers_priority()
-    assert lines[2] == f"{given} [False, {given == 'real-time'}]"
+    assert lines[:2] == ["None [False, False]"] * 2
+    permitted = may_be_real_time()
+    assert lines[2] == f"{permitted} [False, {permitted}]"
+
+
+def test_a_row_says_if_the_system_gives_no_priority():
+    for ranks, hurried in [((None, None), None), ((True, True), True), ((True, False), False)]:
+        result = strain_of([pressure(helpers_hurried=each) for each in ranks])
+        assert result.helpers_hurried is hurried
+        note = notes.ordinary_priority([Strain(), result])
+        assert (note is not None and note.kind == "ordinary priority") is (hurried is False)
 
 
 def test_the_comm_core_knows_the_time_scale_when_it_starts(monkeypatch):

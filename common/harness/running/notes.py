@@ -39,6 +39,14 @@ def no_comm_core(backend: str) -> Note | None:
     return reason and Note(kind="no comm core", text=f"over gloo: {reason}")
 
 
+def ordinary_priority(strain: Sequence[Strain]) -> Note | None:
+    """Returns a note if threads of virtual hosts did not get the priority that they need."""
+    if all(launch.helpers_hurried is not False for launch in strain):
+        return None
+    text = "ordinary priority: this system gives no real-time priority to the threads that send"
+    return Note(kind="ordinary priority", text=text)
+
+
 def unfaithful(strain: Sequence[Strain]) -> bool | None:
     """Returns True if ranks of an emulated trial waited for cores in at least one launch.
 

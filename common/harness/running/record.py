@@ -184,7 +184,7 @@ def _notes(
     unfaithful: bool | None,
 ) -> list[Note]:
     strain = [result.strain for result in results]
-    written: list[Note | None] = [notes.no_comm_core(trial.backend)]
+    written = [notes.no_comm_core(trial.backend), notes.ordinary_priority(strain)]
     threads = trial.threads_per_rank * trial.world_size
     crowded = trial.launcher == "local" and trial.device == "cpu" and threads > machine["cores"]
     if not emulated:

@@ -51,7 +51,6 @@ class Measurements(TypedDict):
     samples: int
     elapsed_s: float
     bytes_sent: int
-    helpers: str
     pressure: dict[str, object]
     loss: float
     statistics: dict[str, Any]

@@ -127,8 +127,8 @@ class _Session:
         """Sum of the losses since the last mark, and the number of steps since then."""
         self.snapshots = evaluation.Snapshots(self._state(), len(trial.learn.marks))
         self._clock = TrainingClock(self._communicator.clock, briefing.time_scale)
-        self._helpers = hurry_helpers(briefing, trial.backend)
-        self._gauge = Gauge(briefing.links_pid, lambda: training.absorbed_s)
+        hurried = hurry_helpers(briefing, trial.backend)
+        self._gauge = Gauge(briefing.links_pid, lambda: training.absorbed_s, hurried)
         self._counters = evidence.network_counters()
         self._works = first_of_machine(self._communicator)
         self._before_s = canary_s(self._communicator)
@@ -163,7 +163,6 @@ class _Session:
             "samples": pace.samples,
             "elapsed_s": pace.elapsed_s,
             "bytes_sent": sent,
-            "helpers": self._helpers,
             "pressure": asdict(self._gauge.pressure),
             "loss": training.loss.item(),
             "statistics": training.engine.statistics(),

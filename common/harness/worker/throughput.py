@@ -138,10 +138,12 @@ class _Repeat:
 
     def _wrapped(self) -> Training:
         self._phase("wrapping the model")
-        training = Training(self._trial, self._workload)
-        # Some libraries start their threads here.
-        self._evidence["helpers"] = hurry_helpers(self._briefing, self._trial.backend)
-        return training
+        return Training(self._trial, self._workload)
+
+    def _gauge(self, training: Training) -> Gauge:
+        # Some algorithms have started threads since the rank joined the others.
+        hurried = hurry_helpers(self._briefing, self._trial.backend)
+        return Gauge(self._briefing.links_pid, lambda: training.absorbed_s, hurried)
 
     def _time(self, training: Training, warmed: int, checker: Checker | None) -> None:
         """Runs the timed blocks.
@@ -180,7 +182,7 @@ class _Repeat:
             untimed=self._untimed,
             between=between,
             watch=stopwatch(trial.device),
-            gauge=Gauge(self._briefing.links_pid, lambda: training.absorbed_s),
+            gauge=self._gauge(training),
             canary=canary,
         )
         if checker is None:  # the check's copies would count as memory of the algorithm

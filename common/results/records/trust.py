@@ -33,6 +33,7 @@ NoteKind = Literal[
     "killed",
     "no comm core",
     "not stationary",
+    "ordinary priority",
     "oversubscribed",
     "relaunch",
     "stopped",
@@ -163,6 +164,9 @@ class Strain:
     """Real seconds for which the CPU limit of a control group stopped a rank."""
     canary_s: list[float] | None = None
     """Real seconds that a fixed computation (the canary) took before and after the timed steps."""
+    helpers_hurried: bool | None = None
+    """True if the threads beside the training threads had real-time priority on all ranks; None if
+    they need none, or must not have it (a real cluster, MPI)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from dear.buckets.updates import PartialUpdate
 from dear.comm.communicator import Batch, Communicator, apart
 from dear.comm.work import Work
 from dear.cost.collectives import measured_costs
-from dear.cost.overlap import Overlap, Transfer
+from dear.cost.overlap import Overlap, Transfer, shared_out
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import LATER, at_least, positive
@@ -374,17 +374,10 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self.schedule.regroup([bucket.params for bucket in self.buckets], launched)
 
     def _shared_out(self, uses: Sequence[int]) -> list[int]:
-        """Returns the level of each group. Groups used one after another share a level, and all
-        levels have about equal bytes."""
-        total = sum(self._sizes.values())
-        levels = [0] * len(uses)
-        before = 0.0
-        for group in uses:
-            size = sum(self._sizes[task] for task in self._tasks_of[group])
-            level = int((before + size / 2) / total * self._levels)
-            levels[group] = min(level, self._levels - 1)
-            before += size
-        return levels
+        """Returns the level of each group."""
+        sizes = [sum(self._sizes[task] for task in self._tasks_of[group]) for group in uses]
+        levels = dict(zip(uses, shared_out(sizes, self._levels), strict=True))
+        return [levels[group] for group in range(len(uses))]
 
     def _send(self, index: int) -> None:
         if not self._issuers:

@@ -14,7 +14,7 @@ from dear.cost.event_model.events import Events
 from dear.cost.event_model.link import CHUNK_BYTES, Link, Sending
 from dear.cost.event_model.passes import Message, Passes, UnmodelledError
 from dear.cost.fit import Cost
-from dear.cost.overlap import Cycles, Kind, Moment, Overlap, Transfer, Unstated
+from dear.cost.overlap import Cycles, Kind, Moment, Overlap, Transfer, Unstated, shared_out
 
 OPERATIONS: dict[Kind, str] = {
     "average": "all_reduce",
@@ -220,11 +220,8 @@ class _Stated(_Rank):
         self._by_layer = _indices(self._layer)
         self._by_ready = _indices(self._ready)
         self._by_need = sorted(range(len(messages)), key=self._layer.__getitem__)
-        self._before: dict[int, float] = {}
-        """Bytes of the messages that are needed before each message."""
-        self._total = 0.0
-        for i in self._by_need:
-            self._before[i], self._total = self._total, self._total + messages[i].nbytes
+        self._queue = {t: self._queues(t.levels) for t in overlap.transfers if t.urgent}
+        """Queue of each message, by its urgent transfer; 0 is the most urgent."""
         self._ahead = _ahead(messages)
         self._transfers = [_transfers_of(message, overlap) for message in messages]
         self._step = 0
@@ -285,20 +282,19 @@ class _Stated(_Rank):
         parts = max(1, math.ceil(nbytes / transfer.part_bytes)) if transfer.part_bytes else 1
         channel, priority = 0, 0.0
         if transfer.urgent:
-            place = self._place_of(index, transfer.levels)
-            channel, priority = place + 1, -float(place)
+            queue = self._queue[transfer][index]
+            channel, priority = queue + 1, -float(queue)
         cost = self._costs[OPERATIONS[transfer.kind]]
         return [
             self.link.send(cost, nbytes / parts, channel=channel, priority=priority)
             for _ in range(parts)
         ]
 
-    def _place_of(self, index: int, levels: int | None) -> int:
-        """Returns the queue of an urgent message; 0 is the most urgent."""
+    def _queues(self, levels: int | None) -> list[int]:
         if levels is None:
-            return self._layer[index]
-        nbytes = self.messages[index].nbytes
-        return min(int((self._before[index] + nbytes / 2) / self._total * levels), levels - 1)
+            return self._layer
+        queues = shared_out([self.messages[i].nbytes for i in self._by_need], levels)
+        return [queue for _, queue in sorted(zip(self._by_need, queues, strict=True))]
 
     def _await(
         self,

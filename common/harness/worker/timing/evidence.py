@@ -72,7 +72,6 @@ def learning(saved: Sequence[Mapping[str, Any] | None]) -> Json:
     """Returns the evidence of a training trial, from the ranks' files (None: the rank died)."""
     return {
         "copies": [rank and [[t["seconds"], t["steps"]] for t in rank["taken"]] for rank in saved],
-        "helpers": [rank and rank["helpers"] for rank in saved],
         "pressure": [rank and rank["pressure"] for rank in saved],
         "network": {
             "steps": [rank and rank["steps"] for rank in saved],

@@ -9,27 +9,25 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Literal
 
 from common.harness.trial import Briefing
 
-Priority = Literal["real-time", "ordinary"]
 _LEVEL = 1
 """Level lower than that of the program that emulates the links, so that packets are not late."""
 
 
-def hurry_helpers(briefing: Briefing, backend: str) -> Priority:
+def hurry_helpers(briefing: Briefing, backend: str) -> bool | None:
     """Gives real-time priority to all threads of this process but the calling one.
 
-    Call it again when a library may have started threads. Only threads on virtual hosts get the
-    priority, and none with the backend MPI, whose threads never sleep and so would stop all others.
+    Call it again when a library may have started threads.
 
     Returns:
-        `real-time`, or `ordinary` if the threads do not get the priority: also if the system does
-        not permit it.
+        False if the system does not permit it. None if the threads need no priority, because the
+        host is not virtual, or must not have it: threads of MPI never sleep, and would stop all
+        others.
     """
     if not briefing.hosts or backend == "mpi":
-        return "ordinary"
+        return None
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) == threading.get_native_id():
             continue
@@ -38,5 +36,5 @@ def hurry_helpers(briefing: Briefing, backend: str) -> Priority:
         except ProcessLookupError:  # it has ended
             continue
         except PermissionError:
-            return "ordinary"
-    return "real-time"
+            return False
+    return True

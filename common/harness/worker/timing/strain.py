@@ -57,6 +57,8 @@ class Pressure:
     """CPU time of the program that emulates the links."""
     throttled_s: float = 0.0
     """Time for which the CPU limit of a control group stopped the rank."""
+    helpers_hurried: bool | None = None
+    """Result of `hurry_helpers`."""
 
 
 class Gauge:
@@ -65,14 +67,16 @@ class Gauge:
     Args:
         links_pid: PID of the program that emulates the links, if there is one.
         absorbed_s: returns `Training.absorbed_s`.
+        helpers_hurried: result of `hurry_helpers`.
     """
 
     def __init__(
         self,
         links_pid: int | None = None,
         absorbed_s: Callable[[], float | None] = lambda: None,
+        helpers_hurried: bool | None = None,
     ) -> None:
-        self.pressure = Pressure(machine=machine_id())
+        self.pressure = Pressure(machine=machine_id(), helpers_hurried=helpers_hurried)
         self._links_pid, self._absorbed_s = links_pid, absorbed_s
 
     @contextmanager
@@ -170,6 +174,7 @@ def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None
     for rank in ranks:
         machines[rank.machine].append(rank)
     foreign, steal = zip(*map(_used_by_others, machines.values()), strict=True)
+    hurried = [rank.helpers_hurried for rank in ranks if rank.helpers_hurried is not None]
     return Strain(
         late=_largest([_late(rank) for rank in ranks]),
         # The mean is used, because ranks that are ahead wait for the others.
@@ -180,6 +185,7 @@ def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None
         steal_cores=max(steal),
         throttled_s=max(rank.throttled_s for rank in ranks),
         canary_s=None if canary_s is None else list(canary_s),
+        helpers_hurried=all(hurried) if hurried else None,
     )
 
 

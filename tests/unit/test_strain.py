@@ -500,14 +500,22 @@ def test_a_changed_checkout_is_told_by_a_digest_of_its_changes(tmp_path, monkeyp
 _HELPERS = """
 import os, threading
 from pathlib import Path
+from types import SimpleNamespace
 from common.harness.trial import Briefing
 from common.harness.worker.timing.priority import hurry_helpers
 ready, ended = threading.Event(), threading.Event()
 helper = threading.Thread(target=lambda: (ready.set(), ended.wait()))
 helper.start()
 ready.wait()
-for hosts, backend in [((), "comm_core"), (("host0",), "mpi"), (("host0",), "comm_core")]:
-    hurried = hurry_helpers(Briefing(folder=Path(), hosts=hosts), backend)
+for hosts, backend, launcher, threads in [
+    ((), "comm_core", "local", 1),
+    (("host0",), "mpi", "local", 1),
+    (("host0",), "comm_core", "mpirun", 1),
+    (("host0",), "comm_core", "local", 2),
+    (("host0",), "comm_core", "local", 1),
+]:
+    trial = SimpleNamespace(backend=backend, launcher=launcher, threads_per_rank=threads)
+    hurried = hurry_helpers(trial, Briefing(folder=Path(), hosts=hosts))
     policies = [os.sched_getscheduler(tid) for tid in (0, helper.native_id)]
     print(hurried, [policy == os.SCHED_RR for policy in policies])
 ended.set()
@@ -518,9 +526,9 @@ def test_on_virtual_hosts_all_threads_but_the_training_thread_are_real_time():
     lines = subprocess.run(
         [sys.executable, "-c", _HELPERS], check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    assert lines[:2] == ["None [False, False]"] * 2
+    assert lines[:4] == ["None [False, False]"] * 4
     permitted = may_be_real_time()
-    assert lines[2] == f"{permitted} [False, {permitted}]"
+    assert lines[4] == f"{permitted} [False, {permitted}]"
 
 
 def test_a_row_says_if_the_system_gives_no_priority():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from common import machine
-from common.emulation import links
+from common.emulation import links, sandbox
 from common.harness.experiment import Experiment
 from common.harness.experiment_file import load, unable_to_emulate
 from common.harness.running.fabric import misfit
@@ -36,6 +36,12 @@ from dear.training.algorithm import algorithm_class
 _LEAST_DISK, _LEAST_PORTS = 1 << 30, 64
 _BUSY = 0.5
 """Smallest load per core that `doctor` reports as load by other programs."""
+_REAL_TIME = """import os
+try:
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+except PermissionError:
+    raise SystemExit(1)
+"""
 _SOMEWHERE = "192.0.2.1"  # an address for documentation: nothing is sent
 
 
@@ -149,6 +155,12 @@ def _emulation(why: str | None) -> Iterator[Finding]:
         yield Finding(level="missing", what="virtual hosts", state=why, fix=fix)
         return
     yield Finding(level="ok", what="virtual hosts", state="namespaces and tc are there")
+    if sandbox.run([sys.executable, "-I", "-S", "-c", _REAL_TIME]) == 0:
+        yield Finding(level="ok", what="priority", state="real-time, for threads that send")
+    else:
+        state = "ordinary, so steps of virtual hosts may be a little too long"
+        fix = "run as root, or let the administrator permit `ulimit -r 1` (limits.conf: rtprio)"
+        yield Finding(level="note", what="priority", state=state, fix=fix)
     if links.has_netem():
         state = "by the kernel (netem, tbf), with sites by the switch"
         yield Finding(level="ok", what="links' latency", state=state)

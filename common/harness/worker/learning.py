@@ -127,7 +127,7 @@ class _Session:
         """Sum of the losses since the last mark, and the number of steps since then."""
         self.snapshots = evaluation.Snapshots(self._state(), len(trial.learn.marks))
         self._clock = TrainingClock(self._communicator.clock, briefing.time_scale)
-        hurried = hurry_helpers(briefing, trial.backend)
+        hurried = hurry_helpers(trial, briefing)
         self._gauge = Gauge(briefing.links_pid, lambda: training.absorbed_s, hurried)
         self._counters = evidence.network_counters()
         self._works = first_of_machine(self._communicator)

@@ -130,7 +130,7 @@ def join(trial: Trial, briefing: Briefing) -> None:
             f"the trial needs {trial.world_size} workers, but this worker sees {dear.size()}; was "
             "it started by an unknown launcher, such as the mpirun of another MPI?"
         )
-    hurry_helpers(briefing, trial.backend)
+    hurry_helpers(trial, briefing)
     communicator = runtime.communicator()
     communicator.burst_bytes = briefing.burst_bytes
     communicator.wire_bytes_per_s = briefing.wire_bytes_per_s

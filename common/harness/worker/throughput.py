@@ -142,7 +142,7 @@ class _Repeat:
 
     def _gauge(self, training: Training) -> Gauge:
         # Some algorithms have started threads since the rank joined the others.
-        hurried = hurry_helpers(self._briefing, self._trial.backend)
+        hurried = hurry_helpers(self._trial, self._briefing)
         return Gauge(self._briefing.links_pid, lambda: training.absorbed_s, hurried)
 
     def _time(self, training: Training, warmed: int, checker: Checker | None) -> None:

@@ -165,8 +165,8 @@ class Strain:
     canary_s: list[float] | None = None
     """Real seconds that a fixed computation (the canary) took before and after the timed steps."""
     helpers_hurried: bool | None = None
-    """True if the threads beside the training threads had real-time priority on all ranks; None if
-    they need none, or must not have it (a real cluster, MPI)."""
+    """True if the threads beside the training threads had real-time priority on all ranks, False if
+    the system did not permit it. None if they need none, or must not have it (`hurry_helpers`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,11 +46,13 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
     """ByteScheduler (Peng et al., SOSP 2019): partitions, sent in the order in which layers run.
 
     The gradients of each layer are cut into partitions. Partitions of layers that run first in a
-    forward pass overtake the others: in mid-flight if the backend has priorities; otherwise a
-    credit limits the bytes under way. The next forward pass starts at once, and each of its layers
-    waits only for its own tensors, which are updated just before it runs. Horovod is neither needed
-    nor patched. In the original, rank 0 negotiates every start. Here rank 0 simulates the scheduler
-    once, with measured times, and all ranks keep the resulting order.
+    forward pass go first. If the backend has priorities, partitions wait in several queues, and
+    those of a more urgent queue overtake others in mid-flight. Otherwise there is one queue, and a
+    credit limits the bytes under way (except with NCCL, which starts them in a fixed order). The
+    next forward pass starts at once, and each of its layers waits only for its own tensors, which
+    are updated just before it runs. Horovod is neither needed nor patched. In the original, rank 0
+    negotiates every start. Here rank 0 simulates the scheduler once, with measured times, and all
+    ranks keep the resulting order.
     Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
     `backward()` and `step()`, `p.grad` is still this rank's own gradient.
     Bytes move: from the backward pass, as layers are complete, into the next forward pass.
@@ -68,8 +70,8 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
         no limit with NCCL or if the backend has priorities, otherwise 16. An error with NCCL,
         which does not report when a collective ends."""
         levels: int | None = None
-        """Number of priority levels, each with its own channel, if the backend has priorities and
-        `credit_mb` is not given; None: 4."""
+        """Number of queues, each with its own priority and channel, if the backend has priorities
+        and `credit_mb` is not given; None: 4."""
         profile_steps: int = 2
         """Number of steps that are measured to plan the order; they overlap no communication."""
         tune: Literal["none", "credit", "partition", "both"] = field(default="none", metadata=LATER)
@@ -106,6 +108,7 @@ class ByteScheduler(Algorithm["ByteScheduler.Options"]):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
+        # With a credit, urgent partitions go first in their queue, as if each layer had its own.
         credit = options.credit_mb is not None or options.tunes_credit
         sent = Transfer(
             kind="average",
@@ -374,7 +377,7 @@ class PartitionedEngine(DeferredEngine[ByteScheduler.Options]):
         self.schedule.regroup([bucket.params for bucket in self.buckets], launched)
 
     def _shared_out(self, uses: Sequence[int]) -> list[int]:
-        """Returns the level of each group."""
+        """Returns the queue of each group."""
         sizes = [sum(self._sizes[task] for task in self._tasks_of[group]) for group in uses]
         levels = dict(zip(uses, shared_out(sizes, self._levels), strict=True))
         return [levels[group] for group in range(len(uses))]

@@ -10,23 +10,25 @@ import os
 import threading
 from pathlib import Path
 
-from common.harness.trial import Briefing
+from common.harness.trial import Briefing, Trial
 
 _LEVEL = 1
 """Level lower than that of the program that emulates the links, so that packets are not late."""
 
 
-def hurry_helpers(briefing: Briefing, backend: str) -> bool | None:
+def hurry_helpers(trial: Trial, briefing: Briefing) -> bool | None:
     """Gives real-time priority to all threads of this process but the calling one.
 
     Call it again when a library may have started threads.
 
     Returns:
         False if the system does not permit it. None if the threads need no priority, because the
-        host is not virtual, or must not have it: threads of MPI never sleep, and would stop all
-        others.
+        host is not virtual, or must not have it. Threads of MPI never sleep, and would stop all
+        others; any library of a rank that `mpirun` has started may use MPI. Of several threads per
+        rank, all but one compute in a pool of torch.
     """
-    if not briefing.hosts or backend == "mpi":
+    polling = trial.backend == "mpi" or trial.launcher == "mpirun"
+    if not briefing.hosts or polling or trial.threads_per_rank > 1:
         return None
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) == threading.get_native_id():

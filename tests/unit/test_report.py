@@ -133,7 +133,9 @@ def test_what_records_say_cannot_become_a_part_of_the_page(tmp_path):
 @pytest.mark.parametrize("name", ["merging", "quick", "time_to_accuracy"])
 def test_all_records_can_be_taken_out_again(name, tmp_path):
     result = read(RECORDS / name)
-    for file in ("records.jsonl", "experiment.json"):
+    files = ["records.jsonl", "experiment.json"]
+    files += ["foreseen.json"] * (RECORDS / name / "foreseen.json").exists()
+    for file in files:
         (tmp_path / file).write_bytes(result.file(file))
     again = Comparison.load(tmp_path)
     assert again == Comparison.load(RECORDS / name)

@@ -1,8 +1,8 @@
 """BlueFog's commands: `bfrun -np 4 python train.py`, and `ibfrun start -np 4` for a notebook.
 
 torchrun starts ranks on this machine; Open MPI's mpirun starts ranks on several machines. For a
-notebook, ipyparallel starts engines, and `dear.interactive.assign_ranks` makes these the ranks of
-one job.
+notebook, ipyparallel starts engines, and `dear.comm.environment.assign_ranks` makes these the
+ranks of one job.
 """
 
 from __future__ import annotations

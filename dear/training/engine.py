@@ -219,7 +219,7 @@ class Engine(Generic[OptionsT_co]):
         self.settle()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backward passes accumulate gradients and send nothing."""
+        """Returns a context in which backward passes accumulate gradients and send none."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
@@ -336,12 +336,12 @@ class Distributed(OptimizerBase):
         return self._engine.some_groups()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context for gradient accumulation, in which backward passes send nothing."""
+        """Returns a context for gradient accumulation: backward passes send no gradients."""
         return self._engine.no_sync()
 
     @property
     def local(self) -> bool:
-        """True while backward passes communicate nothing, as within `no_sync()`.
+        """True while backward passes send no gradients, as within `no_sync()`.
 
         MG-WFBP's scripts set it to True to accumulate gradients, and to False before the last pass.
         """

@@ -178,6 +178,19 @@ def test_going_back_to_a_checkpoint_drops_what_was_held_back_since():
 
 
 @on_ranks(2)
+def test_a_state_without_a_parameter_that_was_taken_out_is_loaded():
+    model = make_model()
+    optimizer = _wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), delay=2)
+    steps(model, optimizer, mine(), range(0, 3))
+    out = optimizer.param_groups[0]["params"].pop(0)
+    before = out.detach().clone()
+    optimizer.load_state_dict(optimizer.state_dict())
+    steps(model, optimizer, mine(), range(3, 5))
+    optimizer.close()
+    assert torch.equal(out, before)
+
+
+@on_ranks(2)
 def test_states_are_understood_by_plain_optimizers_and_theirs_here():
     model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)

@@ -194,7 +194,8 @@ class DelayedEngine(GradientEngine[Dadt.Options]):
         for entry in entries:
             pairs = zip(held(self.optimizer), entry["gradients"], strict=True)
             loaded = {param: _copied(value, like=param) for param, value in pairs}
-            managed = {param: loaded[param] for param in self.params}
+            # The script may have taken parameters out of all groups.
+            managed = {param: loaded.get(param) for param in self.params}
             self._held.append(Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
 
     def write_timeline(self) -> None:

@@ -39,6 +39,10 @@ class Updater(ABC):
     ends_step: bool = False
     """True if the updates of a backward pass complete the step, without a call of `step()`."""
 
+    def possible(self) -> bool:
+        """Returns True if it can update single buckets."""
+        return True
+
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Prepares for new buckets."""
         return
@@ -63,7 +67,6 @@ class OptimizerUpdater(Updater):
         self._partial = PartialUpdate(optimizer, type(optimizer))
 
     def possible(self) -> bool:
-        """Returns True if the optimizer can update single buckets."""
         return self._partial.possible()
 
     def begin(self) -> None:
@@ -135,8 +138,6 @@ class Overlapped(ParameterEngine):
 class OverlappedInStep(Overlapped):
     """Engine that mixes, adapts and shares in `step()`."""
 
-    updater: OptimizerUpdater
-
     def advance(self, update: Update) -> object:
         if not self.buckets:
             self.set_up(self.in_order([]))
@@ -175,6 +176,11 @@ class OverlappedInBackward(Overlapped):
             learn=False,
         )
         super().prepare()
+
+    def begin(self) -> None:
+        if not self.updater.possible():  # hooks were registered later
+            self._refuse("step hooks would run once per bucket, in the backward pass")
+        super().begin()
 
     def set_up(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         super().set_up(members)

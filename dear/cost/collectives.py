@@ -329,16 +329,21 @@ def measured_costs(
 
 
 def start_up_bytes(cost: Callable[[float], float]) -> float:
-    """Returns the largest message that costs less than two messages of one byte, in bytes.
+    """Returns the size in bytes of messages up to which bytes take less time than the start-up.
 
-    Up to this size the bytes take less time than the start-up. The result is a power of two, so
-    that slightly different measurements agree: 1 if messages are free, 2^64 if bytes are free.
+    The result is a power of two, so that slightly different measurements agree: 1 if messages are
+    free, 2^64 if bytes are free. Between two sizes, another start-up may be added, such as a
+    latency. So the time of the bytes is the median of what three increases of the cost imply.
 
     Args:
         cost: seconds of a message by its bytes, never decreasing.
     """
-    powers = (2.0**power for power in range(1, MOST_BITS + 1))
-    return next((size / 2 for size in powers if cost(size) >= 2 * cost(1)), 2.0**MOST_BITS)
+    for size in (2.0**power for power in range(1, MOST_BITS + 1)):
+        steps = ((4, size / 2), (2, size), (1, 2 * size))
+        bytes_s = statistics.median(n * (cost(end) - cost(end / 2)) for n, end in steps)
+        if bytes_s >= cost(size) - bytes_s:
+            return size / 2
+    return 2.0**MOST_BITS
 
 
 def measured_call(

@@ -246,6 +246,16 @@ def test_the_size_whose_bytes_take_as_long_as_a_start_up():
     assert result == [32 << 10, 128 << 10, 1, 1, 2.0**64]
 
 
+def test_larger_messages_with_more_latencies_are_not_taken_for_bytes():
+    """Sites that are 20 ms apart: small messages take one latency, larger ones two or three."""
+
+    def cost(nbytes: float) -> float:
+        latencies = 1 + (nbytes > 32 << 10) + (nbytes > 256 << 10)
+        return latencies * 0.02 + 12e-9 * nbytes
+
+    assert start_up_bytes(cost) == 4 << 20
+
+
 def _sizes(burst_bytes: int) -> list[int]:
     communicator = runtime.communicator()
     kept = mock.patch.object(collectives, "_fits", WeakKeyDictionary())

@@ -47,7 +47,8 @@ class ClusterConfig:
     heavier algorithms that you add later."""
     max_time_scale: float = 40.0
     """Largest time scale that is chosen automatically. A trial that needs a larger one is
-    `unsupported`: too heavy for this machine."""
+    `unsupported`: too heavy for this machine. If only a later repeat shows this, its result is kept
+    and may be flagged."""
     links: Literal["auto", "switch", "tc"] = "auto"
     """Implementation of the links' rate, delay, jitter and loss: the kernel (`tc`: tbf and netem)
     or our own switch program. auto: `tc` if there is netem and no network has sites or jitter."""

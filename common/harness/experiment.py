@@ -86,7 +86,8 @@ class ModelChoice:
     gpu: str | None = None
     """GPU whose compute times are replayed: one of configs/gpus.yaml (modelled unless the project
     has a profile), or `here` (measured on this machine's GPU). null: the model computes, unless its
-    name is `MODEL@DEVICE`."""
+    name is `MODEL@DEVICE`. Without this key, models of a predicted cluster, and those of `--model`
+    on virtual hosts, replay this machine's GPU, or an RTX 2080 Ti if there is none."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:

@@ -65,7 +65,8 @@ class MeasureConfig:
     steps_per_iter: int | None = None
     """Steps per block; null: rank 0 chooses, so that a block takes `min_iter_s`."""
     min_iter_s: float = 1.0
-    """Duration of a block in seconds, if rank 0 chooses the number of steps."""
+    """Duration of a block in real seconds, if rank 0 chooses the number of steps: at least
+    `min_steps` and two periods of the algorithm, and at most about 1000 steps."""
     min_steps: int = 3
     """Smallest number of steps per block, if rank 0 chooses it."""
     check_steps: int = 2

@@ -49,6 +49,7 @@ def test_an_experiment_names_an_algorithm_as_it_was_asked_for():
         ("dear", {}, "dear", {}),
         ("dear", {"threshold": "262144"}, "dear", {"threshold_mb": 1.0}),
         ("dear", {"threshold": "536870912", "mgwfbp": "0", "nstreams": "1"}, "dear", {}),
+        ("ddp", {"threshold": "536870912"}, "ddp", {}),
         ("dear", {"exclude_parts": "allgather"}, "dear", {"exclude_parts": ["allgather"]}),
         (
             "dear",

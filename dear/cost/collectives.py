@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -263,14 +263,15 @@ def timed_by_size(
     for size in sizes:
         left = left_s()
         if len(times) >= LEAST_SIZES and size > LARGE * free_bytes:
-            before = max(times)
-            if enough(times) or left < LEAST_SIZES * typical_s(times[before]) * size / before:
+            if enough(times) or left < LEAST_SIZES * _expected_s(times, size):
                 break
         timed = timed_of(size)
         first_s = max(communicator.gather_objects(timed()))
+        # With the barrier before the message, which takes longer than it between distant sites.
+        spent_s = max(first_s, left - left_s())
         count = repeats or (REPEATS if size < MANY_BELOW else FEW_REPEATS)
         # A quarter of the time left at most, because larger sizes follow.
-        count = max(min(count, int(left / 4 / first_s)), min(count, 2))
+        count = max(min(count, int(left / 4 / spent_s)), min(count, 2))
         if size < MANY_BELOW and count > 1:
             count //= 2
             again[size] = timed
@@ -280,6 +281,17 @@ def timed_by_size(
         second = _times(communicator, timed, len(times[size]))
         times[size] = [time_s for pair in zip(times[size], second, strict=True) for time_s in pair]
     return times
+
+
+def _expected_s(times: Mapping[int, Sequence[float]], size: int) -> float:
+    """Returns the seconds of a message of `size` bytes, larger than the timed ones, at most.
+
+    They grow like the bytes, or along the line through the last two times, if that is less.
+    """
+    before, last = sorted(times)[-2:]
+    last_s = typical_s(times[last])
+    slope = max(0.0, last_s - typical_s(times[before])) / (last - before)
+    return min(last_s * size / last, last_s + slope * (size - last))
 
 
 def _times(communicator: Communicator, timed: Callable[[], float], count: int) -> list[float]:

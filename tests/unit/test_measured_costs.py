@@ -328,6 +328,25 @@ def test_small_messages_have_a_second_turn_which_is_every_other_repeat():
     assert done == {4: [1.0] * 16, 8: [2.0, 1.0] * 8, MIB: [1.0] * 16}
 
 
+def test_large_messages_are_timed_where_a_barrier_takes_as_long_as_a_message():
+    """Sites that are 20 ms apart; ranks also exchange the time left and the times."""
+    elapsed_s = 0.0
+
+    def timed_of(nbytes):
+        def timed():
+            nonlocal elapsed_s
+            latencies = 2 if nbytes < 32 * KIB else 4
+            elapsed_s += 0.08 + 0.02 * latencies + 12e-9 * nbytes
+            return 0.02 * latencies + 12e-9 * nbytes
+
+        return timed
+
+    sizes = [4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, MIB]
+    done = timed_by_size(_Alone(), sizes, timed_of, left_s=lambda: 3.0 - elapsed_s)
+    assert list(done) == sizes and all(len(times) >= 2 for times in done.values())
+    assert elapsed_s < 1.5 * 3.0
+
+
 class Library:
     """An engine that takes what it says, and rank 1 longer."""
 

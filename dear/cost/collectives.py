@@ -262,9 +262,9 @@ def timed_by_size(
     again: dict[int, Callable[[], float]] = {}
     for size in sizes:
         left = left_s()
-        if len(times) >= LEAST_SIZES and size > LARGE * free_bytes:
-            if enough(times) or left < LEAST_SIZES * _expected_s(times, size):
-                break
+        optional = len(times) >= LEAST_SIZES and size > LARGE * free_bytes
+        if optional and (enough(times) or left < LEAST_SIZES * _expected_s(times, size)):
+            break
         timed = timed_of(size)
         first_s = max(communicator.gather_objects(timed()))
         # With the barrier before the message, which takes longer than it between distant sites.

@@ -140,7 +140,8 @@ class Experiment:
     faults: tuple[Fault, ...] = ()
     """Faults with which every trial runs, in addition to a run without a fault."""
     collective_timeout_s: float = 300.0
-    """Time limit of one collective, in real seconds; a longer collective fails."""
+    """Time limit of one collective, in real seconds; a longer collective fails. Collectives of
+    Horovod's own library have no limit."""
     launcher: str = "local"
     """Program that starts the ranks: local, torchrun, mpirun, ssh, slurm or nodes."""
     launcher_options: dict[str, Any] = field(default_factory=dict)

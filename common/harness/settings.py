@@ -59,7 +59,8 @@ class MeasureConfig:
     """Extra repeats of emulated trials at 2k, twice their time scale. They estimate the systematic
     error, and are not part of the result."""
     warmup_steps: int = 3
-    """Smallest number of untimed steps. Steps in which the algorithm tunes itself are untimed."""
+    """Smallest number of untimed steps. Steps in which the algorithm tunes itself are untimed, too,
+    except those of Horovod's `autotune`."""
     num_iters: int = 1
     """Blocks of steps per repeat, with a barrier before each block."""
     steps_per_iter: int | None = None
@@ -158,6 +159,11 @@ class ScheduleConfig:
             raise UserError(
                 f"learn.schedule.milestones must lie between 0 and learn.epochs={epochs}, got "
                 f"{list(self.milestones)}"
+            )
+        if self.milestones and self.milestones[0] <= self.warmup_epochs:
+            raise UserError(
+                f"learn.schedule.milestones must come after warmup_epochs={self.warmup_epochs:g}, "
+                f"got {list(self.milestones)}"
             )
 
 

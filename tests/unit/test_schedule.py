@@ -96,6 +96,13 @@ def test_it_falls_in_each_step_as_its_kind_says(config, wanted):
             {"epochs": 3, "schedule": {"kind": "multistep", "milestones": [0, 2]}},
             "must lie between 0 and learn.epochs=3",
         ),
+        (
+            {
+                "epochs": 9,
+                "schedule": {"kind": "multistep", "milestones": [3, 6], "warmup_epochs": 5},
+            },
+            "milestones must come after warmup_epochs=5",
+        ),
         ({"epochs": 3, "schedule": {"kind": "step"}}, "schedule.*kind"),
         ({"epochs": 3, "schedule": {"gamma": 0}}, "learn.schedule.gamma"),
         ({"data": "imagenet"}, "learn.data"),

@@ -166,7 +166,8 @@ class _DdpEngine(Engine[Ddp.Options]):
             # Python lets go of the interpreter when its own reference is the last one, and the
             # reducer does not. So Python's reference must outlive the reducer.
             weakref.finalize(part, _outlived, communicator.groups[0]).atexit = False
-        hook = bucket_hook(communicator, options) if communicator.size > 1 else None
+        shared = communicator.size > 1 or options.alone
+        hook = bucket_hook(communicator, options) if shared else None
         if hook is not None:
             # DDP reads the annotations, which are strings here. A lambda has none.
             ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))

@@ -95,8 +95,8 @@ class Dear(Algorithm["Dear.Options"]):
 
         small_kb: float = 8.0
         """Largest group that uses one all-reduce in place of two halves, in KB of 2^10 bytes: the
-        cost of such a message does not depend on its size. 0: every group has two halves, as by
-        default with reduce_broadcast and exclude_parts."""
+        start-up of such a message takes at least about as long as its bytes. 0: every group has two
+        halves, as by default with reduce_broadcast and exclude_parts."""
         update: Literal["auto", "sharded", "replicated"] = "auto"
         """`sharded`: each rank updates the part that it owns and sends the new parameters; it holds
         1/P of the optimizer's state. Needs an optimizer that works element by element.

@@ -88,5 +88,5 @@ def test_the_notebook_shows_what_it_says(monkeypatch):
         else:
             exec(compile(ast.Module([last], []), "cell", "exec"), names)
     assert len(shown) == 5 and all(len(item) for item in shown[:4])
-    assert len(names["trials"]) == 7 and names["axis"].get_xlabel() == "throughput (img/s)"
+    assert len(names["trials"]) == 6 and names["axis"].get_xlabel() == "throughput (img/s)"
     assert (names["between"] > 0).all()

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
 BUDGET_S = 1.0
-"""Seconds that the first step may take to measure the cost of messages."""
+"""Seconds that `planned` may take to measure the cost of one kind of messages."""
 
 
 class Dear(Algorithm["Dear.Options"]):
@@ -560,6 +560,4 @@ def _message_cost(engine: DearEngine) -> Cost:
 
     Measures once, at sizes at which start-up and bytes cost about the same.
     """
-    return cost_of_gradients(
-        engine.communicator, engine.options, engine.params[0], largest=MIB, budget_s=BUDGET_S
-    )
+    return cost_of_gradients(engine.communicator, engine.options, engine.params[0], largest=MIB)

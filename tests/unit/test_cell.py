@@ -234,6 +234,18 @@ def test_a_trial_that_is_too_heavy_has_no_number_and_slows_nobody(limit, monkeyp
     assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
 
 
+def test_an_incorrect_trial_is_not_called_too_heavy():
+    wrong = Check(replicas_agree=True, matches_reference=False)
+
+    def outcome(trial: Trial, repeat: int) -> Result:
+        return dataclasses.replace(result(), check=wrong) if trial.algorithm == "dear" else result()
+
+    rounds = ran({"dear": 50.0}, outcome=outcome)
+    turn, ended = rounds.recorded["dear"]
+    assert ended.status == "ok" and turn.results[0].check.verdict == "NO"
+    assert rounds.fabric.scales == [4.0]
+
+
 def test_the_largest_scale_there_may_be_is_not_too_large():
     rounds = ran({"dear": 40.0})
     assert rounds.fabric.scales == [4.0, 40.0]

@@ -243,7 +243,9 @@ class Cell:
             self._end(turn, outcome)
             return outcome, None
         valid = self._invalid(turn, result) is None
-        choice = self._choice(turn, repeat, result, valid)
+        wrong = result.check.verdict == "NO"
+        # Times of a training that is incorrect need no larger scale.
+        choice = None if wrong else self._choice(turn, repeat, result, valid)
         reason = choice and self._too_heavy(turn, result, choice)
         if choice is not None and reason is not None:
             if repeat == 0 and (not valid or result.strain.core_wait is None):
@@ -264,7 +266,7 @@ class Cell:
         turn.results.append(result)
         turn.order.positions.append(position)
         verdict = turn.results[0].check.verdict
-        if "NO" in (verdict, result.check.verdict):
+        if wrong or verdict == "NO":
             self._launches.say(f"{turn.trial.label}: trained incorrectly, no further repeats")
             self._end(turn, _OK)
             return outcome, None

@@ -140,8 +140,8 @@ class Experiment:
     faults: tuple[Fault, ...] = ()
     """Faults with which every trial runs, in addition to a run without a fault."""
     collective_timeout_s: float = 300.0
-    """Time limit of one collective, in real seconds; a longer collective fails. Collectives of
-    Horovod's own library have no limit."""
+    """Time limit of one collective, in real seconds; a longer collective fails. It does not
+    hold for a library that sends messages itself, such as Horovod."""
     launcher: str = "local"
     """Program that starts the ranks: local, torchrun, mpirun, ssh, slurm or nodes."""
     launcher_options: dict[str, Any] = field(default_factory=dict)

@@ -59,8 +59,8 @@ class MeasureConfig:
     """Extra repeats of emulated trials at 2k, twice their time scale. They estimate the systematic
     error, and are not part of the result."""
     warmup_steps: int = 3
-    """Smallest number of untimed steps. Steps in which the algorithm tunes itself are untimed, too,
-    except those of Horovod's `autotune`."""
+    """Smallest number of untimed steps. Steps in which the algorithm reports that it
+    tunes itself are untimed, too."""
     num_iters: int = 1
     """Blocks of steps per repeat, with a barrier before each block."""
     steps_per_iter: int | None = None

@@ -91,7 +91,7 @@ QUEUE, QUEUED_FROM = 8, 16 << 10
 MOST_BITS = 64
 """Exponent of the largest size that `start_up_bytes` tries."""
 
-Key = tuple[str, str, int, float, bool]
+Key = tuple[str, str, int, bool]
 _fits: WeakKeyDictionary[Communicator, dict[Key, CollectiveCost]] = WeakKeyDictionary()
 
 
@@ -312,7 +312,6 @@ def measured_costs(
     operation: Operation,
     device: torch.device,
     largest: int = SIZES[-1],
-    budget_s: float = BUDGET_S,
     queues: bool = False,
 ) -> CollectiveCost:
     """Measures a collective and returns its fitted cost, the same on all ranks.
@@ -323,29 +322,32 @@ def measured_costs(
     Args:
         largest: bytes of the largest message. Larger ones are sent only if `burst_bytes` is so
             large that fewer than two sizes would exceed it.
-        budget_s, queues: as for `measure_collective`.
+        queues: as for `measure_collective`.
     """
     if communicator.size == 1:
         return CollectiveCost(alpha_s=0.0, beta_s_per_byte=0.0)
     fits = _fits.setdefault(communicator, {})
-    key = (operation, device.type, largest, budget_s, queues)
+    key = (operation, device.type, largest, queues)
     if key not in fits:
         free = communicator.burst_bytes / carried(operation, communicator.size)
         # Each size is four times the previous one: the last two are above LARGE * free.
         most = max(largest, 16 * LARGE * free)
         sizes = [size for size in SIZES if size <= most]
-        fits[key] = measure_collective(
-            communicator, operation, device, sizes=sizes, queues=queues, budget_s=budget_s
-        ).fit()
+        measurement = measure_collective(
+            communicator, operation, device, sizes=sizes, queues=queues
+        )
+        fits[key] = measurement.fit()
     return fits[key]
 
 
 def start_up_bytes(cost: Callable[[float], float]) -> float:
-    """Returns the size in bytes of messages up to which bytes take less time than the start-up.
+    """Returns the largest size at which the bytes of a message take less time than its start-up.
 
-    The result is a power of two, so that slightly different measurements agree: 1 if messages are
-    free, 2^64 if bytes are free. Between two sizes, another start-up may be added, such as a
-    latency. So the time of the bytes is the median of what three increases of the cost imply.
+    The size is in bytes, and a power of two, so that slightly different measurements agree: 1 if
+    messages are free, 2^64 if bytes are free. From some size on, a message may need one more
+    latency. This is not a time of its bytes. Therefore, their time is computed from each of three
+    doublings of the size, and the median counts.
+
 
     Args:
         cost: seconds of a message by its bytes, never decreasing.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.grouping import Groups
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import BUDGET_S, SIZES, measured_costs
+from dear.cost.collectives import SIZES, measured_costs
 from dear.cost.fit import OnWire
 from dear.cost.measurement import Operation
 from dear.errors import Unavailable, UserError
@@ -355,7 +355,6 @@ def cost_of_gradients(
     *,
     operation: Operation | None = None,
     largest: int = SIZES[-1],
-    budget_s: float = BUDGET_S,
     queues: bool = False,
 ) -> OnWire:
     """Returns a function from the bytes of gradients like `like` to the seconds of their message.
@@ -363,10 +362,10 @@ def cost_of_gradients(
     Args:
         options: compression; payloads are all-gathered, other gradients all-reduced.
         operation: another collective of the gradients.
-        largest, budget_s, queues: as for `measured_costs`.
+        largest, queues: as for `measured_costs`.
     """
     operation = operation or ("all_gather" if options.gathers else "all_reduce")
-    cost = measured_costs(communicator, operation, like.device, largest, budget_s, queues)
+    cost = measured_costs(communicator, operation, like.device, largest, queues)
     share = options.share(like.element_size()) * (communicator.size if options.gathers else 1)
     return OnWire(cost=cost, share=share)
 

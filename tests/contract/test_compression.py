@@ -221,7 +221,7 @@ def _as_with_momentum(algorithm: str) -> None:
     assert line.endswith("would apply it again; make the optimizer with momentum=0")
     optimizer = wrap(sgd, corrected, algorithm, **options, factor_masking=False)
     other = wrap(torch.optim.SGD(plain.parameters(), lr=0.05), plain, "allreduce")
-    plain_passes = 2 * (algorithm == "ddp")  # the order of its buckets is not final before
+    plain_passes = 2 * (algorithm == "ddp")  # its first two are not compressed
     steps(plain, other, mine(), range(plain_passes))
     other.param_groups[0]["momentum"] = 0.9
     steps(plain, other, mine(), range(plain_passes, 5))

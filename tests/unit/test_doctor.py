@@ -62,7 +62,7 @@ MISFITS = iter(["4 ranks need 9 GiB, and 1 GiB is available"])  # and all others
             (experiment_file, "PROGRAM", SimpleNamespace(exists=lambda: False)),
             *("virtual hosts", "missing", "local processes"),
         ),
-        ((doctor.sandbox, "run", lambda command: 1), "priority", "note", "ulimit -r 1"),
+        ((doctor.sandbox, "run", lambda command: 1), "priority", "note", "ulimit -r 10"),
         ((doctor, "misfit", lambda trial: next(MISFITS, None)), "memory", "FAIL", "fewer hosts"),
         (NO_DISK, "results", "FAIL", "--logs FOLDER"),
         ((socket, "gethostbyname", _fail), "host name", "note", "/etc/hosts"),

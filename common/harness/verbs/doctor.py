@@ -38,7 +38,7 @@ _BUSY = 0.5
 """Smallest load per core that `doctor` reports as load by other programs."""
 _REAL_TIME = """import os
 try:
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
 except PermissionError:
     raise SystemExit(1)
 """
@@ -159,7 +159,7 @@ def _emulation(why: str | None) -> Iterator[Finding]:
         yield Finding(level="ok", what="priority", state="real-time, for threads that send")
     else:
         state = "ordinary, so steps of virtual hosts may be a little too long"
-        fix = "run as root, or let the administrator permit `ulimit -r 1` (limits.conf: rtprio)"
+        fix = "run as root, or let the administrator permit `ulimit -r 10` (limits.conf: rtprio)"
         yield Finding(level="note", what="priority", state=state, fix=fix)
     if links.has_netem():
         state = "by the kernel (netem, tbf), with sites by the switch"

@@ -223,7 +223,7 @@ def _legend(summary: Overview, compare_to: str) -> list[tuple[str, str]]:
 
 def _downloads(
     folder: Path, records: Sequence[Record], comparison: Comparison
-) -> dict[str, Download | int | bool | None]:
+) -> dict[str, Download | int | bool]:
     """Returns the files, and the `count` of records in them.
 
     `whole` is True for the whole file, with older records of the same trials.
@@ -237,12 +237,8 @@ def _downloads(
         file = download("records.jsonl", "\n".join([*lines, ""]), kind)
         count, whole = len(records), False
     experiment = download("experiment.json", comparison.text(), "application/json")
+    files = {"records": file, "count": count, "whole": whole, "experiment": experiment}
     path = folder / store.FORESEEN
-    predicted = path.exists() and download(path.name, path.read_bytes(), "application/json")
-    return {
-        "records": file,
-        "count": count,
-        "whole": whole,
-        "experiment": experiment,
-        "predicted": predicted or None,
-    }
+    if path.exists():
+        files["predicted"] = download(path.name, path.read_bytes(), "application/json")
+    return files

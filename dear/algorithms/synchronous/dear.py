@@ -58,9 +58,6 @@ from dear.training.tuning import (
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
-BUDGET_S = 1.0
-"""Seconds that `planned` may take to measure the cost of one kind of messages."""
-
 
 class Dear(Algorithm["Dear.Options"]):
     """DeAR (Zhang et al., ICDCS 2023, arXiv 2302.12445).
@@ -521,13 +518,13 @@ def _measured_legs(engine: DearEngine) -> tuple[Cost, Legs]:
     """Returns the cost of averaging a group's gradients, and of its messages; collective."""
     options, like = engine.options, engine.params[0]
     cost = partial(cost_of_gradients, engine.communicator, like=like, queues=True)
-    average = cost(options=options, budget_s=BUDGET_S)
+    average = cost(options=options)
     if options.gathers:
         return average, Legs(first=average)
     # Second halves of sharded updates carry parameters, which are never compressed.
     back = HalfOptions() if engine.sharded else options
-    first = cost(options=options, operation="reduce_scatter", budget_s=BUDGET_S)
-    second = cost(options=back, operation="all_gather", budget_s=BUDGET_S)
+    first = cost(options=options, operation="reduce_scatter")
+    second = cost(options=back, operation="all_gather")
     return average, _legs(options, average, first, second)
 
 

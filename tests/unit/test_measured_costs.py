@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from common.harness.worker.timing import costs as timing_costs
 from common.harness.worker.timing.costs import engine_costs, time_sender
 from common.results.records import typed
 from dear.comm import runtime
@@ -345,6 +346,27 @@ def test_large_messages_are_timed_where_a_barrier_takes_as_long_as_a_message():
     done = timed_by_size(_Alone(), sizes, timed_of, left_s=lambda: 3.0 - elapsed_s)
     assert list(done) == sizes and all(len(times) >= 2 for times in done.values())
     assert elapsed_s < 1.5 * 3.0
+
+
+class _Distant(_Link):
+    """As `_Link`, but a barrier takes as long as a message between distant sites."""
+
+    def barrier(self):
+        super().barrier()
+        self.now += 0.08 * self.time_scale
+
+    def allocate(self, like, numel):
+        return like.new_zeros(numel)
+
+
+@pytest.mark.parametrize("time_scale", [1.0, 40.0])
+def test_a_trial_times_large_messages_between_distant_sites(monkeypatch, time_scale):
+    monkeypatch.setattr(timing_costs, "OPERATIONS", ("all_reduce",))
+    link = _Distant(slower=time_scale)
+    link.time_scale = time_scale
+    (built,) = timing_costs.time_collectives(link, CPU, 14 * MIB)
+    assert max(built.nbytes) >= 4 * MIB and min(map(len, built.seconds)) >= 2
+    assert link.now < 2 * time_scale * timing_costs.BARRIERS * 0.08
 
 
 class Library:

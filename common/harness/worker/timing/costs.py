@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,11 @@ from dear.cost.measurement import LARGE, OPERATIONS, Measurement
 _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
 BUDGET_S = 0.5
-"""Budget for each of the four operations, in seconds of the modelled cluster."""
+"""Least budget for each of the four operations, in seconds of the modelled cluster."""
+BARRIERS, TIMED_BARRIERS = 150, 3
+"""The budget is also at least `BARRIERS` times the typical time of `TIMED_BARRIERS` barriers. Each
+message follows a barrier, which takes as long as the message between distant sites. There,
+`BUDGET_S` would end before the messages are large enough to show the cost of a byte."""
 SENDER_BUDGET_S = 1.5
 """Budget for each kind of message of a library that sends messages itself. It is longer: such a
 library does not report at which size its algorithm changes, so beta needs large messages."""
@@ -38,6 +43,7 @@ def time_collectives(
             again. On slow links, these are smaller than `nbytes`.
     """
     sizes = sizes_up_to(nbytes, communicator.burst_bytes)
+    budget_s = _budget_s(communicator)
     return [
         measure_collective(
             communicator,
@@ -47,7 +53,7 @@ def time_collectives(
             shared=True,
             warm=first is None,
             queues=first is None,
-            budget_s=BUDGET_S,
+            budget_s=budget_s,
         )
         for place, operation in enumerate(OPERATIONS)
     ]
@@ -121,6 +127,18 @@ def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
     while sizes[-2] < LARGE * 2 * burst_bytes or (2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST):
         sizes.append(sizes[-1] << 1)
     return sizes
+
+
+def _budget_s(communicator: Communicator) -> float:
+    """Returns the seconds of the modelled cluster that one operation may take, on all ranks."""
+    communicator.barrier()  # the ranks may arrive at different times
+    times = []
+    for _ in range(TIMED_BARRIERS):
+        began_s = communicator.clock()
+        communicator.barrier()
+        times.append(communicator.clock() - began_s)
+    barrier_s = statistics.median(times) / communicator.time_scale
+    return max(BUDGET_S, BARRIERS * communicator.broadcast_object(barrier_s))
 
 
 def _drift(first: Measurement, again: Measurement) -> float:

@@ -349,7 +349,7 @@ def test_large_messages_are_timed_where_a_barrier_takes_as_long_as_a_message():
 
 
 class _Distant(_Link):
-    """As `_Link`, but a barrier takes as long as a message between distant sites."""
+    """A `_Link` between distant sites: a barrier takes as long as a message."""
 
     def barrier(self):
         super().barrier()

@@ -20,7 +20,7 @@ _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
 BUDGET_S = 0.5
 """Least budget for each of the four operations, in seconds of the modelled cluster."""
-BARRIERS, TIMED_BARRIERS = 150, 3
+BARRIERS, TIMED_BARRIERS = 100, 3
 """The budget is also at least `BARRIERS` times the typical time of `TIMED_BARRIERS` barriers. Each
 message follows a barrier, which takes as long as the message between distant sites. There,
 `BUDGET_S` would end before the messages are large enough to show the cost of a byte."""

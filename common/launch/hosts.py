@@ -23,6 +23,8 @@ from dear.errors import UserError, unknown
 
 ENVS = CONFIGS / "envs.conf"
 _HERE = ("localhost", "127.0.0.1", "::1")
+_OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES", "COMM_CORE_HOST_ID")
+"""Variables of libraries whose value differs between hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,8 +295,8 @@ def interface(options: NetworkOptions, envs: Envs, hosts: Sequence[Host] | None)
 
 def elsewhere() -> dict[str, str]:
     """Returns the variables of this process that change the behaviour of libraries, for the ranks
-    on other hosts. `CUDA_VISIBLE_DEVICES` is not among them: envs.conf chooses a host's GPUs."""
-    return {k: v for k, v in library_variables().items() if k != "CUDA_VISIBLE_DEVICES"}
+    on other hosts. `_OF_ONE_HOST` are not among them: envs.conf chooses a host's GPUs."""
+    return {k: v for k, v in library_variables().items() if k not in _OF_ONE_HOST}
 
 
 def network_env(options: NetworkOptions, name: str, *, virtual: bool = False) -> dict[str, str]:

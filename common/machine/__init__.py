@@ -30,8 +30,9 @@ _FAMILIES = ("HOROVOD_", "NCCL_", "OMP_", "KMP_", "MALLOC_", "COMM_CORE_", "DEAR
 """Prefixes of further variables that are recorded."""
 _OURS = ("DEAR_SANDBOX", "DEAR_VIRTUAL_HOSTS")
 """Variables of a sandbox, which differ between two sandboxes and change no measurement."""
-_SECRET = re.compile("SECRET|TOKEN|PASSW|_KEY", re.IGNORECASE)
-"""Words of variables that are not recorded although they belong to a family."""
+_SECRET = re.compile("SECRET(?!_FILE)|TOKEN|PASSW|_KEY", re.IGNORECASE)
+"""Words of variables that are not recorded although they belong to a family. The name of a file
+that holds a secret is none (COMM_CORE_SECRET_FILE)."""
 _SYSCTLS = (
     *("net/ipv4/tcp_congestion_control", "net/ipv4/tcp_rmem", "net/ipv4/tcp_wmem"),
     *(

@@ -44,12 +44,12 @@ class MeetingPoint:
 
 def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> MeetingPoint:
     """Reads the meeting point from the environment; raises `UserError` if none is valid."""
+    if facts.world_size == 1:  # perhaps alone inside a job, whose store it must not join
+        return MeetingPoint()
     if "DEAR_STORE" in env:
         return MeetingPoint(path=env["DEAR_STORE"])
     if (master := master_address(env)) and "MASTER_PORT" in env:
         return MeetingPoint(host=master, port=_port(env, "MASTER_PORT"))
-    if facts.world_size == 1:
-        return MeetingPoint()
     if facts.one_host and "PMIX_SERVER_TMPDIR" in env:
         # Open MPI's session folder exists once per job and is removed with the job.
         return MeetingPoint(path=str(Path(env["PMIX_SERVER_TMPDIR"], "dear-store")))

@@ -173,9 +173,11 @@ def test_rank_0_may_end_as_soon_as_all_have_read_the_verdict():
 
 
 def test_one_rank_needs_no_meeting_point(monkeypatch):
-    for name in ("DEAR_STORE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert meeting_point(facts(0, 1)) == MeetingPoint()
+    """Those of a job are not used: `RANK=0 WORLD_SIZE=1` runs alone inside a launcher's job."""
+    of_a_job = {"DEAR_STORE": "/the/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in of_a_job.items():
+        monkeypatch.setenv(name, value)
+    assert meeting_point(facts(0, 1)) == meeting_point(facts(0, 1), {}) == MeetingPoint()
     assert isinstance(meet(facts(0, 1), 1.0), dist.HashStore)
 
 

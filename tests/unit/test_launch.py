@@ -293,13 +293,16 @@ def test_the_example_of_4_nodes_with_8_gpus_plans_without_any_of_them(tmp_path, 
 def test_variables_of_libraries_reach_the_ranks_on_other_hosts(tools, monkeypatch):
     tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("COMM_CORE_SECRET_FILE", "/shared/secret")
+    monkeypatch.setenv("COMM_CORE_HOST_ID", "this")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # of this host
     for name in ("ssh", "torchrun", "mpirun", "slurm"):
         hosts, options = (None, {"tasks_per_node": 2}) if name == "slurm" else (AB, {})
         launcher = make_launcher(name, hosts=hosts, world_size=4, options=options)
         command = launcher.command(a_job())
-        assert command.count("NCCL_ALGO=Ring") == (2 if name in ("ssh", "torchrun") else 1), name
-        assert "CUDA_VISIBLE" not in command
+        for variable in ("NCCL_ALGO=Ring", "COMM_CORE_SECRET_FILE=/shared/secret"):
+            assert command.count(variable) == (2 if name in ("ssh", "torchrun") else 1), name
+        assert "CUDA_VISIBLE" not in command and "COMM_CORE_HOST_ID" not in command
     assert "NCCL_ALGO" not in make_launcher("local", hosts=None, world_size=2).command(a_job(2))
 
 

@@ -62,6 +62,11 @@ def bring_model(
         size = batch_size or registry.model_entry(name).batch_size
         recorded = profiles.path_of(plain, gpu, size)
         if recorded.exists():  # by hand, with `common.profiling.layers`
+            if profiles.load(recorded).model_digest not in (None, brought.digest):
+                raise UserError(
+                    f"{recorded}: was recorded with another version of {name}; record it again, or "
+                    "remove it"
+                )
             replayed = f"{name}@{gpu}"
             registry.bring(replayed, dataclasses.replace(brought, profile=str(recorded)))
             return replayed, size, registry.sentence_len(replayed, sentence_len, size)

@@ -235,8 +235,20 @@ class Trial:
 
     @classmethod
     def load(cls, folder: Path) -> Trial:
-        """Reads the trial that `save` wrote."""
-        return cls.from_json(json.loads((folder / _TRIAL).read_bytes()))
+        """Reads the trial that `save` wrote, for a rank.
+
+        Raises:
+            UserError: as `from_json`, or the profile of a replayed model has changed.
+        """
+        trial = cls.from_json(json.loads((folder / _TRIAL).read_bytes()))
+        if trial.sources.profile_digest is not None:
+            profile = registry.profile_of(trial.model, trial.batch_size)
+            if profile.digest != trial.sources.profile_digest:
+                raise UserError(
+                    f"the profile of {trial.model} has changed since the sweep began, or is "
+                    "another one on this host; start the sweep again"
+                )
+        return trial
 
 
 def identity(values: Mapping[str, Any]) -> str:

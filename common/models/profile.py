@@ -104,12 +104,15 @@ class Profile:
     """First name of each shared parameter, by its other names."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained. They have no gradient, as others that are not used."""
+    model_digest: str | None = None
+    """Digest of the user's file with the model; None: the model is not from a file, or unknown."""
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of all fields that affect a replay (not name, flops, jitter and rule)."""
+        """Hash of all fields that affect a replay (not `_NOT_REPLAYED`)."""
         values = dataclasses.asdict(self)
-        del values["device_name"], values["flops"], values["jitter"], values["rule"]
+        for key in _NOT_REPLAYED:
+            del values[key]
         if not self.frozen:  # as in profiles of versions without this field
             del values["frozen"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -186,6 +189,7 @@ class Profile:
         head["jitter"] = self.jitter and dataclasses.asdict(self.jitter)
         head |= {"columns": _COLUMNS, "shared": self.shared}
         head |= {"frozen": self.frozen} if self.frozen else {}
+        head |= {"model_digest": self.model_digest} if self.model_digest else {}
         lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows.values())
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,8 +201,10 @@ class Profile:
 _HEAD = [
     entry.name
     for entry in dataclasses.fields(Profile)
-    if entry.name not in ("modules", "calls", "parameters", "shared", "frozen")
+    if entry.name not in ("modules", "calls", "parameters", "shared", "frozen", "model_digest")
 ]
+_NOT_REPLAYED = ("device_name", "flops", "jitter", "rule", "model_digest")
+"""Fields that do not affect a replay."""
 
 
 def _ms(seconds: float) -> float:
@@ -236,6 +242,7 @@ def load(path: Path) -> Profile:
             ),
             shared=values["shared"],
             frozen=tuple(values.get("frozen", ())),
+            model_digest=values.get("model_digest"),
         )
     except OSError as error:
         raise UserError(f"profile {path}: {error.strerror}") from None

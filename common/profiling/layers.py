@@ -8,6 +8,7 @@ With `--from-trace trace.json.gz`, the times are those in a trace of torch.profi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Sequence
@@ -205,7 +206,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
+        brought = registry.register(options.model)[1]
         profile = (traced_profile if options.from_trace else record_profile)(options)
+        profile = dataclasses.replace(profile, model_digest=brought and brought.digest)
         path = options.out or path_of(
             profile.model.replace(":", "-"), profile.device, profile.batch_size
         )

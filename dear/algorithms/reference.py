@@ -168,7 +168,7 @@ def neighbor(ranks: Ranks, options: Neighbor.Options) -> Iterator[None]:
 
 def decentralized(ranks: Ranks, options: Decentralized.Options) -> Iterator[None]:
     """Update: x <- (1 - a) x + a W' x - update(g(x)), a: `adaptive_factor`; at first without W."""
-    size, node = len(ranks.x), options.ranks_per_node or ranks.local_size
+    size, node = len(ranks.x), options.ranks_per_node or (lambda: ranks.local_size)
     topology = TopologyReg.make(options.topology, world_size=size, rank=0, local_world_size=node)
     for step in count():
         weights = torch.eye(size).double()

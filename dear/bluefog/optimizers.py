@@ -73,6 +73,7 @@ def _with_timeline(optimizer: torch.optim.Optimizer, engine: AnyEngine) -> Distr
     """Makes the optimizer distributed, with methods that switch the spans of its parameters."""
     spans, knobs = _Spans(engine), distribute(optimizer, engine)
     vars(knobs).update(turn_on_timeline=spans.turn_on, turn_off_timeline=spans.turn_off)
+    vars(knobs).update(skip_synchronize=contextlib.nullcontext)
     spans.turn_on()
     return knobs
 
@@ -187,7 +188,6 @@ def _combined(
         knobs: Any = optimizer  # BlueFog's scripts set these attributes of the optimizer
         knobs.self_weight = knobs.src_weights = knobs.dst_weights = None
         knobs.neighbor_weights = knobs.send_neighbors = None
-        knobs.skip_synchronize = contextlib.nullcontext
         knobs.src_machine_weights = knobs.dst_machine_weights = None
         knobs.neighbor_machine_weights = knobs.send_neighbor_machines = None
         knobs.enable_topo_check = True

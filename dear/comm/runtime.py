@@ -312,10 +312,14 @@ def local_size() -> int:
     return facts().local_world_size
 
 
-def ranks_per_machine(communicator: Communicator) -> int:
+def ranks_per_machine(communicator: Communicator, option: str = "local_size") -> int:
     """Returns the number of ranks per machine; a blocking collective call.
 
-    Raises `UserError` if machines have different numbers of ranks, or not consecutive ranks.
+    Args:
+        option: name of the option that sets the number, for the error.
+
+    Raises:
+        UserError: machines have different numbers of ranks, or not consecutive ranks.
     """
     if _alike:
         return local_size()
@@ -324,7 +328,7 @@ def ranks_per_machine(communicator: Communicator) -> int:
     if len(sizes) > 1:
         raise UserError(
             f"machines run different numbers of ranks ({', '.join(map(str, sorted(sizes)))}), but "
-            "hierarchical topologies need equal numbers; give local_size, the ranks of a group"
+            f"hierarchical topologies need equal numbers; give {option}, the ranks of a group"
         )
     size = sizes.pop()
     for rank, (local, _) in enumerate(positions):

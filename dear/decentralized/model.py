@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,8 @@ class DecentralizedDataParallel(Module):
             topology,
             world_size=communicator.size,
             rank=communicator.rank,
-            local_world_size=_local_world_size or runtime.local_size(),
+            local_world_size=_local_world_size
+            or partial(runtime.ranks_per_machine, communicator, "_local_world_size"),
         )
         self._updater = BucketOptimizers(model, optim_fn, lr_scheduler_fn, scaler, grad_clip_norm)
         self._exchange = _Exchange(schedule, self._updater, self._average, param_as_bucket_view)

@@ -162,22 +162,25 @@ class Topology(ABC):
     Subclasses return one period from `_get_topo_edges`. They may use `self._world_size`. There are
     `self._n_nodes` nodes with `self._local_world_size` ranks each, in rank order.
 
+    Args:
+        local_world_size: ranks per node, or a function that returns them. It is called only if
+            `_get_topo_edges` reads one of both attributes, so other topologies may have nodes of
+            different sizes.
+
     Raises:
         TopologyError: the schedule is invalid, or does not fit such a world.
     """
 
     name = "topology"
 
-    def __init__(self, local_world_size: int, *, world_size: int, rank: int) -> None:
-        if local_world_size < 1 or world_size % local_world_size:
-            raise TopologyError(
-                f"topology {self.name}: {world_size} ranks cannot be split into nodes of "
-                f"{local_world_size} ranks each"
-            )
+    def __init__(
+        self, local_world_size: int | Callable[[], int], *, world_size: int, rank: int
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._local_world_size = local_world_size
-        self._n_nodes = world_size // local_world_size
+        self._node = local_world_size
+        if isinstance(local_world_size, int):
+            _ = self._local_world_size  # raises an error if it does not fit
         steps = [[Edge([0], 1.0)]] if world_size == 1 else self._get_topo_edges()
         if not _is_period(steps):
             raise TopologyError(
@@ -187,6 +190,21 @@ class Topology(ABC):
         self._steps = [[Edge(sorted(e.ranks), e.weight) for e in edges] for edges in steps]
         _validate(self.name, self._steps, world_size)
         self._own = [next(edge for edge in edges if rank in edge.ranks) for edges in self._steps]
+
+    @property
+    def _local_world_size(self) -> int:
+        if not isinstance(self._node, int):
+            self._node = self._node()
+        if self._node < 1 or self._world_size % self._node:
+            raise TopologyError(
+                f"topology {self.name}: {self._world_size} ranks cannot be split into nodes of "
+                f"{self._node} ranks each"
+            )
+        return self._node
+
+    @property
+    def _n_nodes(self) -> int:
+        return self._world_size // self._local_world_size
 
     @abstractmethod
     def _get_topo_edges(self) -> list[list[Edge]]:
@@ -239,7 +257,9 @@ class TopologyReg:
         one_of("topology", name, cls.registry)
 
     @classmethod
-    def make(cls, name: str, *, world_size: int, rank: int, local_world_size: int = 1) -> Topology:
+    def make(
+        cls, name: str, *, world_size: int, rank: int, local_world_size: int | Callable[[], int] = 1
+    ) -> Topology:
         """Makes the topology `name`; raises `UserError` if the name is unknown or does not fit."""
         kind = one_of("topology", name, cls.registry)
         return kind(local_world_size, world_size=world_size, rank=rank)

@@ -232,6 +232,7 @@ def load_plugin(path: Path, digest: str | None = None) -> str:
             f"{path}: {kinds[0].__name__} must say what it promises about replicas, e.g. "
             'capabilities = Capabilities(consistency="synchronous")'
         )
+    _check_form(path, kinds[0])
     alike = consistency in ("synchronous", "delayed")
     if not alike and getattr_static(kinds[0], "traffic") is getattr_static(Algorithm, "traffic"):
         raise UserError(
@@ -240,6 +241,17 @@ def load_plugin(path: Path, digest: str | None = None) -> str:
         )
     _plugins[name] = plugin
     return name
+
+
+def _check_form(path: Path, kind: type[Algorithm[Any]]) -> None:
+    """Raises `UserError` if `Options`, or a method of the class, has another form."""
+    if not issubclass(kind.Options, Options):
+        raise UserError(f"{path}: {kind.__name__}.Options must extend dear.options.Options")
+    for name, value in vars(Algorithm).items():
+        if isinstance(value, classmethod) and not isinstance(
+            getattr_static(kind, name), classmethod | staticmethod
+        ):
+            raise UserError(f"{path}: {kind.__name__}.{name} must be a class method (@classmethod)")
 
 
 def plugin_of(name: str) -> Plugin | None:

@@ -14,13 +14,15 @@ from dear.errors import UserError
 
 _PACKAGES = Path(__file__).parents[2]
 """Folder with the packages of this project."""
+_OWN = ("bench", "benchmarks", "common", "dear", "plots", "tests")
+"""Modules of this project in `_PACKAGES`."""
 
 
 def digest_of(path: Path) -> str:
     """Returns a digest (16 hex digits) of the file and of the modules in its folder that it uses.
 
     Imports are followed through these modules; nothing is executed. Installed packages and the
-    packages in the folder that contains `dear` are not included.
+    packages of this project are not included.
 
     Raises:
         UserError: the file cannot be read, or another module has the name of a module in its
@@ -94,8 +96,13 @@ def _read(path: Path) -> bytes:
 
 def _sources(path: Path) -> set[Path]:
     sources, unread = {path}, [path]
-    while unread and path.parent != _PACKAGES:
+    root = path.parent == _PACKAGES
+    if root and _PACKAGES.name in ("site-packages", "dist-packages"):
+        return sources  # all beside it is installed
+    while unread:
         for name in _imports(unread.pop()):
+            if root and name in _OWN:
+                continue
             files = _beside(path.parent, name)
             if files:
                 _check_visible(path, name, files)

@@ -156,10 +156,7 @@ class BackwardSchedule:
         if gradient.requires_grad:
             refuse_graph()
         if gradient.layout is not torch.strided and not self._sparse:
-            raise UserError(
-                f"sparse gradient of shape {tuple(param.shape)}: only dense gradients are "
-                "communicated; build the embedding with sparse=False"
-            )
+            refuse_sparse(param)
         if self._arrived is not None:
             self._arrived(param)
         if self._paused:
@@ -213,6 +210,14 @@ def refuse_graph() -> NoReturn:
         "backward(create_graph=True) gives gradients a graph, but an average over ranks has none; "
         "use torch.autograd.grad(..., create_graph=True) for the penalty, and call backward() on "
         "the sum of loss and penalty"
+    )
+
+
+def refuse_sparse(param: torch.nn.Parameter) -> NoReturn:
+    """Raises `UserError` for a parameter whose gradient is sparse."""
+    raise UserError(
+        f"sparse gradient of shape {tuple(param.shape)}: only dense gradients are communicated; "
+        "build the embedding with sparse=False"
     )
 
 

@@ -128,11 +128,19 @@ class Hooks:
         module: torch.nn.Module,
         call: Callable[[torch.nn.Module], None],
         readers: ReaderMap | None = None,
+        *,
+        raised: bool = False,
     ) -> None:
-        """Calls `call(module)` whenever `module` has run, also if it raised."""
+        """Calls `call(module)` whenever `module` has run.
+
+        Args:
+            readers: as for `before_forward`.
+            raised: call it also if the module raised. Not for modules that may be in a compiled
+                region: torch would compile each of them separately, up to its limit of 8.
+        """
         inside = None if readers is None else readers.inside(module)
         hook = _ModuleHook(lambda module, args, output: call(module), inside)
-        self._handles.append(module.register_forward_hook(hook, always_call=True))
+        self._handles.append(module.register_forward_hook(hook, always_call=raised))
 
     def around_forward(
         self,
@@ -226,7 +234,8 @@ class ReaderMap:
         for module in model.modules():
             handles = self._learning
             handles.before_forward([module], self._enter, self)
-            handles.after_forward(module, self._leave, self)
+            # After an error, the model's own call leaves the modules in it, too.
+            handles.after_forward(module, self._leave, self, raised=module is model)
         self._map: dict[torch.nn.Module, set[int]] | None = None
 
     def inside(self, module: torch.nn.Module) -> Callable[[], bool]:

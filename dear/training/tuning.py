@@ -419,7 +419,7 @@ class LayerTimes:
             inner = [module for module in model.modules() if module is not model]
             self._hooks.before_forward(inner, self._before_module, readers)
         self._hooks.before_forward([model], self._before_forward)
-        self._hooks.after_forward(model, self._after_forward)
+        self._hooks.after_forward(model, self._after_forward, raised=True)
         self._hooks.on_gradient(self._params, self._on_gradient)
 
     def stop(self) -> BackwardProfile:

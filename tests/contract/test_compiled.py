@@ -40,6 +40,41 @@ def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object
     return graph.forward
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def runs_compiled(name: str) -> list[int]:
+    """Returns in each step how many of 12 equal blocks run compiled."""
+    torch._dynamo.reset()
+    calls, result = 0, []
+
+    def counting(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            nonlocal calls
+            calls += 1
+            return graph.forward(*args)
+
+        return call
+
+    torch.manual_seed(7)
+    model = nn.Sequential(*(Block() for _ in range(12)), nn.Linear(6, 4))
+    optimizer = wrap(make_sgd(model), model, name, **Meaning.of(name).options[0])
+    for block in list(model)[:-1]:
+        block.compile(backend=counting)
+    for step in range(4):
+        calls = 0
+        steps(model, optimizer, mine(), [step])
+        result.append(calls)
+    optimizer.close()
+    return result
+
+
 def compiled(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend=backend)
 
@@ -145,3 +180,10 @@ def test_compiled_models_train_as_others_do(world, name, way):
             parts = {"by_layers": 4, "run_before": 2}.get(way, 2)
             changes = name == "auto"  # to the hooks of another algorithm
             assert len(sizes) <= parts * (1 + (eager == 0) + changes), sizes
+
+
+@pytest.mark.parametrize("name", ["dear", "bytescheduler", "auto", "exact-diffusion"])
+def test_each_of_many_equal_blocks_runs_compiled(world, name):
+    """Torch gives up a function that it has compiled 8 times, so blocks must share the result."""
+    skip_if_unavailable(name)
+    assert world(2, name).run(runs_compiled, name) == [[12] * 4] * 2

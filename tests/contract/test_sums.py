@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector
 
 import dear
 from dear.comm import runtime
+from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import (
     difference,
     leftovers,
@@ -323,3 +324,32 @@ def test_sparse_gradients_are_right_where_only_parameters_are_sent(
         _train_words(replica, optimizer, mine())
         optimizer.close()
     assert difference(model, wanted) < 1e-6
+
+
+def _trained_on_words(name: str) -> tuple[str, list[torch.Tensor]]:
+    model = _words(sparse=True)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, name)
+    line = message(partial(_train_words, model, optimizer, mine()))
+    optimizer.close()
+    return line, [param.detach().clone() for param in model.parameters()]
+
+
+def _trained_on_dense_words() -> list[torch.Tensor]:
+    model = _words(sparse=False)
+    _train_words(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("horovod", "horovod"), ("ddp", "gloo")])
+def test_sparse_gradients_are_averaged_by_libraries(world, name, kind):
+    skip_if_unavailable(name)
+    wanted = _trained_on_dense_words()
+    for line, values in world(2, kind).run(_trained_on_words, name):
+        assert line == ""
+        for one, other in zip(values, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_sparse_gradients_of_ddp_are_refused_on_the_comm_core(world):
+    for line, _ in world(2).run(_trained_on_words, "ddp"):
+        assert "sparse=False" in line and "\n" not in line

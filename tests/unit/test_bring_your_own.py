@@ -28,6 +28,7 @@ from common.profiling import gpus, layers, modelled
 from common.results.timed import rows
 from dear.errors import UserError
 from dear.training import algorithm as algorithms
+from dear.training import files
 from dear.training.algorithm import Plugin
 from dear.training.files import digest_of
 from tests.unit.made_record import record
@@ -389,6 +390,21 @@ def test_a_profile_that_was_recorded_by_hand_is_replayed(tmp_path, mine, monkeyp
     assert bring(mine(), 512, gpu="h200-tf32").kind == "modelled"
 
 
+def test_a_profile_of_another_version_of_the_file_is_not_replayed(
+    tmp_path, mine, monkeypatch, nothing_brought
+):
+    monkeypatch.setattr(profiles, "FOLDER", tmp_path / "profiles")
+    path = mine()
+    words = ["--model", f"file:{path}", "--batch", "4", "--device", "cpu", "--name", "h200-tf32"]
+    assert layers.main([*words, "--steps", "1", "--warmup", "0"]) == 0
+    assert bring(path, gpu="h200-tf32").model_digest == digest_of(path)
+    path.write_text(path.read_text() + "# another\n")
+    nothing_brought()
+    assert "another version of mine.py; record it again" in one_line(
+        lambda: bring(path, gpu="h200-tf32")
+    )
+
+
 def test_a_sentence_longer_than_the_model_is_refused():
     with pytest.raises(UserError, match="hf:gpt2 has 1024 positions, fewer than 4096"):
         custom.bring_model("hf:gpt2", 1, 4096, "v100")
@@ -511,8 +527,15 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, mine, monkeypatch)
 # Digests and trials
 
 
-def test_a_digest_is_of_the_file_and_of_what_it_imports_beside_it(tmp_path, mine):
-    path = mine("from near_by import width\n" + TINY)
+@pytest.mark.parametrize("where", ["elsewhere", "beside dear"])
+def test_a_digest_is_of_the_file_and_of_what_it_imports_beside_it(
+    tmp_path, mine, monkeypatch, where
+):
+    if where == "beside dear":
+        monkeypatch.setattr(files, "_PACKAGES", tmp_path)
+        (tmp_path / "plots.py").write_text("import this_is_not_followed\n")
+    path = mine("import plots\nfrom near_by import width\n" * (where == "beside dear") + TINY)
+    path.write_text("from near_by import width\n" + path.read_text())
     near, far = tmp_path / "near_by.py", tmp_path / "far.py"
     near.write_text("import json, far_away\nwidth = 8\n")
     far.write_text("")
@@ -582,6 +605,17 @@ def test_a_rank_finds_in_the_trial_what_it_needs(trial, mine, nothing_brought):
     assert "has changed since the sweep began" in one_line(lambda: Trial.from_json(computed))
 
 
+def test_a_rank_stops_if_its_host_has_another_profile(tmp_path, trial):
+    built = trial()
+    built.save(tmp_path)
+    assert Trial.load(tmp_path) == built
+    path = Path(built.sources.brought.profile)
+    other = dataclasses.replace(profiles.load(path), memory_bytes_per_s=1.0)
+    other.save(path)
+    profiles.load.cache_clear()
+    assert "start the sweep again" in one_line(lambda: Trial.load(tmp_path))
+
+
 def test_one_value_is_as_good_as_a_list_of_one(tmp_path, trial):
     shutil.copy(ALGORITHM, tmp_path / "small_ones.py")
     (built,) = [trial(models="file:mine.py", plugins="small_ones.py", algorithms="small-ones")]
@@ -638,6 +672,19 @@ WRONG_ALGORITHMS = {
     "none": ("mine.py", EMPTY, "must define one subclass of dear.training.algorithm.Algorithm"),
     "two": ("mine.py", EMPTY + "class A(Algorithm): pass\nclass B(Algorithm): pass\n", "A, B"),
     "no promise": ("mine.py", EMPTY + "class A(Algorithm): pass\n", "must say what it promises"),
+    "own Options": (
+        "mine.py",
+        EMPTY + "class A(Algorithm):\n"
+        ' capabilities = Capabilities(consistency="synchronous")\n class Options: pass\n',
+        "A.Options must extend dear.options.Options",
+    ),
+    "a method of the instance": (
+        "mine.py",
+        EMPTY + "class A(Algorithm):\n"
+        ' capabilities = Capabilities(consistency="synchronous")\n'
+        " def traffic(self, options, world_size, local_size): pass\n",
+        "A.traffic must be a class method",
+    ),
     "no traffic": (
         "mine.py",
         EMPTY + 'class A(Algorithm): capabilities = Capabilities(consistency="decentralized")\n',

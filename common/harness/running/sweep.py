@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from common.emulation.dilation import Choice
 from common.harness.experiment import Experiment
+from common.harness.running import underway
 from common.harness.running.cell import Cell
 from common.harness.running.fabric import WORKER, Fabric, misfit
 from common.harness.running.launches import CellContext
@@ -415,17 +416,23 @@ def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Trial]:
-    """Returns the trials that would run: all, or those whose newest record is not valid.
+    """Returns the trials that would run: all, or those whose newest record is not valid, or lacks
+    only repeats at twice the time scale.
 
     If the baseline runs again, all trials that are compared with it run again, too: they must take
     turns with it, and may need another time scale.
     """
     if rerun == "all":
         return trials
-    newest = store.latest(store.each(path))
+    newest, begun = store.latest(store.each(path)), underway.begun(path.parent)
 
     def flawed(trial: Trial) -> bool:
-        return trial.hash not in newest or passing_flag(newest[trial.hash]) is not None
+        record = newest.get(trial.hash)
+        return (
+            record is None
+            or passing_flag(record) is not None
+            or begun.get(trial.hash) == record.run  # interrupted between repeats at twice the scale
+        )
 
     lost = {
         (trial.cell, trial.world_size)

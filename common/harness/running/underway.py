@@ -73,6 +73,12 @@ class Underway:
         return typed(cls, values) if values["schema"] == SCHEMA else cls(schema=0)
 
 
+def begun(folder: Path) -> dict[str, str]:
+    """Returns the trials of a sweep that have begun and not ended: their runs by their hashes."""
+    cells = map(Underway.load, folder.glob("underway-*.json"))
+    return {key: standing.run for cell in cells for key, standing in cell.standing.items()}
+
+
 def path_of(folder: Path, seed: int) -> Path:
     """Returns the path of a cell's file; `seed` is the seed of the cell's rounds."""
     return folder / f"underway-{seed:08x}.json"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from dear.buckets.flat import Bucket, value_bucket
 from dear.comm import runtime
 from dear.comm.communicator import Communicator, sub_communicators
+from dear.comm.runtime import ranks_per_machine
 from dear.comm.work import Work
 from dear.cost.bounds import Traffic
 from dear.cost.overlap import Overlap, Transfer
@@ -85,19 +87,21 @@ class Decentralized(Algorithm["Decentralized.Options"]):
 
     @classmethod
     def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
-        topology = _topology(options, world_size, 0, options.ranks_per_node or local_size)
+        topology = _topology(options, world_size, 0, options.ranks_per_node or (lambda: local_size))
         return Traffic.in_groups(topology, world_size)
 
     def engine(self, replica: Replica[Options]) -> Overlapped:
         options, communicator = replica.options, replica.communicator
-        node = options.ranks_per_node or _ranks_per_node()
+        node = options.ranks_per_node or partial(_ranks_per_node, communicator)
         topology = _topology(options, communicator.size, communicator.rank, node)
         exchange = GroupExchange(topology)
         exchange.set_factor(options.adaptive_factor)
         return overlapped(replica, exchange, options.update)
 
 
-def _topology(options: Decentralized.Options, world_size: int, rank: int, node: int) -> Topology:
+def _topology(
+    options: Decentralized.Options, world_size: int, rank: int, node: int | Callable[[], int]
+) -> Topology:
     return TopologyReg.make(
         options.topology, world_size=world_size, rank=rank, local_world_size=node
     )
@@ -245,5 +249,7 @@ def _share(edge: Edge) -> float:
     return (1 - edge.weight) / (len(edge.ranks) - 1)
 
 
-def _ranks_per_node() -> int:
-    return runtime.local_size() if runtime.is_initialized() else 1
+def _ranks_per_node(communicator: Communicator) -> int:
+    if not runtime.is_initialized():
+        return 1
+    return ranks_per_machine(communicator, "ranks_per_node")

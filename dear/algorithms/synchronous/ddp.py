@@ -31,9 +31,9 @@ from dear.training.engine import (
     held,
     step_after_closure,
 )
-from dear.training.gradients import gradient_of, refuse_graph
+from dear.training.gradients import gradient_of, refuse_graph, refuse_sparse
 from dear.training.hooks import at_end_of_backward
-from dear.training.wrapped.ddp import BucketPayloads, Passes, PowerSgd
+from dear.training.wrapped.ddp import UNFINISHED, BucketPayloads, Passes, PowerSgd
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -141,6 +141,7 @@ class _DdpEngine(Engine[Ddp.Options]):
     def __init__(self, replica: Replica[Ddp.Options]) -> None:
         super().__init__(replica)
         model, communicator, options = self.model, self.communicator, self.options
+        self._dense_only = bool(self.params) and self.params[0].device.type in communicator.native
         self._zero: ZeroUpdate | None = None
         if options.zero and communicator.size > 1:
             self._zero = ZeroUpdate(self.optimizer, communicator)
@@ -218,16 +219,15 @@ class _DdpEngine(Engine[Ddp.Options]):
         except RuntimeError:
             if not self._passes.unfinished():
                 raise
-            raise UserError(
-                "ddp: the last backward pass ended with an error, or did not reach all parameters, "
-                "so DDP cannot continue; call backward() once, on all that a forward pass returns "
-                "(with find_unused_parameters=True if some parameters are not used), or use "
-                "algorithm='wfbp'"
-            ) from None
+            raise UserError(UNFINISHED) from None
 
     def _arrived(self, param: torch.nn.Parameter) -> None:
-        if gradient_of(param).requires_grad:
+        gradient = gradient_of(param)
+        if gradient.requires_grad:
             refuse_graph()
+        shared = self.communicator.size > 1 or self.options.alone
+        if gradient.layout is not torch.strided and shared and self._dense_only:
+            refuse_sparse(param)
 
     def _watch(self, output: object) -> None:
         """Notes in the communicator, after the next backward pass, that DDP has waited.

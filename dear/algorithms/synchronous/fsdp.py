@@ -132,6 +132,7 @@ class _FsdpEngine(AveragingEngine):
     def step(self, update: Update) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             refuse_later_hooks(self._sharded.of.values())  # parts have no gradient in the pass
+        self._sharded.refuse_pass()
         self._send_unsent()
         self._sharded.refuse_written()
         self._sharded.reshard()  # an evaluation may have left whole parameters behind

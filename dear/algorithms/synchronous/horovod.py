@@ -260,7 +260,8 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
 
     def arrived(self, param: torch.nn.Parameter) -> None:
         gradient = gradient_of(param)
-        if self.communicator.size > 1 and not gradient.is_contiguous():
+        strided = gradient.layout is torch.strided
+        if self.communicator.size > 1 and strided and not gradient.is_contiguous():
             # Horovod does not take channels_last; `passed` restores it for torch's fused updates.
             self._laid_out[param], param.grad = gradient, gradient.contiguous()
 

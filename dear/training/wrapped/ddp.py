@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
     FutureTensor = torch.futures.Future[torch.Tensor]
 
+UNFINISHED = (
+    "ddp: the last backward pass ended with an error, or did not reach all parameters, so DDP "
+    "cannot continue; call backward() once, on all that a forward pass returns (with "
+    "find_unused_parameters=True if some parameters are not used), or use algorithm='wfbp'"
+)
+"""Error after a pass whose gradients are not all averages."""
 FIRST = 2
 """Number of backward passes after which buckets are fixed; DDP rebuilds them after the first."""
 
@@ -98,6 +104,8 @@ class Passes:
         Args:
             stepping: True if the optimizer is about to use the gradients.
         """
+        if stepping and self.unfinished():
+            raise UserError(UNFINISHED)
         alone = self._unsent
         if stepping and not self._averaged:
             alone = alone or not self._same()

@@ -199,7 +199,8 @@ def batch_left_out(run: Run) -> None:
 
 
 def failed_batch_kept(run: Run) -> None:
-    """A backward pass ends with an error; the script steps with the gradients that it has."""
+    """A backward pass ends with an error; the script steps with the gradients that it has, and
+    ends."""
     failed_batch(run, kept=True)
 
 
@@ -211,7 +212,7 @@ def failed_batch(run: Run, *, kept: bool = False) -> None:
     def fail(grad: torch.Tensor) -> None:
         raise MemoryError
 
-    for step in range(STEPS + 1):
+    for step in range(3 if kept else STEPS + 1):
         optimizer.zero_grad()
         failing = model[1].register_forward_hook(
             lambda *given: given[-1].register_hook(fail) and None

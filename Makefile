@@ -15,8 +15,12 @@ READERS := $(VENV)/readers-ready
 CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 # Another torch in the environment needs another build.
 TORCH := $(wildcard $(VENV)/lib/python3*/site-packages/torch/version.py)
-# Of an environment whose Python is gone.
+# Of an environment whose Python is gone, or is not the one that is given.
 $(shell [ -x $(PY) ] || rm -f $(READY))
+ifneq ($(origin PYTHON),file)
+$(shell by=$$($(PYTHON) -c 'import sys; print(sys.base_prefix, sys.version.split()[0])'); \
+  [[ ! -e $(VENV)/made_by || "$$(< $(VENV)/made_by)" == "$$by "* ]] || rm -f $(READY))
+endif
 
 # Each of them uses all cores.
 .NOTPARALLEL:

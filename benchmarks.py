@@ -7,7 +7,7 @@ python benchmarks.py predict X            its step times on a cluster that you d
 python benchmarks.py advise --model X     the fastest algorithm for a model, and why
 python benchmarks.py list                 algorithms, models, experiments
 python benchmarks.py show [SWEEP]         a finished sweep's table
-python benchmarks.py report [SWEEP...]    it as one HTML file
+python benchmarks.py report [SWEEP]       it as one HTML file
 python benchmarks.py compare A B          two of them: faster, slower, the same, or unsure
 python benchmarks.py merge A B --into C   one sweep of its shards
 python benchmarks.py validate SWEEP...    predictions beside measured steps

@@ -180,10 +180,18 @@ def _on_host(value: object) -> object:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def allreduce(tensor: torch.Tensor, average: bool = True, symmetric: bool = False) -> torch.Tensor:
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool = True,
+    symmetric: bool = False,
+    *,
+    name: str | None = None,
+) -> torch.Tensor:
     """Returns the mean (or sum) of `tensor` over all ranks as a new tensor; blocking.
 
     Args:
+        name: accepted for scripts of Horovod and DeAR. Here, calls need no names: all ranks make
+            them in the same order.
         symmetric: `tensor` is a symmetric matrix `[n, n]`; only its upper triangle is read, and
             travels.
 

@@ -49,11 +49,15 @@ elif [[ -n "$version" ]]; then
 fi
 
 # An interrupted set-up leaves an environment that has no pip. Another Python needs another one.
-made_by="$("$PYTHON" -c 'import sys; print(sys.base_prefix, sys.version.split()[0])') ${options[*]:-}"
+by=$("$PYTHON" -c 'import sys; print(sys.base_prefix, sys.version.split()[0])')
+made_by="$by ${options[*]:-}"
 clear=()
-if [[ -e "$venv/bin" && -z "$lenient" ]]; then
-  if [[ -e "$venv/made_by" && $(< "$venv/made_by") != "$made_by" ]] \
-    || ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
+if [[ -e "$venv/bin" ]]; then
+  before=$made_by
+  [[ ! -e "$venv/made_by" ]] || before=$(< "$venv/made_by")
+  # What has been downloaded is kept where nothing can be downloaded.
+  if [[ "$before" != "$by "* ]] || [[ -z "$lenient" && "$before" != "$made_by" ]] \
+    || { [[ -z "$lenient" ]] && ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; }; then
     echo "== $venv is incomplete, or of another Python or torch: making it anew"
     clear=(--clear)
   fi

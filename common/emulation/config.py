@@ -37,12 +37,13 @@ class ClusterConfig:
     engine: Literal["comm_core", "gloo", "mpi", "nccl"] | None = None
     """Library whose collectives are predicted; null: nccl. Only for predicted clusters."""
     inside: str | None = None
-    """Links between the GPUs of a host: a profile in configs/networks (pcie4, nvlink3, ...). null:
-    pcie4 with nccl, else shared memory. Only for predicted clusters."""
+    """Links between the GPUs of a host, with nccl: a profile in configs/networks (pcie4, nvlink3,
+    ...). null: pcie4 with nccl, TCP with gloo, else shared memory. Only for predicted clusters."""
     time_scale: float | None = None
     """Real seconds per emulated second; null: chosen to suit this machine."""
     min_time_scale: float = 1.0
-    """Smallest time scale that is chosen automatically. A larger one has a smaller systematic
+    """Smallest time scale that is chosen automatically for replayed models; models that compute
+    run at 1. A larger one has a smaller systematic
     error. Later runs of the same sweep keep their scale, so a larger one also leaves room for
     heavier algorithms that you add later."""
     max_time_scale: float = 40.0

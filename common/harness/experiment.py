@@ -84,10 +84,11 @@ class ModelChoice:
     sentence_len: int | None = None
     """Tokens per sentence; null: the model's default."""
     gpu: str | None = None
-    """GPU whose compute times are replayed: one of configs/gpus.yaml (modelled unless the project
-    has a profile), or `here` (measured on this machine's GPU). null: the model computes, unless its
-    name is `MODEL@DEVICE`. Without this key, models of a predicted cluster, and those of `--model`
-    on virtual hosts, replay this machine's GPU, or an RTX 2080 Ti if there is none."""
+    """GPU whose compute times are replayed: one of configs/gpus.yaml (modelled), or `here`
+    (measured on this machine's GPU, unless the project has a profile of this GPU). For a measured
+    profile of another GPU, use `MODEL@DEVICE`, such as `resnet50@h200`. null: the model computes,
+    unless its name is `MODEL@DEVICE`. Without this key, models of a predicted cluster, and those of
+    `--model` on virtual hosts, replay this machine's GPU, or an RTX 2080 Ti if there is none."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -131,14 +132,15 @@ class Experiment:
     learn: LearnConfig | None = None
     """Train for a number of seconds or epochs and record accuracy and loss. Steps are not timed."""
     data_dir: str | None = None
-    """Folder of the files of `learn.data`; null: the value of `MNIST_DIR`, `CIFAR_DIR`, `IMAGE_DIR`
-    or `TEXT_FILE`."""
+    """Folder of the files of `learn.data` (`text`: a file); null: the value of `MNIST_DIR`,
+    `CIFAR_DIR`, `IMAGE_DIR` or `TEXT_FILE`."""
     cluster: ClusterConfig | None = None
     """Virtual hosts to run on; null: the real machine, or the hosts of the launcher."""
     networks: tuple[str, ...] = ()
     """Networks on which every trial runs, in place of `cluster.network`."""
     faults: tuple[Fault, ...] = ()
-    """Faults with which every trial runs, in addition to a run without a fault."""
+    """Faults with which every trial but the single worker runs, in addition to a run without a
+    fault."""
     collective_timeout_s: float = 300.0
     """Time limit of one collective, in real seconds; a longer collective fails. It does not
     hold for a library that sends messages itself, such as Horovod."""
@@ -158,7 +160,7 @@ class Experiment:
     """Type of parameters and inputs. `amp-bf16` and `amp-fp16`: float32 with autocast in 16 bits
     (fp16 with a GradScaler)."""
     tf32: bool = False
-    """GPUs: multiply float32 matrices in TensorFloat-32."""
+    """GPUs: compute matrix products and convolutions of float32 in TensorFloat-32."""
     cudnn_benchmark: bool = False
     """GPUs: let cuDNN search for the fastest convolutions in the first steps."""
     seed: int = 1
@@ -169,7 +171,8 @@ class Experiment:
     """Also print, at the end, the result lines that the reference suites print
     (docs/references.md), for programs that read them."""
     timeout_s: float = 600.0
-    """Time limit of one repeat of one trial, in seconds; a longer repeat is stopped."""
+    """Time limit of one repeat of one trial, in real seconds (at 2k, twice as long); a longer
+    repeat is stopped."""
 
     def __post_init__(self) -> None:
         for key, kind in (("algorithms", AlgorithmChoice), ("models", ModelChoice)):
@@ -269,10 +272,11 @@ class Experiment:
                 "learn.batch_sizes: with learn.epochs, ranks would make different numbers of steps "
                 "and wait for each other; use learn.budget_s"
             )
-        if learn.epochs is None and self.timeout_s <= learn.budget_s:
+        scale = (self.cluster and self.cluster.time_scale) or 1.0
+        if learn.epochs is None and self.timeout_s <= scale * learn.budget_s:
             raise UserError(
                 f"timeout_s: {self.timeout_s:g} s leave no time for learn.budget_s="
-                f"{learn.budget_s:g}"
+                f"{learn.budget_s:g}" + (f" at time scale {scale:g}" if scale != 1.0 else "")
             )
 
     def _check_cluster(self) -> None:
@@ -300,6 +304,8 @@ class Experiment:
         is_predicted = self.cluster.kind == "predicted"
         if is_predicted and self.measure != MeasureConfig():
             raise UserError("measure: a predicted cluster has nothing to measure; leave it out")
+        if is_predicted and self.backend is not None:
+            raise UserError("backend: a predicted cluster has none; use cluster.engine")
         slots = self.cluster.hosts * self.cluster.ranks_per_host
         if max(self.worlds) > slots and not is_predicted:  # it has as many hosts as needed
             raise UserError(

@@ -53,6 +53,11 @@ def unable_to_emulate() -> str | None:
     return sandbox.unable() if PROGRAM.exists() else f"the link switch is not built: {BUILD}"
 
 
+NOTHING_RUNS = ("measure={}", "launcher=local", "launcher_options={}", "hostfile=null")
+NOTHING_RUNS += ("backend=null", "device=cpu", "tf32=false", "cudnn_benchmark=false")
+"""Overrides of an experiment's keys about how and where its trials run, for predictions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
     """Models and plugins that the user gave on the command line.

@@ -62,9 +62,11 @@ class MeasureConfig:
     """Smallest number of untimed steps. Steps in which the algorithm reports that it
     tunes itself are untimed, too."""
     num_iters: int = 1
-    """Blocks of steps per repeat, with a barrier before each block."""
+    """Blocks of steps per repeat, with a barrier before each block. With 1, the first repeat of a
+    model that computes has two blocks of half the steps."""
     steps_per_iter: int | None = None
-    """Steps per block; null: rank 0 chooses, so that a block takes `min_iter_s`."""
+    """Steps per block, rounded up to whole periods of the algorithm, at least two; null: rank 0
+    chooses, so that a block takes `min_iter_s`."""
     min_iter_s: float = 1.0
     """Duration of a block in real seconds, if rank 0 chooses the number of steps: at least
     `min_steps` and two periods of the algorithm, and at most about 1000 steps."""

@@ -80,6 +80,9 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
         "algorithms": [{"name": algorithm, "label": label, "options": options}],
         "world_sizes": [numbers["nworkers"]],
     }
+    over_nccl = given["cluster"] == "predicted" or (not given["cluster"] and _gpus())
+    if algorithm == "bytescheduler" and over_nccl and "CREDIT" not in environ:
+        options.pop("credit_mb", None)  # NCCL cannot limit the bytes in flight
     model = {"name": given["dnn"], "batch_size": numbers["bs"]}
     if given["dnn"].startswith("bert") or environ.get("senlen"):
         model["sentence_len"] = numbers["senlen"]
@@ -88,7 +91,8 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
         place, words = _by_hand(given, by_hand)
     elif given["cluster"]:
         one_of("cluster", given["cluster"], dict.fromkeys(CLUSTERS, ""))
-        model["name"] = _replayed(given["dnn"])
+        if given["cluster"] == "emulated":
+            model["name"] = _replayed(given["dnn"])
         place, words = _emulated(given, numbers["nworkers"])
     else:
         place, words = _real(given, numbers["nworkers"], planned)

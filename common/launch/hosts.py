@@ -195,8 +195,10 @@ class Envs:
     """GPUs that ranks may use on every host, such as 0,1; empty: all."""
 
     @property
-    def python(self) -> str:
-        return self.PY or sys.executable
+    def python(self) -> list[str]:
+        """Python of the ranks, and its flags."""
+        path, dash, flags = self.PY.partition(" -")
+        return [path or sys.executable, *(dash + flags).split()]
 
     def used(self, options: object) -> dict[str, str]:
         """Returns the values on which a trial with these options of a launcher depends."""
@@ -248,7 +250,8 @@ def read_envs(path: Path = ENVS) -> Envs:
         return Envs()
     for number, line in _lines(path.read_text(encoding="utf-8")):
         match = re.fullmatch(
-            r"""(?P<key>\w+)=(?:"(?P<a>[^"]*)"|'(?P<b>[^']*)'|(?P<c>[^"'\s#]*))\s*(?:#.*)?""", line
+            r"""(?:export\s+)?(?P<key>\w+)=(?:"(?P<a>[^"]*)"|'(?P<b>[^']*)'|(?P<c>[^"'\s#]*))\s*(?:#.*)?""",
+            line,
         )
         if match is None:
             raise UserError(

@@ -53,7 +53,7 @@ class MpirunLauncher(RemoteLauncher):
         return shlex.join(self._command(job, self._options.port or PRINTED_PORT))
 
     def run(self, job: Job) -> Outcome:
-        command = self._command(job, self._options.port, (self._envs.python, "-c", _TIE))
+        command = self._command(job, self._options.port, (*self._envs.python, "-c", _TIE))
         if self._hosts is not None:
             lines = [f"{host.login} slots={host.slots}\n" for host in self._hosts]
             (job.folder / "hostfile").write_text("".join(lines), encoding="utf-8")
@@ -105,7 +105,7 @@ class MpirunLauncher(RemoteLauncher):
         command = [*self._mpirun.words(job.world_size, chosen, agent), *host_words]
         for name, value in env.items():
             command += ["-x", f"{name}={value}"]
-        return [*command, *before, self._envs.python, *job.worker]
+        return [*command, *before, *self._envs.python, *job.worker]
 
     def _agent_for(self, host: Host) -> list[str] | None:
         return None if host.here else self._agent

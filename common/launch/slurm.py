@@ -200,7 +200,7 @@ class SlurmLauncher(Launcher):
         # Not by srun's own environment, which --export may leave out.
         env = {**elsewhere(), **network_env(options, self._interface), **self._envs.rank_env}
         words = ["env", *(f"{name}={value}" for name, value in (env | dict(job.env)).items())]
-        return [*command, *options.srun_args, *words, self._envs.python, *job.worker]
+        return [*command, *options.srun_args, *words, *self._envs.python, *job.worker]
 
     def _sbatch(self, job: Job, name: str) -> list[str]:
         options = self._options
@@ -217,7 +217,7 @@ class SlurmLauncher(Launcher):
 
     def _tied(self, job: Job, command: list[str], undo: list[str]) -> HostCommand:
         here = Host(name="slurm", slots=job.world_size)
-        node = [self._envs.python, "-m", "common.launch.node", "--tied"]
+        node = [*self._envs.python, "-m", "common.launch.node", "--tied"]
         node += ["--undo", json.dumps(undo)] if undo else []
         name = "srun" if self._allocated else "sbatch"
         return HostCommand(

@@ -33,9 +33,9 @@ class SshLauncher(PerHostLauncher):
     ) -> list[str]:
         block = used[index]
         numbers = (job.repeat, block.first, block.count, job.world_size)
-        command = [self._envs.python, "-m", "common.launch.node", *(["--tied"] if tied else [])]
+        command = [*self._envs.python, "-m", "common.launch.node", *(["--tied"] if tied else [])]
         command += ["--ranks", str(job.folder.resolve()), *map(str, numbers)]
-        return [*command, "--", self._envs.python, *job.worker]
+        return [*command, "--", *self._envs.python, *job.worker]
 
     def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:
         return meet

@@ -29,7 +29,7 @@ class TorchrunLauncher(PerHostLauncher):
         self, job: Job, index: int, used: Sequence[Block], meet: Mapping[str, str], tied: bool
     ) -> list[str]:
         python = self._envs.python
-        start = [python, "-m", "common.launch.node", "--tied", "--", python] if tied else [python]
+        start = [*python, "-m", "common.launch.node", "--tied", "--", *python] if tied else python
         nodes = ["--standalone"]
         if len(used) > 1:
             nodes = ["--nnodes", str(len(used)), "--node-rank", str(index)]

@@ -76,6 +76,7 @@ _BERT = ModelEntry(
     sample_unit="sen",
     batch_size=8,
     sentence_len=64,
+    longest=512,
 )
 
 _CIFAR_DEPTHS = (20, 32, 44, 56, 110)

@@ -166,7 +166,7 @@ def _of_text(path: Path, text: str, date: str) -> Iterator[tuple[_Header, list[_
     if (
         lines
         and not text.endswith("\n")
-        and _CUT_ROW.fullmatch(lines[-1].rpartition(":")[2].strip())
+        and _CUT_ROW.fullmatch(re.split(r"[:>\]]", lines[-1])[-1].strip())
     ):
         raise UserError(f"{path}, line {len(lines)}: the log is cut off in this row")
     if rows:
@@ -199,6 +199,9 @@ def _rows(header: _Header, matches: Sequence[tuple[str, re.Match[str]]]) -> list
         checked = columns[times[0] + 3] == "#wrong" and "e-" not in match[4]
         if not all(_NUMBER.fullmatch(cells[at + k]) for at in times for k in range(3)):
             raise UserError(f"{place}: time, algbw and busbw must be numbers")
+        wrong = [cells[at + 3] for at in times if checked]
+        if not all(cell == "N/A" or _NUMBER.fullmatch(cell) for cell in wrong):
+            raise UserError(f"{place}: #wrong must be a number or N/A: the log is cut off")
         blocks = [(*cells[at : at + 3], cells[at + 3] if checked else "N/A") for at in times]
         size, count, word = int(match[1]), int(match[2]), _WORDS[match[3]]
         reduces = "redop" in columns and cells[columns.index("redop")] != "none"

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 
 from common.results.records import SCHEMA, JsonObject, Record, typed
 from common.results.records.trust import Foreseen
-from common.results.validity import passing_flag
+from common.results.validity import flag, passing_flag
 from dear.errors import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -190,7 +190,11 @@ def merge(parts: Sequence[Path], into: Path) -> Comparison:
     newest = [latest(load(part / "records.jsonl")) for part in parts]
     records = [record for part in newest for record in part.values()]
     into.mkdir(parents=True)
-    for record in sorted(records, key=lambda each: (each.ok, passing_flag(each) is None)):
+
+    def rank(record: Record) -> tuple[bool, bool, bool]:
+        return record.ok, passing_flag(record) is None, flag(record) is None
+
+    for record in sorted(records, key=rank):
         append(into / "records.jsonl", record)
     comparisons[0].save(into)
     save_foreseen(into, [r for part in parts for r in comparisons[0].results(part)])

@@ -37,6 +37,8 @@ SERVERS = ("bspps", "wfbpps", "byteschedulerps", "byteps")
 _WHOLE = 536870912
 """Threshold (elements) that the suite passes to every method except WFBP. Methods that do not use
 it keep their own threshold."""
+_OFF = {("threshold", str(_WHOLE)), ("autotune", "0")}
+"""Further values of variables that request nothing."""
 
 
 def resolved(name: str, options: Mapping[str, object]) -> tuple[str, Settings]:
@@ -93,7 +95,8 @@ def arguments(algorithm: str, given: Mapping[str, object], halves: bool) -> tupl
     `threshold` (MB of 2^20 bytes; None for fusion by layers), `num_nearby_layers`, `exclude_parts`
     (a text), `mgwfbp`, `asc`, `fp16`, `seq_layernames` (parameters, first one first) and
     `layerwise_times` (their seconds). `rdma` is ignored: it chose a table of costs, but here costs
-    are measured. Unsupported arguments raise an error, unless they are off.
+    are measured. So is `gradient_path`, as in DeAR. Unsupported arguments raise an error, unless
+    they are off.
 
     Args:
         halves: True if the model's parameters have 16 bits.
@@ -105,7 +108,8 @@ def arguments(algorithm: str, given: Mapping[str, object], halves: bool) -> tupl
     for key, why in _REFUSED.items():
         if result.pop(key, None):
             raise UserError(f"{key}: {why}; leave it out")
-    result.pop("rdma", None)
+    for key in ("rdma", "gradient_path"):
+        result.pop(key, None)
     if result.pop("fp16", False) and not halves:
         raise UserError("fp16=True: the model's parameters do not have 16 bits; use model.half()")
     merges, asc = result.pop("mgwfbp", False), result.pop("asc", False)
@@ -123,13 +127,14 @@ def arguments(algorithm: str, given: Mapping[str, object], halves: bool) -> tupl
 
 _REFUSED = {
     "writer": "writing to TensorBoard is not supported",
-    "gradient_path": "writing gradients to a file is not supported",
     "multi_job_scheduling": "scheduling across jobs is not supported",
 }
 
 
 def _translate_compression(result: Settings) -> None:
     compression = result.get("compression", "none")
+    if getattr(compression, "__name__", "") == "NoneCompressor":  # MG-WFBP's class
+        compression = "none"
     if not isinstance(compression, str):
         compression = getattr(compression, "name", None if compression is not None else "none")
     if not isinstance(compression, str):
@@ -206,7 +211,7 @@ class _Given:
 
     def refuse_others(self) -> None:
         for key, text in self._left.items():
-            if text != VARIABLES[key] and (key, text) != ("threshold", str(_WHOLE)):
+            if text != VARIABLES[key] and (key, text) not in _OFF:
                 raise UserError(f"{key}={text}: method {self._name} has no such variable")
 
 
@@ -262,6 +267,7 @@ def _of_wfbp(given: _Given, options: Settings) -> None:
     if merges:
         if threshold not in (0, _WHOLE):
             raise UserError(f"threshold={threshold}: needs mgwfbp=0; mgwfbp=1 has no threshold")
+        options.pop("threshold_mb", None)  # of the names that compress
         options["merge"] = "asc" if asc else "greedy"
         return
     if threshold:

@@ -143,7 +143,7 @@ def neighbor_allreduce_nonblocking(
         part.destinations,
         self_weight=part.self_weight,
         out=mixed,
-        check=dst_weights is not None and enable_topo_check and not job().skip_checks,
+        check=targets is not None and enable_topo_check and not job().skip_checks,
     )
     pending = job().exchange.pending(handle, tensor.nbytes * len(part.destinations))
     return started(what, name, pending.done, pending.wait, lambda: mixed)

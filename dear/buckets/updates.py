@@ -398,6 +398,7 @@ class Sharded(Between):
         A rank that has loaded state since the last update yields the loaded state: it may be the
         only rank that has loaded, and may broadcast the state next.
         """
+        loaded = self._loaded if stands(self._optimizer) else {}
         pairs = list(zip(self.parts, self._segments, strict=True))
         report = [self._described(part, owned) for part, owned in pairs]
         reports = self._communicator.gather_objects(report)
@@ -407,11 +408,11 @@ class Sharded(Between):
                 for place, keys in rank_report[index].items():
                     states.setdefault(place, {}).update(keys)
             gathered = self._gathered(part, owned, states) if states else ()
-            if not self._loaded:
+            if not loaded:
                 yield from gathered
             else:
                 deque(gathered, maxlen=0)  # its collectives must run even if the result is unused
-        yield from self._loaded.items()
+        yield from loaded.items()
 
     def _step_averaged(self) -> None:
         if self.frozen:
@@ -497,7 +498,32 @@ class Sharded(Between):
             yield param, state
 
 
-class _SegmentState(defaultdict[object, State]):
+class WatchedState(defaultdict[Any, State]):
+    """State that notes if the script clears it. A copy is a plain `defaultdict`."""
+
+    def __init__(self, known: Mapping[Any, State]) -> None:
+        super().__init__(dict, known)
+        self.cleared = False
+
+    def clear(self) -> None:
+        super().clear()
+        self.cleared = True
+
+    def copy(self) -> defaultdict[Any, State]:  # type: ignore[override]
+        return defaultdict(dict, self)
+
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (defaultdict, (dict, dict(self)))
+
+
+def stands(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns False if the script has cleared or replaced the optimizer's `WatchedState`."""
+    return not getattr(optimizer.state, "cleared", True)
+
+
+class _SegmentState(WatchedState):
     """State of segments; refuses what would not reset the state of a whole parameter.
 
     Args:
@@ -505,7 +531,7 @@ class _SegmentState(defaultdict[object, State]):
     """
 
     def __init__(self, params: set[torch.nn.Parameter], known: Mapping[object, State]) -> None:
-        super().__init__(dict, known)
+        super().__init__(known)
         self._params = params
 
     def __setitem__(self, key: object, value: State) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import getattr_static
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, ClassVar, Generic, Literal, get_args
 
 from dear.buckets.grouping import Arrived, Cost, Groups
@@ -245,11 +245,11 @@ def load_plugin(path: Path, digest: str | None = None) -> str:
 
 def _check_form(path: Path, kind: type[Algorithm[Any]]) -> None:
     """Raises `UserError` if `Options`, or a method of the class, has another form."""
-    if not issubclass(kind.Options, Options):
+    if not (isinstance(kind.Options, type) and issubclass(kind.Options, Options)):
         raise UserError(f"{path}: {kind.__name__}.Options must extend dear.options.Options")
     for name, value in vars(Algorithm).items():
         if isinstance(value, classmethod) and not isinstance(
-            getattr_static(kind, name), classmethod | staticmethod
+            getattr_static(kind, name), classmethod | staticmethod | MethodType
         ):
             raise UserError(f"{path}: {kind.__name__}.{name} must be a class method (@classmethod)")
 

@@ -90,6 +90,10 @@ class BackwardSchedule:
         """True if a pass has ended since `restart`."""
         self.unsent = False
         """True if gradients have been added under `paused` since the last pass."""
+        self.whole = True
+        """False if other messages than those of the units carry gradients, too."""
+        self._asked = False
+        """True if `synchronize()` found no gradients of this rank since the last step or pass."""
         hooks.on_gradient(self._unit_of, self._on_gradient)
 
     @contextlib.contextmanager
@@ -118,13 +122,32 @@ class BackwardSchedule:
 
     def restart(self) -> None:
         """Forgets the last pass: the next step needs a new one."""
-        self.passed = False
+        self.passed = self._asked = False
 
     def forget(self) -> None:
         """Forgets discarded gradients, also those of a pass that ended with an error."""
         if self._in_pass:
             self._communicator.follow(False)
-        self._in_pass = self._unfinished = self.passed = self.unsent = False
+        self._in_pass = self._unfinished = self.passed = self.unsent = self._asked = False
+
+    def synchronized(self) -> None:
+        """Notes a call of `synchronize()`, which averages nothing without a pass."""
+        self._asked = self.whole and not self.passed and self._communicator.size > 1
+
+    def refuse_unaveraged(self) -> None:
+        """Raises `UserError` in a step without a pass if the script has synchronized before.
+
+        The other ranks have averages since then, and may have changed them.
+        """
+        held = (param.grad for param in self._unit_of if param.grad is not None)
+        accounted = self.passed or self.unsent or self._unfinished
+        if self._asked and not accounted and not any(map(torch.any, held)):
+            raise UserError(
+                "this rank made no backward pass in this step, so synchronize() had nothing to "
+                "average, but other ranks may have clipped their averages; clip with "
+                "optimizer.clip_grad_norm_() on every rank, or call backward() on zero times the "
+                "loss (if synchronize() belonged to the step before, call zero_grad() after it)"
+            )
 
     def run_if_missing(self) -> None:
         """Communicates the current gradients unless a pass since `restart` has sent all of them.
@@ -144,6 +167,7 @@ class BackwardSchedule:
         if self._unfinished:
             self._drop()
         self._in_pass = self._unfinished = True
+        self._asked = False
         self._communicator.follow(True)
         self.unsent = False
         self._next = 0
@@ -160,7 +184,7 @@ class BackwardSchedule:
         if self._arrived is not None:
             self._arrived(param)
         if self._paused:
-            self.unsent = True
+            self.unsent, self._asked = True, False
             return
         if not self._in_pass:
             refuse_later_hooks(self._unit_of)
@@ -285,6 +309,7 @@ class GradientEngine(Engine[OptionsT_co]):
         """Waits for the transfers of a pass that ended early, and forgets them."""
 
     def step(self, update: Update) -> object:
+        self.schedule.refuse_unaveraged()
         self.schedule.run_if_missing()
         self.schedule.restart()
         result = update()
@@ -301,6 +326,7 @@ class GradientEngine(Engine[OptionsT_co]):
         """Averages gradients that `no_sync` accumulated; `backward()` has averaged the others."""
         if self.schedule.unsent:
             self.schedule.run_if_missing()
+        self.schedule.synchronized()
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
@@ -365,6 +391,7 @@ class DeferredEngine(GradientEngine[OptionsT_co]):
                 result = self.step_averaged(update)
             else:
                 self.scaling.refuse()
+                self.schedule.refuse_unaveraged()
                 self.complete_pass()
                 self.schedule.restart()
                 self.settle()

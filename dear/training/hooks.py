@@ -334,19 +334,24 @@ class ReaderMap:
         return module is self.model or _is_compiled(module)
 
     def _enter(self, module: torch.nn.Module) -> None:
+        if _in_backward():  # computed again, up to an exception that ends it: no `_leave` follows
+            return
         self._running.append(module)
         self._called.add(module)
         for param in module.parameters(recurse=self._compiled):
             if param in self._group_of:
                 self._order.setdefault(param)
-        if self._watch is None and not self._compiled:  # it would be traced
+        # Only the model's own call is left for certain. In a compiled region, it would be traced.
+        if module is self.model and self._watch is None and not self._compiled:
             self._watch = _watcher(self._read)
             self._watch.__enter__()
 
     def _leave(self, module: torch.nn.Module) -> None:
+        if _in_backward():
+            return
         while self._running and self._running.pop() is not module:
             pass
-        if not self._running:
+        if module is self.model:
             self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -359,6 +364,10 @@ class ReaderMap:
             self._reads.setdefault(self._running[-1], set()).add(param)
             self._order.setdefault(param)
             self._map = None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

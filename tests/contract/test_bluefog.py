@@ -91,7 +91,10 @@ def test_weights_and_edges_of_a_call_b10_b15_b16():
     with pytest.raises(UserError, match="neighbor_weights is the older name of src_weights"):
         bf.neighbor_allreduce(x(), src_weights={}, neighbor_weights={})
     older = {"neighbor_weights": {before: 1.0}, "send_neighbors": [after]}
-    older = bf.neighbor_allreduce(x(), **alone, **older, enable_topo_check=False)
+    with pytest.raises(UserError, match="rank"):  # nobody receives what ranks send
+        wrong = {"neighbor_weights": {before: 1.0}, "send_neighbors": [before]}
+        bf.neighbor_allreduce(x(), **alone, **wrong)
+    older = bf.neighbor_allreduce(x(), **alone, **older)
     assert torch.equal(older, moved)
     assert bf.broadcast_object({"rank": bf.rank()}, root_rank=2) == {"rank": 2}
     others = [rank for rank in range(4) if rank != bf.rank()]

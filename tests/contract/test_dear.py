@@ -495,3 +495,59 @@ def test_a_rank_without_a_backward_pass_joins_in_step_with_zeros(
 ):
     loss = partial(_loss_of_all_but, silent, first)
     assert far_from_serial(world(2), name, options=options, loss_of=loss) < 1e-5
+
+
+def _clipped_without_a_pass(name: str) -> torch.Tensor:
+    """Rank 1 skips the backward pass of step 1; both ranks clip."""
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, name)
+    for step in range(3):
+        optimizer.zero_grad()
+        if (step, dear.rank()) != (1, 1):
+            loss_of(model, dear.rank(), step).backward()
+        optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+    optimizer.close()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _synchronized_without_a_pass(name: str) -> str:
+    """Neither rank makes a pass, so that none waits for the other."""
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, name)
+    steps(model, optimizer, mine())
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    line = message(optimizer.step)
+    optimizer.zero_grad()
+    optimizer.close()
+    return line
+
+
+SKIPPING = ["wfbp", "bytescheduler", "dear", "dadt"]
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_a_rank_without_a_pass_clips_what_the_others_do(world, name):
+    one, other = world(2).run(_clipped_without_a_pass, name)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_a_rank_without_a_pass_that_synchronizes_is_refused(world, name):
+    for line in world(2).run(_synchronized_without_a_pass, name):
+        assert "made no backward pass in this step" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(("name", "options"), [("dear", {}), ("ddp", {"zero": True})])
+@on_ranks(2)
+def test_cleared_state_does_not_come_back_after_a_load(name: str, options: dict[str, Any]) -> None:
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, name, **options)
+    steps(model, optimizer, mine())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state_dict()["state"]
+    optimizer.state.clear()
+    assert not optimizer.state_dict()["state"]
+    optimizer.close()
+    assert not optimizer.state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -231,3 +232,17 @@ def test_groups_are_gone_when_the_optimizer_is_closed() -> None:
         optimizer.close()
         counted.append(len(dist.distributed_c10d._world.pg_map))
     assert len(set(counted[1::2])) == 1 and counted[1] < counted[0]
+
+
+@on_ranks(3)
+def test_machines_with_different_numbers_of_ranks_matter_only_where_nodes_do() -> None:
+    mine_here = 1 if dear.rank() == 2 else 2
+    with mock.patch.multiple(runtime, _alike=False, local_size=lambda: mine_here):
+        model = make_model()
+        optimizer = wrap(make_sgd(model), model, "decentralized", topology="complete")
+        steps(model, optimizer, mine())
+        optimizer.close()
+        by_nodes = {"topology": "alternating-exp-ring"}
+        line = message(lambda: wrap(make_sgd(model), model, "decentralized", **by_nodes))
+    assert "machines run different numbers of ranks (1, 2)" in line
+    assert "give ranks_per_node" in line

@@ -29,7 +29,7 @@ dear.init()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * dear.size(), momentum=0.9)
 optimizer = dear.DistributedOptimizer(
     optimizer, model=model, compression=None, is_sparse=False, density=1.0, seq_layernames=None,
-    layerwise_times=None, norm_clip=None, threshold=25, writer=None, gradient_path=None, fp16=False,
+    layerwise_times=None, norm_clip=None, threshold=25, writer=None, gradient_path="./", fp16=False,
     mgwfbp=False, rdma=True, multi_job_scheduling=False, exclude_parts="")
 dear.broadcast_parameters(model.state_dict(), root_rank=0)
 dear.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -40,17 +40,20 @@ for step in range(4):
     loss = criterion(model(x), y)
     loss.backward()
     optimizer.step()
-    losses.append(dear.allreduce(loss.detach()).item())
+    losses.append(dear.allreduce(loss.detach(), name="avg_loss").item())
 """
 
 MG_WFBP = """
 import dear as hvd  # distributed_optimizer
 hvd.init()
 names = [name for name, _ in model.named_parameters()]
+class NoneCompressor:  # of its compression.py
+    pass
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.9)
 optimizer = hvd.DistributedOptimizer(
-    optimizer, named_parameters=model.named_parameters(), compression=None, is_sparse=False,
-    density=1, seq_layernames=names, layerwise_times=[1e-5, 2e-5, 3e-5, 4e-5], norm_clip=None,
+    optimizer, named_parameters=model.named_parameters(), compression=NoneCompressor,
+    is_sparse=False, density=1, seq_layernames=names, layerwise_times=[1e-5, 2e-5, 3e-5, 4e-5],
+    norm_clip=None,
     threshold=0, writer=None, gradient_path=None)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 for step in range(4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,22 @@ def test_an_interrupted_set_up_begins_anew(tmp_path):
         assert finished([environment / "bin" / "python", "-m", "pip", "--version"]).returncode == 0
         if line is None:
             (environment / "made_by").write_text("/usr 3.9.1\n")
+
+
+def test_make_notices_that_another_python_is_given(tmp_path):
+    for made_by, kept in (
+        ("/usr 3.9.1\n", False),
+        (f"{sys.base_prefix} {platform.python_version()} \n", True),
+    ):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / "python").write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / "python").chmod(0o755)
+        (tmp_path / "made_by").write_text(made_by)
+        (tmp_path / "ready").touch()
+        finished(
+            ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}", f"PYTHON={sys.executable}", "help"]
+        )
+        assert (tmp_path / "ready").exists() == kept
 
 
 def test_without_the_headers_of_python_the_build_names_them(tmp_path):

@@ -32,7 +32,7 @@ from common.launch.job import Job, Outcome
 from common.results import store
 from common.results.records import FabricFacts, Record, Result
 from common.results.records.trust import Check, CostCheck, Note, Strain
-from common.results.validity import flag_text, passing_flag
+from common.results.validity import flag, flag_text
 from dear.cost.fit import CollectiveCost
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial
@@ -478,6 +478,31 @@ def test_a_long_sweep_does_not_keep_its_records(line, monkeypatch):
     assert len(alive) == 16 and max(alive) <= before + 2, "of each cell, and not of all cells"
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_repeats_at_twice_the_scale_are_made_up_for_unless_something_has_changed(
+    line, capsys, monkeypatch, changed
+):
+    model = "models=[{name: mnist_cnn@rtx2080ti-modelled, batch_size: 32}]"
+    flags = [f"--set={key}" for key in (model, "cluster={hosts: 2}", "measure.repeats_at_2k=1")]
+    monkeypatch.setattr(sandbox, "inside", lambda: True)
+    monkeypatch.setattr(line.fabric, "slow_down", lambda choice: None)
+    line.fabric.interrupted_launch = 6  # the second launch at twice the scale
+    assert line.run(*flags) == 130
+    assert [record.status for record in newest(line).values()] == ["ok", "ok"]
+    before = line.records
+    line.fabric.interrupted_launch = None
+    if changed:
+        monkeypatch.setattr(sweep, "changes", lambda *_: ["libc"])
+    capsys.readouterr()
+    assert line.run(*flags) == 0
+    said = "stays without repeats at twice the time scale (changes since it stopped: libc)"
+    if changed:
+        assert said in capsys.readouterr().err and line.records == before
+    else:
+        assert len(line.fabric.started) == 1
+        assert all(record.systematic for record in newest(line).values())
+
+
 def test_all_that_is_to_run_again_begins_again(line):
     line.fabric.interrupted_launch = 4
     assert line.run(*ONE_CELL) == 130
@@ -747,12 +772,13 @@ def test_of_a_trial_that_stands_in_two_parts_the_good_record_counts(line, tmp_pa
         assert [record.status for record in newest.values()] == ["ok", "ok"]
 
 
-def _disturbed(record: Record) -> Record:
-    note = Note(kind="disturbed", text="disturbed: another program used the cores")
+def _noted(record: Record, kind: str) -> Record:
+    note = Note(kind=kind, text=f"{kind}: another program used the cores")
     return dataclasses.replace(record, notes=[note])
 
 
-def test_of_a_trial_that_stands_in_two_parts_the_valid_record_counts(line, tmp_path):
+@pytest.mark.parametrize("kind", ["disturbed", "diverged"])
+def test_of_a_trial_that_stands_in_two_parts_the_valid_record_counts(line, tmp_path, kind):
     assert line.run(*ONE_CELL) == 0
     valid, flagged = tmp_path / "valid", tmp_path / "flagged"
     shutil.copytree(line.sweep, valid)
@@ -760,12 +786,12 @@ def test_of_a_trial_that_stands_in_two_parts_the_valid_record_counts(line, tmp_p
     records = store.load(valid / "records.jsonl")
     (flagged / "records.jsonl").unlink()
     for record in records:
-        store.append(flagged / "records.jsonl", _disturbed(record))
+        store.append(flagged / "records.jsonl", _noted(record, kind))
     for order in ([valid, flagged], [flagged, valid]):
         into = tmp_path / f"into-{order[0].name}"
         assert cli.main(["merge", *map(str, order), "--into", str(into)]) == 0
         newest = store.latest(store.load(into / "records.jsonl"))
-        assert [passing_flag(record) for record in newest.values()] == [None, None]
+        assert [flag(record) for record in newest.values()] == [None, None]
 
 
 def test_of_a_part_the_newest_record_of_a_trial_counts_and_missing_ones_are_told(

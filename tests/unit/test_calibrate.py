@@ -196,6 +196,8 @@ def test_a_log_without_a_header_is_told_by_its_columns(operation, tmp_path):
 
 
 CUT = log()[: log().index("  0\n# Out")]
+UNCHECKED = f"{CUT}  N/A"
+TO_COUNT = log()[: log().rindex("float")]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +205,8 @@ CUT = log()[: log().index("  0\n# Out")]
     [
         (CUT, "line 29: the row has 12 columns instead of 13: the log is cut off"),
         (log()[: log().rindex("float")], "line 29: the log is cut off in this row"),
+        (UNCHECKED[:-2], "line 29: #wrong must be a number or N/A: the log is cut off"),
+        ("[0] ".join(["", *TO_COUNT.splitlines(keepends=True)]), "the log is cut off in this row"),
         (as_json()[:-200], "not JSON, or cut off"),
         ('{"a": 1}', "not in the JSON form of nccl-tests: KeyError('results')"),
         (as_json(results=[]), "has no rows of nccl-tests"),

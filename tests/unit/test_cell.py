@@ -661,6 +661,19 @@ def test_what_goes_wrong_at_twice_the_scale_costs_no_result():
     assert [note.text for note in turn.notes] in ([], ["at time scale 8: timeout: longer than 2 s"])
 
 
+def test_a_launch_at_twice_the_scale_counts_only_if_it_is_valid():
+    def outcome(trial: Trial, repeat: int) -> Result:
+        if repeat >= 2 and trial.algorithm == "dear":
+            return dataclasses.replace(result(1.3), strain=BUSY)
+        return result()
+
+    recorded = ran(outcome=outcome, repeats_at_2k=1).recorded
+    turn, _ = recorded["dear"]
+    assert turn.systematic is None
+    assert [note.text for note in turn.notes if "at time scale 8 counts" in note.text]
+    assert all(recorded[name][0].systematic for name in NAMES if name != "dear")
+
+
 def test_the_time_to_go_counts_rounds_at_twice_the_scale_twice(monkeypatch):
     clock = iter(range(0, 10_000, 5))  # each launch takes 5 s
     monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))

@@ -162,7 +162,8 @@ def test_the_file_has_every_moment_of_every_rank(tmp_path):
     )
     step = Breakdown(forward_s=0.1, backward_s=0.2, update_s=0.3, exposed_comm_s=0.4, step_s=1.0)
     counted = [{"eth0": {"rx_bytes": 9}}] * 2
-    facts = evidence.timing(measured, [[step] * 5] * 2, counted)  # two of them were traced
+    # Of five steps, two were traced; one more was not timed.
+    facts = evidence.timing(measured, [[step] * 5] * 2, counted, watched=1)
     path = tmp_path / evidence.file_name(0)
     evidence.write(path, {"trial": "one", **facts})
     result = json.loads(gzip.decompress(path.read_bytes()))
@@ -171,7 +172,7 @@ def test_the_file_has_every_moment_of_every_rank(tmp_path):
         *("forward_s", "backward_s", "update_s", "exposed_comm_s", "step_s")
     ]
     assert result["parts"]["ranks"] == [[[0.1, 0.2, 0.3, 0.4, 1.0]] * 3] * 2
-    assert result["network"] == {"steps": 3, "ranks": counted} and len(result["pressure"]) == 2
+    assert result["network"] == {"steps": 4, "ranks": counted} and len(result["pressure"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["evidence.json.gz"]
     assert evidence.file_name(2) == "evidence-2.json.gz"
 

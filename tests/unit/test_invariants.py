@@ -15,12 +15,13 @@ STEPS = 24
 ELEMENTS = 8
 
 
-def _checked(age: int, *, told: float, pull: float = 0.0) -> Check:
+def _checked(age: int, *, told: float, pull: float = 0.0, deaf: bool = False) -> Check:
     """Two ranks that average with each other's values of `age` steps ago, as `win-put` does.
 
     Args:
         told: age that the algorithm's counts tell.
         pull: part of the way back to the start that a rank goes in each step, by mistake.
+        deaf: True if rank 0 averages with nobody, by mistake.
     """
     trial = make_trial("win-put", 2)
     random = np.random.default_rng(1)
@@ -29,6 +30,8 @@ def _checked(age: int, *, told: float, pull: float = 0.0) -> Check:
     for step in range(STEPS):
         theirs = path[max(0, step - age)][::-1]
         mixed = (1 - pull) * (path[-1] + theirs) / 2
+        if deaf:
+            mixed[0] = path[-1][0]
         path.append(mixed - trial.optimizer.lr * gradients[:, step])
     recordings = [
         Recording(
@@ -59,3 +62,9 @@ def test_a_mean_that_goes_astray_is_wrong_unless_old_values_explain_it():
     for check in (_checked(0, told=0.0, pull=0.3), _checked(5, told=0.5)):
         assert check.matches_reference is False
         assert check.finding == "the mean of weight over ranks is not where gradients moved it"
+
+
+def test_a_rank_that_averages_with_nobody_is_wrong_though_the_others_do():
+    check = _checked(0, told=0.0, deaf=True)
+    assert check.matches_reference is False
+    assert check.finding == "rank 0 did not average with any values of other ranks"

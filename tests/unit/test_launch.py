@@ -357,16 +357,19 @@ def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():
 
 def test_the_references_own_file_is_understood(conf, capsys):
     references = (
-        "PY=/opt/py/bin/python\nIB_INTERFACE=ib0\nETH_INTERFACE=enp136s0f0\n"
+        'export PY="/opt/py/bin/python -W ignore"\nexport IB_INTERFACE=ib0\n'
+        "ETH_INTERFACE=enp136s0f0\n"
         "ETH_MPI_BTC_TCP_IF_INCLUDE=192.168.0.1/24\n# parameter servers\n"
         "LAUNCHBIN=/opt/byteps/launcher\nCODEHOME=/home/me/code\nETH_SCHEDULER_IP=192.168.0.1\n"
         "NVIDIA_VISIBLE_DEVICES=0,1,2,3\nWORKER_HOST_PREFIX=gpu\n"
     )
     conf(references)
     result = read_envs()
-    assert (result.PY, result.ETH_INTERFACE) == ("/opt/py/bin/python", "enp136s0f0")
+    assert result.python == ["/opt/py/bin/python", "-W", "ignore"]
+    assert (result.IB_INTERFACE, result.ETH_INTERFACE) == ("ib0", "enp136s0f0")
     conf("PY='/my env/bin/python'  # mine\nMPIPATH=\"/opt/m#pi\"\n")
     with_spaces = read_envs()
+    assert with_spaces.python == ["/my env/bin/python"]
     assert (with_spaces.PY, with_spaces.MPIPATH) == ("/my env/bin/python", "/opt/m#pi")
     conf(references)
     (line,) = capsys.readouterr().err.splitlines()

@@ -17,11 +17,12 @@ from common.harness.experiment_file import find_experiment, load
 from common.harness.settings import LearnConfig
 from common.harness.trial import Trial
 from common.harness.worker import rank as worker
+from common.harness.worker.evaluation import MOST_BYTES
 from common.harness.worker.loop import Loop, Schedule, TrainingClock
 from common.launch import job as launch_job
 from common.launch.job import Job, LeftBehind, outcome_of
 from common.launch.ranks import Ranks
-from common.models import datasets
+from common.models import datasets, registry
 from common.models.datasets.batches import Batches
 from common.models.datasets.tensors import Tensors
 from common.paths import EXPERIMENTS
@@ -410,3 +411,7 @@ def test_a_recipe_trains_the_model_of_its_name(path, tmp_path, monkeypatch):
     trials = load(find_experiment(path.stem)).trials()
     assert [trial.algorithm for trial in trials] == ["ddp", "mgwfbp", "dear"]
     assert {(t.model, t.world_size, t.learn.data) for t in trials} == {(path.stem, 4, data)}
+    with torch.device("meta"):
+        model = registry.build(path.stem, 1, trials[0].sentence_len, None).model
+    copies = len(trials[0].learn.marks)
+    assert copies * sum(value.nbytes for value in model.state_dict().values()) < MOST_BYTES

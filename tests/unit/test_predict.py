@@ -11,7 +11,7 @@ from common.emulation import sandbox
 from common.emulation.config import ClusterConfig
 from common.harness import variables
 from common.harness.cli import main
-from common.harness.experiment_file import load
+from common.harness.experiment_file import NOTHING_RUNS, load
 from common.harness.running import fabric
 from common.harness.verbs import predict
 from common.models.registry import profile_of
@@ -46,6 +46,7 @@ def test_run_predicts_what_predict_does(capsys):
         (["--shard", "1/2"], "--shard: has no meaning on a predicted cluster"),
         (["--dry-run"], "--dry-run: has no meaning on a predicted cluster"),
         (["--set", "measure.repeats=7"], "a predicted cluster has nothing to measure"),
+        (["--set", "backend=gloo"], "use cluster.engine"),
         (["--set", "launcher=slurm"], "launcher: slurm does not run"),
         (["--set", "faults=[{kind: link_down, host: 0}]"], "but not link_down"),
     ],
@@ -63,6 +64,7 @@ def test_a_refusal_for_memory_has_the_command_that_predicts(monkeypatch, capsys)
     monkeypatch.setattr(fabric, "check_fit", refuse)
     model = ["--model", "mnist_cnn@rtx2080ti-modelled", "--batch", "32"]
     emulated = ["--time-scale", "9", "--set", "cluster.links=switch", "--set", "seed=2"]
+    emulated += ["--set", "measure.repeats=5", "--set", "backend=gloo"]
     asked = ["--hosts", "32", "--network", "25gbe", "-k", "algorithm=wfbp"]
     assert main(["run", *model, *asked, *emulated]) == 2
     line = capsys.readouterr().err
@@ -75,7 +77,7 @@ def test_a_refusal_for_memory_has_the_command_that_predicts(monkeypatch, capsys)
 
 def test_models_of_an_experiment_are_replayed_on_a_predicted_cluster():
     path = EXPERIMENTS / "reference.yaml"
-    overrides = ["cluster.kind=predicted", *predict.NOTHING_RUNS, "world_sizes=[64]"]
+    overrides = ["cluster.kind=predicted", *NOTHING_RUNS, "world_sizes=[64]"]
     (trial,) = load(path, overrides).trials()
     assert trial.model == "resnet50@rtx2080ti-modelled" and trial.world_size == 64
 
@@ -91,7 +93,7 @@ def test_variables_choose_a_predicted_cluster():
     flags, words = variables.trial_flags(given)
     assert words == "predicted: 16 hosts on 100gbib"
     overrides = [flag.removeprefix("--set=") for flag in flags]
-    experiment = load(EXPERIMENTS / "reference.yaml", [*overrides, *predict.NOTHING_RUNS])
+    experiment = load(EXPERIMENTS / "reference.yaml", [*overrides, *NOTHING_RUNS])
     (trial,) = experiment.trials()
     assert experiment.cluster.kind == "predicted" and trial.world_size == 64
     assert (trial.model, trial.network) == ("resnet50@rtx2080ti-modelled", "100gbib")

@@ -374,7 +374,6 @@ def test_arguments_of_dears_optimizer_are_options(algorithm, given, found):
             "one time for each name",
         ),
         ("dear", {"writer": object()}, "writer: writing to TensorBoard is not supported"),
-        ("dear", {"gradient_path": "x"}, "gradient_path: writing gradients to a file"),
         ("dear", {"multi_job_scheduling": True}, "multi_job_scheduling: scheduling across jobs"),
     ],
 )

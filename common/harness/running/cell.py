@@ -168,9 +168,13 @@ class Cell:
                 if len(turn.at_2k) > done:
                     continue
                 outcome, result = self._launches.run(turn, repeat, slower=2.0)
+                invalid = result and self._invalid(turn, result)
                 if result is None:
                     message = (outcome.error or {}).get("message")
                     text = f"at time scale {scale:g}: {outcome.status}: {message}"
+                    turn.notes.append(Note(kind="time scale", text=text))
+                elif invalid:  # its steps would show another program, and not the time scale
+                    text = f"no repeat at time scale {scale:g} counts: {invalid.text}"
                     turn.notes.append(Note(kind="time scale", text=text))
                 else:
                     turn.at_2k.append(result)

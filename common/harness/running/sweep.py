@@ -12,7 +12,7 @@ import shutil
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,8 +130,11 @@ class Sweep:
             for record in store.each(self._path):
                 self._settle(record)
             if rerun == "failed":
+                needed = to_run(self.trials, self._path, rerun, self.experiment.base, at_2k=False)
                 for trials in _cells(todo):
-                    self._go_on(trials)
+                    self._go_on(trials, needed)
+                # A valid record is not measured anew for repeats at twice the time scale.
+                todo = self._todo = [t for t in todo if t in needed or t.hash in self._kept]
             launches = planned(todo, self._kept)
             self._progress = Progress(total=len(launches), left=launches)
             if not todo:
@@ -177,7 +180,7 @@ class Sweep:
         for changed, count in counts.items():
             _say(f"earlier results of {count} trials are not used, because of changes: {changed}")
 
-    def _go_on(self, trials: list[Trial]) -> None:
+    def _go_on(self, trials: list[Trial], needed: Collection[Trial]) -> None:
         begun = Underway.load(self._underway(trials))
         if begun.schema != SCHEMA:
             _say(f"{trials[0].model}: interrupted repeats of another version are not used")
@@ -187,7 +190,11 @@ class Sweep:
             kept = begun.standing[trial.hash]
             changed = changes(kept.uses, used(trial, self.machine))
             if changed:
-                self._begin_again(trial, f"changes since it stopped: {', '.join(changed)}")
+                reason = f"changes since it stopped: {', '.join(changed)}"
+                if trial in needed:
+                    self._begin_again(trial, reason)
+                else:
+                    _say(f"{trial.title}: stays without repeats at twice the time scale ({reason})")
                 continue
             self._kept[trial.hash], self._runs[trial.hash] = kept, kept.run
             first = kept.results[0] if kept.results else None
@@ -415,24 +422,28 @@ def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
     return list(cells.values())
 
 
-def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Trial]:
+def to_run(
+    trials: list[Trial], path: Path, rerun: Rerun, base: str, *, at_2k: bool = True
+) -> list[Trial]:
     """Returns the trials that would run: all, or those whose newest record is not valid, or lacks
     only repeats at twice the time scale.
 
     If the baseline runs again, all trials that are compared with it run again, too: they must take
     turns with it, and may need another time scale.
+
+    Args:
+        at_2k: False leaves out trials that lack only repeats at twice the time scale.
     """
     if rerun == "all":
         return trials
     newest, begun = store.latest(store.each(path)), underway.begun(path.parent)
 
     def flawed(trial: Trial) -> bool:
-        record = newest.get(trial.hash)
-        return (
-            record is None
-            or passing_flag(record) is not None
-            or begun.get(trial.hash) == record.run  # interrupted between repeats at twice the scale
-        )
+        return trial.hash not in newest or passing_flag(newest[trial.hash]) is not None
+
+    def stopped(trial: Trial) -> bool:  # between repeats at twice the scale
+        ended = newest.get(trial.hash)
+        return at_2k and ended is not None and begun.get(trial.hash) == ended.run
 
     lost = {
         (trial.cell, trial.world_size)
@@ -442,7 +453,7 @@ def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Tri
     return [
         trial
         for trial in trials
-        if flawed(trial) or (lost and (trial.cell, trial.world_size) in lost)
+        if flawed(trial) or stopped(trial) or (lost and (trial.cell, trial.world_size) in lost)
     ]
 
 

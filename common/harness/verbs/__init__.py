@@ -30,9 +30,12 @@ MEANINGS = {
     Status.FAILED: "a trial failed or trained incorrectly, or no trial could run; "
     "predict: no trial has a prediction; doctor: the default sweep cannot run",
     Status.USER_ERROR: "an error in the command or the experiment; one line names it",
-    Status.REGRESSION: "compare --fail-on: a trial is slower, missing, or no longer valid",
-    Status.NO_ANSWER: "compare, validate: nothing was compared; report: no valid result",
-    Status.INTERRUPTED: "interrupted, also by the end of the program that reads the output",
+    Status.REGRESSION: "compare --fail-on: some trials were compared, and one is slower, missing, "
+    "or no longer valid",
+    Status.NO_ANSWER: "compare, validate: nothing was compared; "
+    "report: trials have ended, but none has a valid result",
+    Status.INTERRUPTED: "interrupted; "
+    "run, calibrate, merge: also by the end of the program that reads the output",
 }
 """Meanings of the exit statuses, for `--help`."""
 

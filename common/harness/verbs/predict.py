@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.emulation.config import EMULATED_ONLY, ClusterConfig
-from common.harness.experiment_file import CommandLine, find_experiment, load
+from common.harness.experiment_file import NOTHING_RUNS, CommandLine, find_experiment, load
 from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 HELP = "predict an experiment on a cluster that you do not have"
 EXPERIMENT = "predicted-64"
-NOTHING_RUNS = ("measure={}", "launcher=local", "launcher_options={}", "hostfile=null")
-NOTHING_RUNS += ("backend=null", "device=cpu", "tf32=false", "cudnn_benchmark=false")
-"""Overrides of an experiment's keys about how and where its trials run."""
 NO_NETWORK = {"network": None, "network_digest": None}
 
 

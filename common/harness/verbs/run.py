@@ -18,6 +18,7 @@ from common.emulation.config import EMULATED_ONLY
 from common.harness import variables, verbs
 from common.harness.experiment import Experiment
 from common.harness.experiment_file import (
+    NOTHING_RUNS,
     CommandLine,
     default_experiment,
     find_experiment,
@@ -246,11 +247,13 @@ def _check_fit(trials: Sequence[Trial], options: argparse.Namespace) -> None:
 
 def _prediction(options: argparse.Namespace) -> str:
     """Returns the command that predicts the same trials."""
+    refused = [f"cluster.{name}" for name in EMULATED_ONLY]
+    refused += [override.partition("=")[0] for override in NOTHING_RUNS]
     words = []
     for key in _SHARED:
         value = getattr(options, key)
         for text in value if isinstance(value, list) else [] if value is None else [value]:
-            if not str(text).startswith(tuple(f"cluster.{name}" for name in EMULATED_ONLY)):
+            if key != "set" or not str(text).startswith(tuple(refused)):
                 words += [] if key == "experiment" else [f"--{key.replace('_', '-')}"]
                 words.append(short(str(text)))
     return f"{COMMAND} predict {shlex.join(words)}"

@@ -160,7 +160,8 @@ class _Repeat:
         training.forget_parts()
         period = _period(trial)
         config, watched = trial.measure, 0
-        if checker is not None and checker.recomputes:
+        watches = checker is not None and checker.recomputes
+        if watches:
             config = measure.in_two(config)
             watched = draw(range(1, config.num_iters))
 
@@ -202,7 +203,7 @@ class _Repeat:
             "repeat": self._repeat,
             "time_scale": self._scale,
             "period": period,
-            **evidence.timing(measured, parts, counted),
+            **evidence.timing(measured, parts, counted, watched=int(watches)),
         }
 
     def _end(self, training: Training, confirmed: Callable[[], Check]) -> Result:

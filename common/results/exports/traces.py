@@ -54,6 +54,7 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
     folders; it is made if it does not exist. Raises `UserError` if no trial has a trace, or the
     folder cannot be written."""
     traced = {r.id: raw for r in records if (raw := evidence(folder, r)) is not None}
+    on_gpus = {record.id for record in records if record.trial["device"] != "cpu"}
     if not traced:
         if any(record.evidence for record in records):
             raise UserError(
@@ -63,7 +64,8 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
         raise UserError(f"{folder}: no trial has a trace: only trials that time steps have one")
     try:
         for name, raw in traced.items():
-            _save(into / name, timeline(raw), aligned(raw)[0], len(raw["traces"]))
+            ranks = aligned(raw)[0]
+            _save(into / name, timeline(raw), ranks, len(raw["traces"]), gpu=name in on_gpus)
     except OSError as error:
         raise UserError(f"cannot write to {into}: {error.strerror}") from None
     return [into / name for name in traced]
@@ -77,11 +79,14 @@ def write_predicted(trace: Trace, ranks: int, folder: Path) -> None:
     _save(folder, content, traced, ranks)
 
 
-def _save(folder: Path, content: Event, traced: Sequence[RankSpans], ranks: int) -> None:
+def _save(
+    folder: Path, content: Event, traced: Sequence[RankSpans], ranks: int, gpu: bool = False
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MERGED).write_text(json.dumps(content), encoding="utf-8")
     for rank in traced:
-        computes = rank.layers or (rank.computes and rank.waits)  # phases contain untraced waits
+        # Phases contain untraced waits: on GPUs those of streams, with DDP those of torch.
+        computes = rank.layers or (rank.computes and rank.waits and not gpu)
         if computes and rank.transfers and len(rank.steps) > 1:  # the first is left out
             path = folder / KERNELS / f"rank{rank.number}.json"
             path.parent.mkdir(exist_ok=True)

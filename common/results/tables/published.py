@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from common.results.tables.table import markdown
-from common.virtual.published.comparison import Compared, Comparison, Errors
+from common.virtual.published.comparison import INSIDE, Compared, Comparison, Errors
 from common.virtual.published.links import Line
 from common.virtual.published.study import TABLE, declared
 
@@ -67,7 +67,7 @@ def _line(compared: Compared) -> tuple[str, ...]:
 def _links(comparison: Comparison) -> dict[str, Line]:
     between = {name: lines["between"] for name, lines in comparison.lines.items()}
     inside = [lines["inside"] for lines in comparison.lines.values()]
-    return ({"inside the hosts": inside[0]} if inside else {}) | between
+    return ({INSIDE: inside[0]} if inside else {}) | between
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:

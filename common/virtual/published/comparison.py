@@ -18,6 +18,9 @@ from dear.errors import UserError
 Role = Literal["fitted", "predicted", "apart"]
 """Use of a row: the links are fitted to it, or it is predicted; or it is listed apart."""
 
+INSIDE = "inside the hosts"
+"""Name of the links inside hosts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
@@ -56,7 +59,8 @@ class Comparison:
     skipped: tuple[str, ...]
     """Rows without a prediction, with the reason."""
     foreign: tuple[str, ...]
-    """Networks whose links are fitted to rows of `TABLE`, because the given rows have none."""
+    """Networks (and `INSIDE`) whose links are fitted to rows of `TABLE`, because there are fewer
+    than two such rows among the given ones."""
     slower_s: dict[str, float]
     """Seconds that a step of a model takes longer on one host than compute and communication, by
     its rows of the method `Study.alone`."""
@@ -108,7 +112,11 @@ def compare(rows: Sequence[Row]) -> Comparison:
     by_network: dict[str, Lines] = {}
     with started(begin=begin, preload=PRELOAD) as pool:
         steps = _steps(pool, study)
-        inside = fitted(_to_fit(known, study) or _to_fit(shipped, study), "inside", {}, steps)
+        on_one_host = _to_fit(known, study)
+        if len(on_one_host) < 2:
+            on_one_host = _to_fit(shipped, study)
+            foreign.append(INSIDE)
+        inside = fitted(on_one_host, "inside", {}, steps)
         for network in dict.fromkeys(row.network for row in known):
             to_fit = _to_fit(known, study, network)
             if len(to_fit) < 2:
@@ -140,7 +148,7 @@ def compare(rows: Sequence[Row]) -> Comparison:
         compared=tuple(compared),
         lines=by_network,
         skipped=tuple(skipped),
-        foreign=tuple(name for name in foreign if name in by_network),
+        foreign=tuple(name for name in foreign if name in (INSIDE, *by_network)),
     )
 
 

@@ -148,6 +148,7 @@ class DelayedEngine(GradientEngine[Dadt.Options]):
         if self._presented:
             return self._step_presented(update)
         self._scaling.refuse()
+        self.schedule.refuse_unaveraged()
         self.schedule.run_if_missing()
         self.schedule.restart()
         self._watched.refuse_changed()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dear.buckets.compressors import CompressedOptions, Compression
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total
-from dear.buckets.updates import beside, run_hooks
+from dear.buckets.updates import WatchedState, beside, run_hooks, stands
 from dear.comm.backends import mismatch_errors
 from dear.comm.communicator import Communicator
 from dear.cost.overlap import Overlap, Transfer
@@ -31,7 +31,7 @@ from dear.training.engine import (
     held,
     step_after_closure,
 )
-from dear.training.gradients import gradient_of, refuse_graph, refuse_sparse
+from dear.training.gradients import refuse_graph, refuse_sparse
 from dear.training.hooks import at_end_of_backward
 from dear.training.wrapped.ddp import UNFINISHED, BucketPayloads, Passes, PowerSgd
 
@@ -141,7 +141,8 @@ class _DdpEngine(Engine[Ddp.Options]):
     def __init__(self, replica: Replica[Ddp.Options]) -> None:
         super().__init__(replica)
         model, communicator, options = self.model, self.communicator, self.options
-        self._dense_only = bool(self.params) and self.params[0].device.type in communicator.native
+        native = self.params[0].device.type in communicator.native
+        self._dense_only = native or options.compression != "none"
         self._zero: ZeroUpdate | None = None
         if options.zero and communicator.size > 1:
             self._zero = ZeroUpdate(self.optimizer, communicator)
@@ -222,11 +223,12 @@ class _DdpEngine(Engine[Ddp.Options]):
             raise UserError(UNFINISHED) from None
 
     def _arrived(self, param: torch.nn.Parameter) -> None:
-        gradient = gradient_of(param)
+        gradient = param.grad
+        if gradient is None:  # left to a later pass of the same forward pass
+            return
         if gradient.requires_grad:
             refuse_graph()
-        shared = self.communicator.size > 1 or self.options.alone
-        if gradient.layout is not torch.strided and shared and self._dense_only:
+        if gradient.layout is not torch.strided and self._dense_only:
             refuse_sparse(param)
 
     def _watch(self, output: object) -> None:
@@ -291,7 +293,7 @@ class _DdpEngine(Engine[Ddp.Options]):
 
     def close(self) -> None:
         super().close()
-        self.optimizer.state.update(self.whole_state())
+        self.optimizer.state = defaultdict(dict, self.whole_state())
         if self._zero is not None:
             self._zero.close()
         self._zero = None
@@ -355,7 +357,7 @@ class ZeroUpdate:
                         f"{type(value).__name__} in its attribute {name!r}, which cannot be split "
                         "among the ranks; keep it in `state` or `param_groups`, or use zero=False"
                     )
-        self._loaded: dict[torch.Tensor, dict[str, object]] | None = None
+        self._loaded: dict[torch.Tensor, dict[str, object]] = {}
         self._params = held(optimizer)
         try:
             self._zero = ZeroRedundancyOptimizer(
@@ -405,7 +407,7 @@ class ZeroUpdate:
         self._zero.optim.state = self._optimizer.state  # the script may have reset it
         _copy_settings(given, ours)
         self._copy_attributes(self._optimizer, self._zero.optim)
-        self._loaded = None
+        self._loaded = {}
         result = self._zero.step()
         _copy_settings(ours, given)  # some optimizers count there
         self._copy_attributes(self._zero.optim, self._optimizer)  # and here
@@ -423,7 +425,8 @@ class ZeroUpdate:
         mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
         self._loaded = dict(self._optimizer.state)
         part = {param: state for param, state in self._loaded.items() if param in mine}
-        self._optimizer.state = self._zero.optim.state = defaultdict(dict, part)
+        state = WatchedState(part)
+        self._optimizer.state = self._zero.optim.state = state
 
     def whole_state(self) -> dict[torch.Tensor, dict[str, object]]:
         """Returns the state of all ranks; a collective call."""
@@ -436,7 +439,7 @@ class ZeroUpdate:
                 result[params[index]] = {
                     key: beside(value, params[index]) for key, value in state.items()
                 }
-        return result if self._loaded is None else self._loaded
+        return self._loaded if self._loaded and stands(self._optimizer) else result
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:

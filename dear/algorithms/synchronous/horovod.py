@@ -225,7 +225,8 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
     def __init__(self, replica: Replica[Horovod.Options]) -> None:
         import horovod.torch as hvd
 
-        super().__init__(replica, [replica.params], sparse=True)
+        # Horovod waits forever if a rank's pass does not use a parameter with sparse gradients.
+        super().__init__(replica, [replica.params])
         self._hvd, options = hvd, self.options
         # Horovod needs a name for each parameter of the optimizer.
         names = {param: name for name, param in self.model.named_parameters()}
@@ -260,8 +261,7 @@ class _HorovodEngine(GradientEngine[Horovod.Options]):
 
     def arrived(self, param: torch.nn.Parameter) -> None:
         gradient = gradient_of(param)
-        strided = gradient.layout is torch.strided
-        if self.communicator.size > 1 and strided and not gradient.is_contiguous():
+        if self.communicator.size > 1 and not gradient.is_contiguous():
             # Horovod does not take channels_last; `passed` restores it for torch's fused updates.
             self._laid_out[param], param.grad = gradient, gradient.contiguous()
 

@@ -99,9 +99,8 @@ class Checker:
         self._recorder.start(self._workload.model)
         self._passes = ForwardPasses(self._workload.model)
         self._plain.repeat(training)
-        self._communicates = communicator.bytes_sent > self._sent
-        """False if the algorithm sends messages without the communicator, as DDP does."""
         self._compared = self._recorder.steps
+        self._sent_at_first = (communicator.bytes_sent - self._sent) / self._compared
         self._first = self._first_buffer = None
         if self._standard.compares_first_steps:
             self._first = self._plain.deviation()
@@ -143,6 +142,7 @@ class Checker:
             recording=self._recording,
             sent_bytes=sent_bytes,
             sent_per_step=sent_per_step,
+            sent_at_first=self._sent_at_first,
             statistics=training.engine.statistics(),
             finding=unlike_plain(self._plain_pass, self._passes.finish(), self._compared),
         )
@@ -158,7 +158,7 @@ class Checker:
             finding = standard.off_by(when, self._first_buffer, self._tolerance)
         if finding is None:
             finding = standard.changed_buffers(recordings, changed)
-        if finding is None and self._communicates:
+        if finding is None:
             finding = self._standard.sent_too_little(job, reports, training.consistency)
         return _with_finding(check, finding)
 

@@ -71,7 +71,10 @@ def check_invariants(
     # If ranks alone do not differ (all gradients are zero), averaging has no visible effect.
     noise = rounding(trial.dtype, job.steps, mixed=True)
     differs = distance > job.norms(start).max(axis=0) * noise
-    untouched = differs & (job.norms(end - alone).max(axis=0) <= TOUCHED * distance)
+    alike = job.norms(end - alone) <= TOUCHED * distance
+    untouched = differs & alike.all(axis=0)
+    lonely = (alike | ~differs).all(axis=1) & differs.any()
+    deaf = int(lonely.argmax())
     declared = _declared(trial, job.local_size, job.steps) * parameter_bytes
     sent_share = min(1.0, sent_bytes / declared)
     rounds = job.steps // getattr(trial.options, "every", 1) * sent_share
@@ -94,6 +97,10 @@ def check_invariants(
         )
     elif untouched.any():
         finding = f"{job.names[int(untouched.argmax())]} was never averaged"
+    elif lonely.any():
+        # On a busy machine, a rank may end before anything has arrived.
+        right = False if _uses(statistics[deaf]) else None
+        finding = f"rank {deaf} did not average with any values of other ranks"
     else:
         right, finding = True, None
     return Check(
@@ -125,6 +132,11 @@ def _too_stale(trial: Trial, statistics: Sequence[Statistics]) -> str | None:
                     f"at most {limit} are declared"
                 )
     return None
+
+
+def _uses(counts: Statistics) -> int:
+    """Returns how often the rank has used values of others."""
+    return sum(age["uses"] for age in counts.get("staleness", {}).values())
 
 
 def _age(statistics: Sequence[Statistics]) -> float:

@@ -18,8 +18,8 @@ from dear.cost.measurement import LARGE, OPERATIONS, Measurement
 
 _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
-BUDGET_S = 0.5
-"""Least budget for each of the four operations, in seconds of the modelled cluster."""
+BUDGET_S, MOST_BUDGET_S = 0.5, 10.0
+"""Least and largest budget for each of the four operations, in seconds of the modelled cluster."""
 BARRIERS, TIMED_BARRIERS = 100, 3
 """The budget is also at least `BARRIERS` times the typical time of `TIMED_BARRIERS` barriers. Each
 message follows a barrier, which takes as long as the message between distant sites. There,
@@ -138,7 +138,7 @@ def _budget_s(communicator: Communicator) -> float:
         communicator.barrier()
         times.append(communicator.clock() - began_s)
     barrier_s = statistics.median(times) / communicator.time_scale
-    return max(BUDGET_S, BARRIERS * communicator.broadcast_object(barrier_s))
+    return min(max(BUDGET_S, BARRIERS * communicator.broadcast_object(barrier_s)), MOST_BUDGET_S)
 
 
 def _drift(first: Measurement, again: Measurement) -> float:

@@ -36,7 +36,7 @@ Counters = dict[str, Any]
 """Nested counters, as JSON."""
 _PARTS = ("forward_s", "backward_s", "update_s", "exposed_comm_s", "step_s")
 _SIZES = tuple(4 << power for power in range(10, 23, 2))
-"""4 KiB to 4 MiB."""
+"""4 KiB to 16 MiB."""
 _REPEATS = 5
 _NETWORK = Path("/proc/net")
 _TCP = ("RetransSegs", "InSegs", "OutSegs", "TCPTimeouts", "TCPFastRetrans", "TCPLossProbes")
@@ -50,13 +50,17 @@ def file_name(repeat: int) -> str:
 
 
 def timing(
-    measured: Measured, parts: Sequence[Sequence[Breakdown]], counted: Sequence[Counters]
+    measured: Measured,
+    parts: Sequence[Sequence[Breakdown]],
+    counted: Sequence[Counters],
+    watched: int,
 ) -> Json:
     """Returns the evidence of timed steps.
 
     Args:
         parts: parts of all steps since the first block, by rank.
         counted: increase of `network_counters` since then, by rank.
+        watched: number of further steps since then, which were not timed.
     """
     steps = sum(len(block) for block in measured.iters + measured.untimed)
     rows = [[[getattr(s, key) for key in _PARTS] for s in rank[:steps]] for rank in parts]
@@ -64,7 +68,7 @@ def timing(
         "marks_s": measured.marks,
         "parts": {"columns": _PARTS, "ranks": rows},
         "pressure": [asdict(pressure) for pressure in measured.pressure],
-        "network": {"steps": steps, "ranks": counted},
+        "network": {"steps": steps + watched, "ranks": counted},
     }
 
 

@@ -70,6 +70,8 @@ def unable() -> str | None:
         return None
     lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
     reason = lines[-1].removeprefix("error: cannot make a sandbox: ")
+    if reason.startswith(_PROBE) and "not permitted" not in reason:
+        return f"this kernel lacks what virtual hosts need ({reason}); use a kernel that has it"
     return f"namespaces are forbidden here ({reason}); {_remedy()}"
 
 

@@ -173,7 +173,7 @@ def test_rank_0_may_end_as_soon_as_all_have_read_the_verdict():
 
 
 def test_one_rank_needs_no_meeting_point(monkeypatch):
-    """Those of a job are not used: `RANK=0 WORLD_SIZE=1` runs alone inside a launcher's job."""
+    """A rank that runs alone inside a launcher's job does not use that job's meeting point."""
     of_a_job = {"DEAR_STORE": "/the/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in of_a_job.items():
         monkeypatch.setenv(name, value)

@@ -529,8 +529,8 @@ SKIPPING = ["wfbp", "bytescheduler", "dear", "dadt"]
 
 @pytest.mark.parametrize("name", SKIPPING)
 def test_a_rank_without_a_pass_clips_what_the_others_do(world, name):
-    one, other = world(2).run(_clipped_without_a_pass, name)
-    assert torch.equal(one, other)
+    first, second = world(2).run(_clipped_without_a_pass, name)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", SKIPPING)

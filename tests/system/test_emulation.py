@@ -186,6 +186,20 @@ def test_forbidden_namespaces_are_explained_in_one_line(monkeypatch):
         sandbox.run(["true"])
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("Operation not supported", "this kernel lacks"),
+        ("Operation not permitted", "namespaces are"),
+    ],
+)
+def test_a_kernel_without_bridges_is_told_from_forbidden_namespaces(monkeypatch, answer, words):
+    line = f"error: cannot make a sandbox: {sandbox._PROBE[1]}: RTNETLINK answers: {answer}"
+    failed = subprocess.CompletedProcess([], 1, stderr=line)
+    monkeypatch.setattr(sandbox.subprocess, "run", lambda *_, **__: failed)
+    assert sandbox.unable.__wrapped__().startswith(words)
+
+
 @needs_sandbox
 def test_the_setting_that_forbids_is_named_and_the_status_says_failed(outside):
     if os.geteuid() != 0 or shutil.which("setpriv") is None:

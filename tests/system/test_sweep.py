@@ -495,9 +495,9 @@ def test_repeats_at_twice_the_scale_are_made_up_for_unless_something_has_changed
         monkeypatch.setattr(sweep, "changes", lambda *_: ["libc"])
     capsys.readouterr()
     assert line.run(*flags) == 0
-    said = "stays without repeats at twice the time scale (changes since it stopped: libc)"
+    words = "stays without repeats at twice the time scale (changes since it stopped: libc)"
     if changed:
-        assert said in capsys.readouterr().err and line.records == before
+        assert words in capsys.readouterr().err and line.records == before
     else:
         assert len(line.fabric.started) == 1
         assert all(record.systematic for record in newest(line).values())

@@ -176,6 +176,11 @@ class _DdpEngine(Engine[Ddp.Options]):
         # A static graph is learnt in the first pass, which must not be under `no_sync()`.
         self._learning = options.static_graph
         self._passes = Passes(self.params, ddp.reducer, self.hooks)
+        self._watch_passes()
+
+    def _watch_passes(self) -> None:
+        """Runs DDP's parts before and after each forward pass of the model."""
+        model, communicator, ddp = self.model, self.communicator, self._ddp
 
         def before_forward(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
             trains = model.training and torch.is_grad_enabled()

@@ -72,9 +72,6 @@ def check_invariants(
     noise = rounding(trial.dtype, job.steps, mixed=True)
     differs = distance > job.norms(start).max(axis=0) * noise
     alike = job.norms(end - alone) <= TOUCHED * distance
-    untouched = differs & alike.all(axis=0)
-    lonely = (alike | ~differs).all(axis=1) & differs.any()
-    deaf = int(lonely.argmax())
     declared = _declared(trial, job.local_size, job.steps) * parameter_bytes
     sent_share = min(1.0, sent_bytes / declared)
     rounds = job.steps // getattr(trial.options, "every", 1) * sent_share
@@ -95,12 +92,8 @@ def check_invariants(
             f"ranks are {spread:.2f} times as far apart as ranks that train alone; ranks in step "
             f"would be {in_step:.2f} times as far apart"
         )
-    elif untouched.any():
-        finding = f"{job.names[int(untouched.argmax())]} was never averaged"
-    elif lonely.any():
-        # On a busy machine, a rank may end before anything has arrived.
-        right = False if _uses(statistics[deaf]) else None
-        finding = f"rank {deaf} did not average with any values of other ranks"
+    elif unaveraged := _unaveraged(job, alike, differs, statistics):
+        right, finding = unaveraged
     else:
         right, finding = True, None
     return Check(
@@ -110,6 +103,27 @@ def check_invariants(
         worst_tensor=drift.tensor,
         end_error=drift.error,
     )
+
+
+def _unaveraged(
+    job: RecordedJob, alike: np.ndarray, differs: np.ndarray, statistics: Sequence[Statistics]
+) -> tuple[bool | None, str] | None:
+    """Returns verdict and finding if a tensor was never averaged, or a rank never averaged.
+
+    Args:
+        alike: `[ranks, tensors]`, True where the rank has the values of training alone.
+        differs: `[tensors]`, True where ranks that train alone differ.
+    """
+    untouched = differs & alike.all(axis=0)
+    if untouched.any():
+        return False, f"{job.names[int(untouched.argmax())]} was never averaged"
+    lonely = (alike | ~differs).all(axis=1) & differs.any()
+    if not lonely.any():
+        return None
+    rank = int(lonely.argmax())
+    # On a busy machine, a rank may end before anything has arrived.
+    right = False if _uses(statistics[rank]) else None
+    return right, f"rank {rank} did not average with any values of other ranks"
 
 
 def _drift(job: RecordedJob, alone: np.ndarray, distance: np.ndarray) -> Deviation:

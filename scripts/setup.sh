@@ -56,7 +56,7 @@ if [[ -e "$venv/bin" ]]; then
   before=$made_by
   [[ ! -e "$venv/made_by" ]] || before=$(< "$venv/made_by")
   # What has been downloaded is kept where nothing can be downloaded.
-  if [[ "$before" != "$by "* ]] || [[ -z "$lenient" && "$before" != "$made_by" ]] \
+  if [[ "${before%% *}" != "${by%% *}" ]] || [[ -z "$lenient" && "$before" != "$made_by" ]] \
     || { [[ -z "$lenient" ]] && ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; }; then
     echo "== $venv is incomplete, or of another Python or torch: making it anew"
     clear=(--clear)

@@ -47,6 +47,9 @@ _PROBE = (
     "tc qdisc add dev probe0 root tbf rate 1gbit burst 128kb limit 1mb",
 )
 
+_LACKING = ("not supported", "Unknown device type", "nknown qdisc", "No such file or directory")
+"""Answers of a kernel that does not have a kind of link or queue."""
+
 
 def inside() -> bool:
     """Returns True if this process is in a sandbox."""
@@ -70,7 +73,7 @@ def unable() -> str | None:
         return None
     lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
     reason = lines[-1].removeprefix("error: cannot make a sandbox: ")
-    if reason.startswith(_PROBE) and "not permitted" not in reason:
+    if reason.startswith(_PROBE) and any(words in reason for words in _LACKING):
         return f"this kernel lacks what virtual hosts need ({reason}); use a kernel that has it"
     return f"namespaces are forbidden here ({reason}); {_remedy()}"
 

@@ -81,7 +81,7 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
         "world_sizes": [numbers["nworkers"]],
     }
     over_nccl = given["cluster"] == "predicted" or (not given["cluster"] and _gpus())
-    if algorithm == "bytescheduler" and over_nccl and "CREDIT" not in environ:
+    if algorithm == "bytescheduler" and over_nccl and not environ.get("CREDIT"):
         options.pop("credit_mb", None)  # NCCL cannot limit the bytes in flight
     model = {"name": given["dnn"], "batch_size": numbers["bs"]}
     if given["dnn"].startswith("bert") or environ.get("senlen"):

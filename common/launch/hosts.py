@@ -196,7 +196,7 @@ class Envs:
 
     @property
     def python(self) -> list[str]:
-        """Python of the ranks, and its flags."""
+        """Python of the ranks, and its flags (with torchrun, those of its agent only)."""
         path, dash, flags = self.PY.partition(" -")
         return [path or sys.executable, *(dash + flags).split()]
 

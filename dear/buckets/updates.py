@@ -374,7 +374,7 @@ class Sharded(Between):
             states = iter(self._loaded.items())
         else:
             states = before.whole_state()
-            self._loaded = before._loaded
+            self._loaded = before._loaded if stands(self._optimizer) else {}
         moved: dict[object, State] = {
             segments[param].tensor: {
                 key: _cut(key, value, segments[param]) for key, value in whole.items()

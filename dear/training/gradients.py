@@ -90,6 +90,8 @@ class BackwardSchedule:
         """True if a pass has ended since `restart`."""
         self.unsent = False
         """True if gradients have been added under `paused` since the last pass."""
+        self._last: tuple[torch.Tensor, int] | None = None
+        """Smallest gradient of the last step, and its version."""
         self.whole = True
         """False if other messages than those of the units carry gradients, too."""
         self._asked = False
@@ -123,6 +125,7 @@ class BackwardSchedule:
     def restart(self) -> None:
         """Forgets the last pass: the next step needs a new one."""
         self.passed = self._asked = False
+        self._last = self._smallest()
 
     def forget(self) -> None:
         """Forgets discarded gradients, also those of a pass that ended with an error."""
@@ -139,15 +142,25 @@ class BackwardSchedule:
 
         The other ranks have averages since then, and may have changed them.
         """
-        held = (param.grad for param in self._unit_of if param.grad is not None)
         accounted = self.passed or self.unsent or self._unfinished
-        if self._asked and not accounted and not any(map(torch.any, held)):
+        if self._asked and not accounted and not self._set_by_script():
             raise UserError(
-                "this rank made no backward pass in this step, so synchronize() had nothing to "
-                "average, but other ranks may have clipped their averages; clip with "
-                "optimizer.clip_grad_norm_() on every rank, or call backward() on zero times the "
-                "loss (if synchronize() belonged to the step before, call zero_grad() after it)"
+                "no gradient has reached this rank's parameters since synchronize(), which had "
+                "nothing to average, but other ranks may have clipped their averages: if "
+                "synchronize() belonged to the step before, call zero_grad() after it; if this "
+                "rank has no loss, clip with optimizer.clip_grad_norm_() on every rank"
             )
+
+    def _set_by_script(self) -> bool:
+        """Returns True if there are gradients other than 0 that are not those of the last step."""
+        last, now = self._last, self._smallest()
+        same = last is not None and now is not None and last[0] is now[0] and last[1] == now[1]
+        held = (param.grad for param in self._unit_of if param.grad is not None)
+        return not same and any(map(torch.any, held))
+
+    def _smallest(self) -> tuple[torch.Tensor, int] | None:
+        grads = (param.grad for param in self._by_size)
+        return next(((grad, grad._version) for grad in grads if grad is not None), None)
 
     def run_if_missing(self) -> None:
         """Communicates the current gradients unless a pass since `restart` has sent all of them.
@@ -162,6 +175,7 @@ class BackwardSchedule:
     def _set_units(self, units: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         self._units = units
         self._unit_of = {param: i for i, unit in enumerate(units) for param in unit}
+        self._by_size = sorted(self._unit_of, key=torch.Tensor.numel)
 
     def _begin(self) -> None:
         if self._unfinished:

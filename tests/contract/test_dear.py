@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -511,12 +511,13 @@ def _clipped_without_a_pass(name: str) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def _synchronized_without_a_pass(name: str) -> str:
+def _synchronized_without_a_pass(name: str, zeroed: bool) -> str:
     """Neither rank makes a pass, so that none waits for the other."""
     model = make_model()
     optimizer = wrap(make_sgd(model), model, name)
     steps(model, optimizer, mine())
-    optimizer.zero_grad()
+    if zeroed:
+        optimizer.zero_grad()
     optimizer.synchronize()
     line = message(optimizer.step)
     optimizer.zero_grad()
@@ -534,20 +535,32 @@ def test_a_rank_without_a_pass_clips_what_the_others_do(world, name):
 
 
 @pytest.mark.parametrize("name", SKIPPING)
-def test_a_rank_without_a_pass_that_synchronizes_is_refused(world, name):
-    for line in world(2).run(_synchronized_without_a_pass, name):
-        assert "made no backward pass in this step" in line and "\n" not in line
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_a_rank_without_a_pass_that_synchronizes_is_refused(world, name, zeroed):
+    for line in world(2).run(_synchronized_without_a_pass, name, zeroed):
+        assert "no gradient has reached this rank's parameters" in line and "\n" not in line
 
 
+def _cleared(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def _replaced(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+@pytest.mark.parametrize("reset", [_cleared, _replaced])
 @pytest.mark.parametrize(("name", "options"), [("dear", {}), ("ddp", {"zero": True})])
 @on_ranks(2)
-def test_cleared_state_does_not_come_back_after_a_load(name: str, options: dict[str, Any]) -> None:
+def test_cleared_state_does_not_come_back_after_a_load(
+    name: str, options: dict[str, Any], reset: Callable[[Any], None]
+) -> None:
     model = make_model()
     optimizer = wrap(make_sgd(model), model, name, **options)
     steps(model, optimizer, mine())
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state_dict()["state"]
-    optimizer.state.clear()
+    reset(optimizer)
     assert not optimizer.state_dict()["state"]
     optimizer.close()
     assert not optimizer.state

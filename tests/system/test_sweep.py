@@ -498,6 +498,7 @@ def test_repeats_at_twice_the_scale_are_made_up_for_unless_something_has_changed
     words = "stays without repeats at twice the time scale (changes since it stopped: libc)"
     if changed:
         assert words in capsys.readouterr().err and line.records == before
+        assert line.run(*flags) == 0 and words not in capsys.readouterr().err, "said once"
     else:
         assert len(line.fabric.started) == 1
         assert all(record.systematic for record in newest(line).values())

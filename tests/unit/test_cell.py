@@ -670,7 +670,7 @@ def test_a_launch_at_twice_the_scale_counts_only_if_it_is_valid():
     recorded = ran(outcome=outcome, repeats_at_2k=1).recorded
     turn, _ = recorded["dear"]
     assert turn.systematic is None
-    assert [note.text for note in turn.notes if "at time scale 8 counts" in note.text]
+    assert [note.text for note in turn.notes if "at time scale 8 does not count" in note.text]
     assert all(recorded[name][0].systematic for name in NAMES if name != "dear")
 
 

@@ -64,7 +64,7 @@ def test_a_mean_that_goes_astray_is_wrong_unless_old_values_explain_it():
         assert check.finding == "the mean of weight over ranks is not where gradients moved it"
 
 
-def test_a_rank_that_averages_with_nobody_is_wrong_though_the_others_do():
+def test_a_rank_that_averages_with_nobody_is_not_right_though_the_others_do():
     check = _checked(0, told=0.0, deaf=True)
-    assert check.matches_reference is False
-    assert check.finding == "rank 0 did not average with any values of other ranks"
+    assert check.matches_reference is None
+    assert "rank 0 has the values of training alone" in check.finding

@@ -218,6 +218,13 @@ def test_show_writes_a_file_per_trial(sweep, tmp_path, capsys):
         result = {path.name: json.loads(path.read_text()) for path in place.iterdir()}
         assert result == {"merged.json": traces.timeline(raw)}
         assert "1 timeline in" in capsys.readouterr().out
+    # On a GPU, the waits of streams are not traced, so that phases are no computation.
+    on_gpu = dataclasses.replace(record, trial={**record.trial, "device": "cuda"})
+    with gzip.open(sweep / record.evidence, "wt") as file:
+        json.dump(told(phased()), file)
+    for each, folders in ((record, ["hta", "merged.json"]), (on_gpu, ["merged.json"])):
+        (place,) = traces.write(sweep, [each], tmp_path / each.trial["device"])
+        assert sorted(path.name for path in place.iterdir()) == folders
     into.joinpath("file").touch()
     assert cli.main([*command[:-1], str(into / "file")]) == 2
     assert "is not a folder" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from common.harness.running.record import make_record
 from common.harness.settings import MeasureConfig
 from common.harness.trial import BASELINE
 from common.harness.worker import throughput, training
-from common.harness.worker.checking import deviation, plain_training, recording
+from common.harness.worker.checking import deviation, plain_training, recording, standard
 from common.harness.worker.checking.deviation import Deviation
 from common.harness.worker.checking.forward_passes import ForwardPass, unlike_plain
 from common.harness.worker.checking.recompute import Recomputation
@@ -31,6 +31,7 @@ from common.models.workload import Workload
 from common.results.records import Breakdown, Result
 from common.results.records.trust import Check
 from common.results.validity import flag_text
+from dear.algorithms import reference as references
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes
 from dear.cost.measurement import Measurement
@@ -613,3 +614,23 @@ def test_a_rank_that_a_signal_kills_leaves_its_stack(tmp_path):
     done = finished([sys.executable, "-c", text])
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr and "in crashes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("at_first", "timed", "right"),
+    [
+        (100.0, 100, True),
+        (100.0, 99, False),
+        (0.0, 0, True),  # torch's DDP sends without the communicator
+        (4.0, 4, True),  # FSDP sends only what it cannot cut
+        (4.0, 0, False),
+        (500.0, 100, True),  # more was sent while the algorithm measured
+    ],
+)
+def test_timed_steps_must_send_an_average_or_what_the_first_steps_sent(at_first, timed, right):
+    judge = object.__new__(standard.Standard)
+    judge._trial = SimpleNamespace(world_size=2, options=SimpleNamespace())
+    judge.reference, judge._sizes = references.average, {"weight": (200, 4)}
+    reports = [SimpleNamespace(sent_per_step=timed, sent_at_first=at_first)] * 2
+    job = SimpleNamespace(always_used={"weight"})
+    assert (judge.sent_too_little(job, reports, "synchronous") is None) == right

@@ -174,7 +174,7 @@ class Cell:
                     text = f"at time scale {scale:g}: {outcome.status}: {message}"
                     turn.notes.append(Note(kind="time scale", text=text))
                 elif invalid:  # its steps would show another program, and not the time scale
-                    text = f"no repeat at time scale {scale:g} counts: {invalid.text}"
+                    text = f"a repeat at time scale {scale:g} does not count: {invalid.text}"
                     turn.notes.append(Note(kind="time scale", text=text))
                 else:
                     turn.at_2k.append(result)

@@ -130,11 +130,13 @@ class Sweep:
             for record in store.each(self._path):
                 self._settle(record)
             if rerun == "failed":
-                needed = to_run(self.trials, self._path, rerun, self.experiment.base, at_2k=False)
+                first = to_run(self.trials, self._path, rerun, self.experiment.base, at_2k=False)
+                needed = {trial.hash for trial in first}
                 for trials in _cells(todo):
                     self._go_on(trials, needed)
                 # A valid record is not measured anew for repeats at twice the time scale.
-                todo = self._todo = [t for t in todo if t in needed or t.hash in self._kept]
+                todo = [t for t in todo if t.hash in needed or t.hash in self._kept]
+                self._todo = todo
             launches = planned(todo, self._kept)
             self._progress = Progress(total=len(launches), left=launches)
             if not todo:
@@ -180,7 +182,7 @@ class Sweep:
         for changed, count in counts.items():
             _say(f"earlier results of {count} trials are not used, because of changes: {changed}")
 
-    def _go_on(self, trials: list[Trial], needed: Collection[Trial]) -> None:
+    def _go_on(self, trials: list[Trial], needed: Collection[str]) -> None:
         begun = Underway.load(self._underway(trials))
         if begun.schema != SCHEMA:
             _say(f"{trials[0].model}: interrupted repeats of another version are not used")
@@ -191,9 +193,11 @@ class Sweep:
             changed = changes(kept.uses, used(trial, self.machine))
             if changed:
                 reason = f"changes since it stopped: {', '.join(changed)}"
-                if trial in needed:
+                if trial.hash in needed:
                     self._begin_again(trial, reason)
                 else:
+                    begun = begun.without({trial.hash})
+                    begun.save(self._underway(trials))
                     _say(f"{trial.title}: stays without repeats at twice the time scale ({reason})")
                 continue
             self._kept[trial.hash], self._runs[trial.hash] = kept, kept.run

@@ -436,8 +436,12 @@ class ZeroUpdate:
     def whole_state(self) -> dict[torch.Tensor, dict[str, object]]:
         """Returns the state of all ranks; a collective call."""
         params = self._params
-        place = {param: i for i, param in enumerate(params)}
-        mine = {place[param]: state for param, state in self._zero.optim.state.items() if state}
+        place: dict[torch.Tensor, int] = {param: i for i, param in enumerate(params)}
+        mine = {
+            place[param]: state
+            for param, state in self._optimizer.state.items()
+            if state and param in place
+        }
         result: dict[torch.Tensor, dict[str, object]] = {}
         for part in self._communicator.gather_objects(mine):
             for index, state in part.items():

@@ -92,7 +92,7 @@ def check_invariants(
             f"ranks are {spread:.2f} times as far apart as ranks that train alone; ranks in step "
             f"would be {in_step:.2f} times as far apart"
         )
-    elif unaveraged := _unaveraged(job, alike, differs, statistics):
+    elif unaveraged := _unaveraged(job, alike, differs):
         right, finding = unaveraged
     else:
         right, finding = True, None
@@ -106,7 +106,7 @@ def check_invariants(
 
 
 def _unaveraged(
-    job: RecordedJob, alike: np.ndarray, differs: np.ndarray, statistics: Sequence[Statistics]
+    job: RecordedJob, alike: np.ndarray, differs: np.ndarray
 ) -> tuple[bool | None, str] | None:
     """Returns verdict and finding if a tensor was never averaged, or a rank never averaged.
 
@@ -120,10 +120,9 @@ def _unaveraged(
     lonely = (alike | ~differs).all(axis=1) & differs.any()
     if not lonely.any():
         return None
+    # No verdict: on a busy machine, a rank may end before anything has arrived.
     rank = int(lonely.argmax())
-    # On a busy machine, a rank may end before anything has arrived.
-    right = False if _uses(statistics[rank]) else None
-    return right, f"rank {rank} did not average with any values of other ranks"
+    return None, f"rank {rank} has the values of training alone: it averaged with no other rank"
 
 
 def _drift(job: RecordedJob, alone: np.ndarray, distance: np.ndarray) -> Deviation:
@@ -146,11 +145,6 @@ def _too_stale(trial: Trial, statistics: Sequence[Statistics]) -> str | None:
                     f"at most {limit} are declared"
                 )
     return None
-
-
-def _uses(counts: Statistics) -> int:
-    """Returns how often the rank has used values of others."""
-    return sum(age["uses"] for age in counts.get("staleness", {}).values())
 
 
 def _age(statistics: Sequence[Statistics]) -> float:

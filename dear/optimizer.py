@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dear.algorithms.aliases import arguments
 from dear.buckets.agreement import Tensor, described, tables
 from dear.comm import runtime
 from dear.errors import UserError
-from dear.options import positive
+from dear.options import positive, true_or_false
 from dear.training.algorithm import algorithm_class, algorithm_options
 from dear.training.engine import Distributed, in_parts
 from dear.training.gradients import gradient_of
@@ -53,8 +53,14 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         UserError: an unknown algorithm or option, or a model that the algorithm cannot train.
         Unavailable: a library that the algorithm needs is not installed.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise UserError(f"optimizer: must be a torch optimizer, got {type(optimizer).__name__}")
     if model is None:
         model, algorithm = _model_of(named_parameters), algorithm or "mgwfbp"
+    elif not isinstance(model, torch.nn.Module):
+        raise UserError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
+    elif named_parameters is not None and _model_of(named_parameters) is not model:
+        raise UserError("named_parameters: of another model than `model`; leave it out")
     halves = {param.dtype for param in model.parameters()} <= {torch.float16, torch.bfloat16}
     algorithm, given = arguments(algorithm or "dear", options, halves)
     chosen = algorithm_options(algorithm, given)
@@ -116,8 +122,7 @@ def broadcast_parameters(
             tensor has gaps in its memory.
     """
     communicator = runtime.communicator()
-    items = params.items() if isinstance(params, Mapping) else params
-    named = [(name, value) for name, value in items if torch.is_tensor(value)]
+    named = [(name, value) for name, value in _pairs(params) if torch.is_tensor(value)]
     named = [(name, value) for name, value in named if not in_parts(value)]
     for name, value in named:
         if value.layout is torch.strided and not torch.ops.aten.is_non_overlapping_and_dense(value):
@@ -140,6 +145,27 @@ def broadcast_parameters(
                 work.wait()
     # Writes to `data` change no version counter, by which algorithms find what has changed.
     torch.autograd.graph.increment_version(value for _, value in named)
+
+
+def _pairs(params: object) -> list[tuple[str, object]]:
+    """Returns names and values; raises `UserError` for what would not be sent."""
+    form = "give model.state_dict() or model.named_parameters()"
+    if isinstance(params, torch.nn.Module | torch.Tensor) or not isinstance(params, Iterable):
+        raise UserError(f"broadcast_parameters: got a {type(params).__name__}; {form}")
+    result = []
+    for item in params.items() if isinstance(params, Mapping) else params:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise UserError(f"broadcast_parameters: got no pairs of names and tensors; {form}")
+        name, value = item
+        # Numbers and extra state of modules are no parameters. Other tensors would be lost.
+        extra = torch.is_tensor(value) or str(name).endswith("_extra_state")
+        if not extra and any(map(torch.is_tensor, tree_leaves(value))):
+            raise UserError(
+                f"broadcast_parameters: {name!r} is a {type(value).__name__} with tensors in it, "
+                f"which would not be sent; {form} (optimizers: broadcast_optimizer_state)"
+            )
+        result.append((name, value))
+    return result
 
 
 def _broadcast_by_name(
@@ -182,14 +208,15 @@ def _on_host(value: object) -> object:
 
 def allreduce(
     tensor: torch.Tensor,
-    average: bool = True,
-    symmetric: bool = False,
-    *,
+    average: bool | None = True,
     name: str | None = None,
+    *,
+    symmetric: bool = False,
 ) -> torch.Tensor:
     """Returns the mean (or sum) of `tensor` over all ranks as a new tensor; blocking.
 
     Args:
+        average: True or None: the mean, as in Horovod; False: the sum.
         name: accepted for scripts of Horovod and DeAR. Here, calls need no names: all ranks make
             them in the same order.
         symmetric: `tensor` is a symmetric matrix `[n, n]`; only its upper triangle is read, and
@@ -198,6 +225,9 @@ def allreduce(
     Raises:
         UserError: `symmetric`, and `tensor` is no square matrix.
     """
+    if average is not None:
+        true_or_false("allreduce: average", average)
+    true_or_false("allreduce: symmetric", symmetric)
     result = tensor.detach().clone()
     sent = result
     if symmetric:
@@ -205,7 +235,7 @@ def allreduce(
             raise UserError(f"symmetric: must be a matrix [n, n], got {list(result.shape)}")
         rows, columns = torch.triu_indices(*result.shape, device=result.device)
         sent = result[rows, columns]
-    runtime.communicator().all_reduce(sent, op="mean" if average else "sum").wait()
+    runtime.communicator().all_reduce(sent, op="sum" if average is False else "mean").wait()
     if symmetric:
         result[rows, columns] = result[columns, rows] = sent
     return result

@@ -173,7 +173,11 @@ def _convert(value: object, hint: Any, what: str, path: str) -> object:
     if mapping or dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise _mismatch(what, path, value, "a mapping of names to values")
-        return dict(value) if mapping else build_options(hint, value, what, path)
+        if not mapping:
+            return build_options(hint, value, what, path)
+        inner = get_args(hint)
+        kind = inner[1] if inner else Any
+        return {key: _convert(each, kind, what, f"{path}.{key}") for key, each in value.items()}
     return _convert_scalar(value, hint, what, path)
 
 
@@ -193,7 +197,10 @@ def _convert_union(value: object, hints: Sequence[object], what: str, path: str)
 
 def _convert_scalar(value: object, hint: type, what: str, path: str) -> object:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _mismatch(what, path, value, "a number below 1e308") from None
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 1e-3 (no dot) as text.
         try:
@@ -213,8 +220,28 @@ def _mismatch(what: str, path: str, value: object, wanted: str) -> UserError:
     return UserError(f"{what} {path!r}: must be {wanted}, got {value!r}")
 
 
+def whole(name: str, value: object) -> None:
+    """Raises `UserError` unless `value` is a whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{name} must be a whole number, got {value!r}")
+
+
+def true_or_false(name: str, value: object) -> None:
+    """Raises `UserError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(
+        value, bool | str | bytes | Sequence | Mapping
+    ):  # tapes have numbers of their own
+        raise UserError(f"{name} must be a number, got {value!r}")
+
+
 def at_least(name: str, value: float | None, least: float, most: float = math.inf) -> None:
     """Raises `UserError` unless `value` is None, or finite and from `least` to `most`."""
+    _check_number(name, value)
     if value is not None and not (least <= value <= most and value < math.inf):
         end = f" and at most {most}" if most < math.inf else ""
         raise UserError(f"{name} must be at least {least:g}{end}, got {value}")
@@ -222,5 +249,6 @@ def at_least(name: str, value: float | None, least: float, most: float = math.in
 
 def positive(name: str, value: float | None) -> None:
     """Raises `UserError` unless `value` is None, or `> 0` and finite; for `__post_init__`."""
+    _check_number(name, value)
     if value is not None and not 0 < value < math.inf:
         raise UserError(f"{name} must be greater than 0 and finite, got {value}")

@@ -17,6 +17,8 @@ MOST_TIME_SCALE = 10_000
 """Largest accepted time scale; with a larger one, the shortest sweep would last for days."""
 
 
+MOST_WORKERS = 1 << 16
+"""Largest number of workers of an experiment."""
 EMULATED_ONLY = ("time_scale", "min_time_scale", "max_time_scale", "links", "congestion")
 """Keys of `ClusterConfig` that have no meaning for a predicted cluster."""
 
@@ -75,6 +77,10 @@ class ClusterConfig:
                 raise UserError(f"cluster.{field.name}: needs cluster.kind=emulated")
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
+            for field in fields(self):
+                limits = field.name in ("min_time_scale", "max_time_scale")
+                if limits and getattr(self, field.name) != field.default:
+                    raise UserError(f"cluster.{field.name}: no effect with time_scale")
         at_least("cluster.time_scale", self.time_scale, 0, MOST_TIME_SCALE)
         at_least("cluster.min_time_scale", self.min_time_scale, 1)
         most = self.max_time_scale

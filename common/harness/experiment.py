@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from common.emulation.config import ClusterConfig, Fault
+from common.emulation.config import MOST_WORKERS, ClusterConfig, Fault
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
 from common.emulation.links import check as check_links
@@ -181,14 +181,17 @@ class Experiment:
             object.__setattr__(self, key, chosen)
         wrong = any(c in "/\\ " or c in _CONTROLS for c in self.name)
         if not self.name or wrong or self.name.startswith("."):
-            raise UserError(f"name: must be usable as a folder's name, got {self.name!r}")
+            raise UserError(
+                f"name: must be usable as a folder's name, got {self.name!r} (without the key "
+                "`name`, it is the file's name)"
+            )
         for key in ("algorithms", "models"):
             if not getattr(self, key):
                 raise UserError(f"{key}: must not be empty")
         if self.world_sizes is not None and not self.world_sizes:
             raise UserError("world_sizes: must not be empty")
         for size in self.worlds:
-            at_least("world_sizes", size, 1, _MOST_WORKERS)
+            at_least("world_sizes", size, 1, MOST_WORKERS)
         if self.dtype not in DTYPES:
             raise unknown("dtype", self.dtype, DTYPES)
         if self.threads_per_rank is not None:
@@ -492,7 +495,7 @@ class Experiment:
 
 
 _SHOWN = 8
-_MOST_WORKERS, _MOST_THREADS = 1 << 16, 1 << 12
+_MOST_THREADS = 1 << 12
 _LARGEST_SEED = (1 << 32) - 1
 _AS_GIVEN = ("launcher", "device", "dtype", "seed", "optimizer", "measure")
 _AS_GIVEN += ("collective_timeout_s",)

@@ -15,6 +15,7 @@ from common.emulation import sandbox
 from common.emulation.links.switched import PROGRAM
 from common.harness import custom
 from common.harness.experiment import Experiment
+from common.machine.yaml_files import StrictLoader, read_mapping
 from common.models.registry import FILE, names_gpu
 from common.paths import BUILD, EXPERIMENTS
 from common.profiling import gpus
@@ -186,39 +187,9 @@ def load(
 
 
 def _read(path: Path) -> dict[str, object]:
-    try:
-        values = yaml.load(path.read_bytes(), _StrictLoader)
-    except OSError as error:
-        raise UserError(f"experiment {path}: {error.strerror}") from None
-    except RecursionError:
-        raise UserError(f"experiment {path}: has too many nested brackets") from None
-    except ValueError as error:  # not UTF-8, or a date that does not exist
-        raise UserError(f"experiment {path}: not valid YAML: {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not readable"
-        raise UserError(f"experiment {path}{where}: not valid YAML: {problem}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"experiment {path}: must be a mapping of keys to values")
+    values = read_mapping(path, "experiment")
     # A key that begins with a dot is no setting: it holds values for YAML aliases.
     return {key: value for key, value in values.items() if not str(key).startswith(".")}
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys; the usual one silently takes the last."""
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        # This runs before `<<: *base` is resolved; afterwards, its keys would look like duplicates.
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                raise yaml.composer.ComposerError(
-                    None, None, f"key {key.value!r} stands twice", key.start_mark
-                )
-            seen.add((key.tag, str(key.value)))
-        return node
 
 
 def _override(values: dict[str, object], text: str) -> None:
@@ -226,7 +197,7 @@ def _override(values: dict[str, object], text: str) -> None:
     if not equals or not key:
         raise UserError(f"--set {text!r}: must be key=value, e.g. --set measure.repeats=5")
     try:
-        value = yaml.load(value_text, _StrictLoader)
+        value = yaml.load(value_text, StrictLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"--set {text!r}: the value is not valid YAML") from None
     *path, last = key.split(".")

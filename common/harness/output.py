@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -85,10 +86,11 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
             missing = "no log here: it never started, or its folder was not copied"
             print(f"    log: {short(str(logs[-1]))}" if logs else f"    {missing}")
     print(f"records, table.md, table.csv: {short(str(folder))}")
-    here = "" if folder.parent == LOGS else f" --logs {short(str(folder.parent))}"
-    print(f"report in one HTML file: {COMMAND} report {folder.name}{here}")
+    name, logs = shlex.quote(folder.name), shlex.quote(short(str(folder.parent)))
+    here = "" if folder.parent == LOGS else f" --logs {logs}"
+    print(f"report in one HTML file: {COMMAND} report {name}{here}")
     if any(record.bound for record in records):
-        print(f"where the time goes: {COMMAND} show {folder.name} --breakdown{here}")
+        print(f"where the time goes: {COMMAND} show {name} --breakdown{here}")
 
 
 def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> None:

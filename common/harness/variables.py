@@ -75,6 +75,8 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
     algorithm, options = aliases.method(given["method"], given_here)
     usual = aliases.method(given["method"], {})[1]
     changed = [f"{key}={value}" for key, value in options.items() if usual.get(key) != value]
+    if algorithm == "horovod" and given["method"] == "bytescheduler":
+        changed = ["off"]  # USE_BYTESCHEDULER=0
     label = given["method"] + (f"({','.join(changed)})" if changed else "")
     values: dict[str, Any] = {
         "algorithms": [{"name": algorithm, "label": label, "options": options}],
@@ -106,9 +108,18 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
 
 
 def _refuse_misspelled(environ: Mapping[str, str]) -> None:
-    """Raises `UserError` for a variable in lower case with nearly the name of a known one."""
-    for name in environ:
-        if name.islower() and name not in _KNOWN and get_close_matches(name, _KNOWN, 1, 0.8):
+    """Raises `UserError` for a variable that is not known, but has nearly the name of a known one.
+
+    Other programs may have variables in capitals, so only unmistakable names are refused there.
+    """
+    capitals = ("CREDIT_TUNING", "USE_BYTESCHEDULER", "WFSGD_TIMELINE")
+    for name in sorted(environ.keys() - _KNOWN):
+        if name.islower():
+            wrong = bool(get_close_matches(name, _KNOWN, 1, 0.8))
+        else:
+            wrong = name.lower() in ("method", "dnn", "nworkers")
+            wrong |= bool(get_close_matches(name, capitals, 1, 0.9))
+        if wrong:
             raise unknown("variable", name, _KNOWN, "see docs/references.md")
 
 

@@ -131,7 +131,8 @@ def read_hostfile(path: Path, world_size: int) -> list[Host]:
         slots = "1"
         for word in words[1:]:
             key, _, slots = word.partition("=")
-            if key != "slots" or not re.fullmatch("[0-9]+", slots) or int(slots) < 1:
+            wrong = key != "slots" or not re.fullmatch("[0-9]+", slots) or int(slots) < 1
+            if wrong or len(words) > 2:
                 raise UserError(
                     f"hostfile {path} line {number}: must be `HOST slots=N`, got {line!r}"
                 )

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from common.paths import COMMAND
 from common.results.records import SCHEMA, JsonObject, Record, typed
 from common.results.records.trust import Foreseen
 from common.results.validity import flag, passing_flag
@@ -33,7 +34,14 @@ def append(path: Path, record: Record) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file atomically; raises `OSError` with its name, and leaves no part of it behind."""
+    """Writes a file atomically; raises `OSError` with its name, and leaves no part of it behind.
+
+    A link stays: the file to which it points is written. A device is written as it is.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     half = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         half.write_text(text, encoding="utf-8")
@@ -108,7 +116,7 @@ def each(path: Path) -> Iterator[Record]:
                 )
             try:
                 record = Record.from_json(values or {})
-            except TypeError:  # keys are missing
+            except (AttributeError, KeyError, TypeError):  # keys are missing, or have other types
                 damaged.append(number)
                 continue
             _check_paths(record, f"{path} line {number}")
@@ -231,7 +239,16 @@ def runs(folder: Path) -> list[Run]:
     """Reads all runs of a sweep, oldest first."""
     path = folder / _RUNS
     lines = path.read_bytes().split(b"\n") if path.exists() else []
-    return [typed(Run, values) for line in lines if (values := _parsed(line)) is not None]
+    result, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        values = _parsed(line)
+        try:
+            result += [] if values is None else [typed(Run, values)]
+        except TypeError:
+            damaged.append(number)
+    if damaged:
+        _tell(path, tuple(damaged))
+    return result
 
 
 def save_foreseen(folder: Path, records: Iterable[Record]) -> None:
@@ -247,8 +264,15 @@ def save_foreseen(folder: Path, records: Iterable[Record]) -> None:
 def load_foreseen(folder: Path) -> dict[str, Foreseen]:
     """Reads what `save_foreseen` wrote, by hash and start of the record; empty if nothing was."""
     path = folder / FORESEEN
-    values = _parsed(path.read_bytes()) if path.exists() else None
-    return {key: typed(Foreseen, value) for key, value in (values or {}).items()}
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+        return {key: typed(Foreseen, value) for key, value in values.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(
+            f"{path} is damaged; remove it (`{COMMAND} validate` predicts the steps again)"
+        ) from None
 
 
 def _measurement(record: Record) -> str:
@@ -283,9 +307,17 @@ class Comparison:
             raise UserError(
                 f"{folder} has no {_EXPERIMENT}: run the sweep again; it continues where it stopped"
             )
-        values = json.loads(path.read_bytes())
-        lists = {key: tuple(values.get(key, ())) for key in ("trials", "labels", "worlds")}
-        return cls(compare_to=values["compare_to"], **lists)
+        try:
+            values = json.loads(path.read_bytes())
+            lists = {key: tuple(values.get(key, ())) for key in ("trials", "labels", "worlds")}
+            result = cls(compare_to=values["compare_to"], **lists)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            result = None
+        if result is None or len(result.labels) not in (0, len(result.trials)):
+            raise UserError(
+                f"{path} is damaged: run the sweep again; it continues where it stopped"
+            )
+        return result
 
     def results(self, folder: Path) -> list[Record]:
         """Returns the newest record of each trial that has one, with the trial's present label."""

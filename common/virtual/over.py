@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from common.emulation.config import MOST_WORKERS
 from common.virtual.costs.parts import Platform
 from dear.errors import UserError, one_of
 
@@ -91,9 +92,11 @@ def points(text: str) -> list[Point]:
             values = [float(value) for value in listed.split(",")]
         except ValueError:
             values = []
-        whole = name != "workers" or all(value == round(value) for value in values)
-        if not values or not whole or not all(0 < value < math.inf for value in values):
-            what = "whole numbers" if name == "workers" else "numbers"
+        most = MOST_WORKERS if name == "workers" else math.inf
+        right = all(0 < value < math.inf and value <= most for value in values)
+        whole = name != "workers" or (right and all(value.is_integer() for value in values))
+        if not values or not right or not whole:
+            what = f"whole numbers up to {MOST_WORKERS}" if name == "workers" else "numbers"
             raise UserError(
                 f"--over {name}: must be {what} above 0 with commas between them, got {listed!r}"
             )

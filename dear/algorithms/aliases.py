@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from dear.buckets.compressors import SPARSE
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names
 
@@ -119,7 +120,7 @@ def arguments(algorithm: str, given: Mapping[str, object], halves: bool) -> tupl
         name = "mgwfbp"
         if asc:
             result["merge"] = "asc"
-    _translate_compression(result)
+    _translate_compression(name, result)
     _translate_fusion(name, result)
     _translate_times(name, result)
     return name, result
@@ -131,7 +132,7 @@ _REFUSED = {
 }
 
 
-def _translate_compression(result: Settings) -> None:
+def _translate_compression(name: str, result: Settings) -> None:
     compression = result.get("compression", "none")
     if getattr(compression, "__name__", "") == "NoneCompressor":  # MG-WFBP's class
         compression = "none"
@@ -146,7 +147,12 @@ def _translate_compression(result: Settings) -> None:
         raise UserError("is_sparse=True: needs a compression, such as 'eftopk'")
     if not sparse and sparse is not None and compression == "none":
         result.pop("density", None)  # the default, which has no effect without compression
-    if compression == "none":
+    if sparse is False and compression in SPARSE:
+        raise UserError(
+            f"is_sparse=False: compression={compression!r} sends some elements only; leave one of "
+            "both out"
+        )
+    if compression == "none" and name != "mgs":  # it always compresses, and refuses "none"
         result.pop("compression", None)
 
 
@@ -303,13 +309,14 @@ def _of_horovod(given: _Given, options: Settings) -> None:
 
 def _of_bytescheduler(given: _Given, options: Settings) -> None:
     options["off"] = not given.switch("USE_BYTESCHEDULER", True)
+    if options["off"]:
+        return  # the other variables are refused then
     tuned = given.switch("CREDIT_TUNING", False)
     credit = given.number("CREDIT", int(VARIABLES["CREDIT"]), least=1)
     partition = given.number("PARTITION", int(VARIABLES["PARTITION"]), least=1)
-    if not options["off"]:
-        options |= {"credit_mb": _mb(credit), "partition_mb": _mb(partition)}
-        if tuned:
-            options["tune"] = "credit"
+    options |= {"credit_mb": _mb(credit), "partition_mb": _mb(partition)}
+    if tuned:
+        options["tune"] = "credit"
 
 
 def _of_ddp(given: _Given, options: Settings) -> None:

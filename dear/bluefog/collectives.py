@@ -21,6 +21,7 @@ from dear.bluefog.job import blocking, job, started, synchronize
 from dear.comm.neighbors import Exchange, Round
 from dear.errors import UserError
 from dear.lazy import np, torch
+from dear.options import true_or_false
 from dear.topology import from_matrix, matrix, uniform
 
 Targets = Mapping[int, float] | Sequence[int]
@@ -44,6 +45,7 @@ def allreduce_nonblocking_(
 ) -> int:
     """Starts `allreduce`, in place."""
     ranks = job().local if is_hierarchical_local else job().communicator
+    true_or_false("allreduce: average", average)
     work = ranks.all_reduce(tensor.detach(), op="mean" if average else "sum")
     return started("allreduce", name, work.done, work.wait, lambda: tensor)
 

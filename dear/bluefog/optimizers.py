@@ -42,7 +42,7 @@ from dear.comm.neighbors import Exchange, Pending, Round
 from dear.comm.windows import NeighborWindow
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least
+from dear.options import at_least, whole
 from dear.training.engine import AnyEngine, Distributed, Replica, distribute
 from dear.training.hooks import Hooks, at_end_of_backward
 from dear.training.parameters.exchange import STREAMS, GraphExchange, Rounds, always
@@ -182,6 +182,7 @@ def _combined(
         num_steps_per_communication: int = 1,
     ) -> torch.optim.Optimizer:
         every = num_steps_per_communication
+        whole("num_steps_per_communication", every)
         at_least("num_steps_per_communication", every, 1)
         options = Neighbor.Options(every=every, bucket_mb=variables.bucket_mb())
         replica = Replica(model, optimizer, job().communicator, options)
@@ -240,6 +241,7 @@ def DistributedGradientAllreduceOptimizer(
     Args:
         num_steps_per_communication: backward passes per step; all but the last communicate nothing.
     """
+    whole("num_steps_per_communication", num_steps_per_communication)
     at_least("num_steps_per_communication", num_steps_per_communication, 1)
     replica = Replica(model, optimizer, job().communicator, Wfbp.Options())
     return _with_timeline(optimizer, AccumulatingEngine(num_steps_per_communication, replica))
@@ -321,6 +323,7 @@ def _windowed(
         window_prefix: str | None = None,
     ) -> torch.optim.Optimizer:
         every, prefix = num_steps_per_communication, window_prefix or stem
+        whole("num_steps_per_communication", every)
         at_least("num_steps_per_communication", every, 1)
         current = job()
         options = WindowOptions(every=every, bucket_mb=variables.bucket_mb())

@@ -22,6 +22,7 @@ from dear.comm.flight import reading, recorder
 from dear.comm.rendezvous import master_address, meet
 from dear.errors import UserError
 from dear.lazy import dist, torch
+from dear.options import positive
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -58,7 +59,15 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
         Unavailable: the backend is not built.
     """
     global _facts, _communicator
+    positive("init: timeout_s", timeout_s)
+    if backend is not None and not isinstance(backend, str):
+        raise UserError(f"init: backend must be a name, got {backend!r}")
     if _communicator is not None:
+        if backend is not None and backend not in _communicator.backend:
+            raise UserError(
+                f"init: backend={backend}: this job already uses {_communicator.backend}; leave "
+                "backend out"
+            )
         return
     if not dist.is_initialized():
         facts = rank_facts()

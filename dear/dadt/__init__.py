@@ -28,6 +28,7 @@ from dear.comm import runtime
 from dear.dadt.cycles import ALL_REDUCE, BROADCAST, COO_ALL_REDUCE
 from dear.dadt.session import current, init, initialize, initialized, shutdown
 from dear.optimizer import broadcast_parameters
+from dear.options import true_or_false, whole
 
 __all__ = [
     "DistributedOptimizer",
@@ -164,6 +165,8 @@ def DistributedOptimizer(  # noqa: N802 (DADT's name)
         name = f"{path.stem}-optimizer{len(session.optimizers)}{path.suffix or '.json'}"
         timeline = str(path.with_name(name))
     held = _Held(optimizer)
+    true_or_false("avg", avg)
+    whole("delay", delay)
     options = Dadt.Options(
         delay=delay,
         buffer_mb=settings.all_reduce_buffer_size / MIB,

@@ -126,8 +126,14 @@ class DecentralizedDataParallel(Module):
         self._engine = OverlappedInBackward(replica, self._exchange, self._updater)
         broadcast_parameters(model.state_dict())
         self._accumulating = contextlib.ExitStack()
+        self._closed = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._closed and self.training and torch.is_grad_enabled():
+            raise UserError(
+                "this DecentralizedDataParallel is closed: nothing would be updated; call eval(), "
+                "or train the model itself with an optimizer"
+            )
         return self._model(*args, **kwargs)
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
@@ -242,3 +248,4 @@ class DecentralizedDataParallel(Module):
         """Removes the hooks and gives parameters their own memory; a collective call."""
         self._accumulating.close()
         self._engine.close()
+        self._closed = True

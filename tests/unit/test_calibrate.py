@@ -268,6 +268,24 @@ def test_what_is_wrong_with_the_command_is_one_clear_line(
     assert words in error and error.startswith("error: ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gbps: 1\ngbps: 2\n", "'gbps' stands twice"),
+        ("name: other\ngbps: 1\n", "name: must be the file's name, 'here'"),
+        ("gbps: 1\nsince: 2026-13-40\n", "not valid YAML"),
+        ("[" * 5000, "too many nested brackets"),
+        ("- 1\n", "must be a mapping"),
+    ],
+)
+def test_a_network_file_that_is_not_clear_is_one_line(text, words, tmp_path):
+    path = tmp_path / "here.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        network_file(path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_the_network_file_comes_back_as_it_was_and_is_shown(tmp_path, capsys):
     logs = []
     for operation in ("all_reduce", "all_gather"):

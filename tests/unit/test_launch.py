@@ -478,6 +478,7 @@ VALUES = ("0", "-1", "two", "\u00b2", "")
     "line",
     [
         *(f"node-b slots={value}" for value in VALUES),
+        "node-b slots=1 slots=2",
         *("node-b slots", "node-b cores=4", "node-b node-c", "node-b slots = 4"),
         *("node-b:4", "node-b:2222", "[node-b]", "@node-b", "me@", "-oProxyCommand=x", "1:2"),
     ],

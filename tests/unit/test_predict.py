@@ -56,6 +56,27 @@ def test_what_only_a_run_has_is_refused_by_a_prediction(arguments, message, caps
     assert one_line(capsys.readouterr().err, message)
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("predict quick --set cluster.kind=emulated", "a prediction needs cluster.kind=predicted"),
+        ("predict quick --set cluster=null", "a prediction needs cluster.kind=predicted"),
+        ("advise --model resnet50 --set cluster=null", "a prediction needs cluster.kind"),
+        ("advise --model resnet50 --set algorithms=[ddp,dear]", "--set algorithms: advise chooses"),
+        ("predict --over workers=1e9", "--over workers: must be whole numbers up to 65536"),
+        ("predict --over workers=2,nan", "--over workers: must be whole numbers up to 65536"),
+        ("predict --over bandwidth=inf", "--over bandwidth: must be numbers above 0"),
+        (
+            "predict --alpha-ms 1 --beta-ns 1 --set cluster.network=1gbe",
+            "--set cluster.network=1gbe: no effect with --alpha-ms",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(command, message, capsys):
+    assert main(command.split()) == 2
+    assert one_line(capsys.readouterr().err, message)
+
+
 def test_a_refusal_for_memory_has_the_command_that_predicts(monkeypatch, capsys):
     def refuse(trials):
         raise UserError("cluster.hosts: 32 hosts need more memory; 9 would fit")

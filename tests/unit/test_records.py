@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import gc
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ import pytest
 from common.results.records import SCHEMA, FabricFacts, Record, Result, fabric_words
 from common.results.records.trust import Check, Note
 from common.results.store import (
+    Comparison,
     Run,
     append,
     latest,
     load,
+    load_foreseen,
     logs_of,
     mend,
     runs,
@@ -87,7 +91,11 @@ def test_a_truncated_last_line_is_left_out_and_cut_off(path, cut):
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"schema"', b"null", b"5", b"[]", b"\xff\xfe", b"\0\0\0", b'{"schema":2,"id":"a"}']
+    "damage",
+    [
+        *(b'{"schema"', b"null", b"5", b"[]", b"\xff\xfe", b"\0\0\0", b'{"schema":2,"id":"a"}'),
+        json.dumps({**ONE.to_json(), "fabric": 5}).encode(),
+    ],
 )
 def test_a_damaged_line_costs_no_other_and_is_counted_once(path, damage, caplog):
     lines = [json.dumps(ONE.to_json()).encode(), damage, json.dumps(TWO.to_json()).encode(), b""]
@@ -199,6 +207,50 @@ def test_a_run_that_follows_a_crash_is_not_lost_with_it(tmp_path):
     run = Run(run="2", command="c", experiment="e")
     run.save(tmp_path)
     assert runs(tmp_path) == [run]
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("before")
+    link.symlink_to(target)
+    write_whole(link, "after")
+    assert link.is_symlink() and target.read_text() == "after"
+    os.mkfifo(tmp_path / "pipe")
+    reader = threading.Thread(target=(tmp_path / "pipe").read_text)
+    reader.start()
+    write_whole(tmp_path / "pipe", "text")
+    reader.join(10)
+    assert (tmp_path / "pipe").is_fifo() and not reader.is_alive()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "5", '{"trials": ["a"]}', '{"compare_to": "a", "trials": ["a"], "labels": []}'],
+)
+def test_a_damaged_list_of_trials_is_one_line(tmp_path, text):
+    (tmp_path / "experiment.json").write_text(text)
+    if "labels" in text:  # none is the older form
+        assert Comparison.load(tmp_path).trials == ("a",)
+        text = text.replace('"labels": []', '"labels": ["a", "b"]')
+        (tmp_path / "experiment.json").write_text(text)
+    with pytest.raises(UserError, match=r"experiment\.json is damaged: run the sweep again"):
+        Comparison.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 5}'])
+def test_damaged_predictions_are_one_line(tmp_path, text):
+    (tmp_path / "foreseen.json").write_text(text)
+    with pytest.raises(UserError, match=r"foreseen\.json is damaged; remove it"):
+        load_foreseen(tmp_path)
+
+
+def test_damaged_runs_are_left_out_and_counted(tmp_path, caplog):
+    run = Run(run="1", command="c", experiment="e")
+    run.save(tmp_path)
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"run": "2"}\n')
+    assert runs(tmp_path) == [run]
+    assert "1 of its lines is damaged and left out (2)" in caplog.text
 
 
 def test_logs_are_in_the_order_of_their_repeats(tmp_path):

@@ -418,3 +418,18 @@ def test_a_trial_that_no_variables_make_has_no_command():
     )
     with pytest.raises(UserError, match="repeats another one under another label"):
         variables.command(experiment, experiment.trials()[-1])
+
+
+@pytest.mark.parametrize("name", ["METHOD", "Method", "DNN", "CREDIT_TUNNING", "nworker"])
+def test_a_variable_with_nearly_the_name_of_a_known_one_is_refused(name):
+    with pytest.raises(UserError, match=f"unknown variable '{name}'"):
+        variables.trial_flags({name: "1"}, planned=True)
+
+
+def test_bytescheduler_that_is_off_says_so_and_has_no_credit(machine):
+    flags, _ = variables.trial_flags(
+        {"method": "bytescheduler", "USE_BYTESCHEDULER": "0", "cluster": "predicted"}
+    )
+    assert any('"name": "horovod", "label": "bytescheduler(off)"' in flag for flag in flags)
+    with pytest.raises(UserError, match="CREDIT=5: method bytescheduler has no such variable"):
+        aliases.method("bytescheduler", {"USE_BYTESCHEDULER": "0", "CREDIT": "5"})

@@ -10,10 +10,9 @@ import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-
+from common.machine.yaml_files import read_mapping
 from common.paths import CONFIGS
 from dear.cost.calibrated import NetworkCosts
 from dear.errors import UserError, unknown
@@ -296,12 +295,7 @@ def network_names() -> list[str]:
 
 def network_file(path: Path) -> NetworkProfile:
     """Returns the profile of a network file; raises `UserError` if it is missing or invalid."""
-    try:
-        values: Any = yaml.safe_load(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must be a mapping of keys to values")
+    values = read_mapping(path, "network")
+    if values.get("name", path.stem) != path.stem:
+        raise UserError(f"{path}: name: must be the file's name, {path.stem!r}, or left out")
     return build_options(NetworkProfile, {"name": path.stem, **values}, f"key of {path.name}")

@@ -22,7 +22,13 @@ from common.harness.experiment import Experiment
 from common.harness.experiment_file import CommandLine, find_experiment, load, load_plugins
 from common.harness.trial import Trial
 from common.harness.verbs import Status
-from common.harness.verbs.predict import EXPERIMENT, engine_overrides, notes_of, setting_of
+from common.harness.verbs.predict import (
+    EXPERIMENT,
+    engine_overrides,
+    notes_of,
+    require_predicted,
+    setting_of,
+)
 from common.harness.verbs.run import add_cluster, add_custom, cluster_overrides
 from common.machine.processes import started
 from common.models import profile as profiles
@@ -160,6 +166,13 @@ class _Asked:
             )
         load_plugins(options.plugin, Path())
         command_line = dataclasses.replace(CommandLine.of(options), plugins=())
+        for text in options.set:
+            key = text.partition("=")[0].partition(".")[0]
+            if key in ("algorithms", "baseline", "compare_to"):
+                raise UserError(
+                    f"--set {key}: advise chooses what it compares (--inexact adds algorithms); "
+                    f"use `{COMMAND} predict`"
+                )
         tried, alone = _variants(options.inexact)
         added = [variant for variant in alone.values() if variant not in tried]
         overrides = [
@@ -172,6 +185,7 @@ class _Asked:
         ]
         experiment = load(find_experiment(EXPERIMENT), overrides, command_line)
         labels = [choice.title for choice in experiment.algorithms]
+        require_predicted(experiment)
         variants = [*tried, *added]
         asked = cls(
             experiment=experiment,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.emulation.config import EMULATED_ONLY, ClusterConfig
+from common.harness.experiment import Experiment
 from common.harness.experiment_file import NOTHING_RUNS, CommandLine, find_experiment, load
 from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
@@ -95,6 +96,33 @@ def engine_overrides(options: argparse.Namespace) -> list[str]:
     return [f"cluster.{key}={value}" for key, value in keys.items()]
 
 
+def require_predicted(experiment: Experiment) -> None:
+    """Raises `UserError` if `--set` has replaced the predicted cluster."""
+    if experiment.cluster is None or experiment.cluster.kind != "predicted":
+        raise UserError("cluster: a prediction needs cluster.kind=predicted; leave it out of --set")
+
+
+def _overrides(options: argparse.Namespace, fixed: bool) -> list[str]:
+    """Returns the overrides of the experiment.
+
+    Args:
+        fixed: True if the costs are given, so that links have no effect.
+    """
+    usual = {field.name: field.default for field in dataclasses.fields(ClusterConfig)}
+    links = ("cluster.network=", "cluster.inside=", "networks=")
+    given = [f"--{flag}" for flag in ("network", "inside") if getattr(options, flag) is not None]
+    given += [f"--set {text}" for text in options.set if text.startswith(links)]
+    if fixed and given:
+        raise UserError(f"{given[0]}: no effect with --alpha-ms, which gives the costs")
+    return [
+        *engine_overrides(options),
+        *(f"cluster.{key}={json.dumps(usual[key])}" for key in EMULATED_ONLY),
+        *("cluster.kind=predicted", *NOTHING_RUNS),
+        *cluster_overrides(options),
+        *options.set,
+    ]
+
+
 def main(options: argparse.Namespace) -> int:
     """Prints the predictions; the exit status is 1 if no trial has one."""
     from common.harness import output
@@ -104,16 +132,10 @@ def main(options: argparse.Namespace) -> int:
     folders = options.trace, options.chakra
     output.check_predicted(*folders, series=bool(series))
     path = find_experiment(options.experiment or EXPERIMENT)
-    overrides = engine_overrides(options)
-    usual = {field.name: field.default for field in dataclasses.fields(ClusterConfig)}
-    overrides += [f"cluster.{key}={json.dumps(usual[key])}" for key in EMULATED_ONLY]
-    overrides += ["cluster.kind=predicted", *NOTHING_RUNS]
-    for flag in ("network", "inside"):
-        if fixed is not None and getattr(options, flag) is not None:
-            raise UserError(f"--{flag}: no effect with --alpha-ms, which gives the costs")
-    overrides += [*cluster_overrides(options), *options.set]
+    overrides = _overrides(options, fixed is not None)
     with contextlib.redirect_stdout(sys.stderr):
         experiment = load(path, overrides, CommandLine.of(options))
+        require_predicted(experiment)
         everything = experiment.trials()
         CommandLine.of(options).print_assumption(experiment)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dear.algorithms.delayed._laps import Arrivals, DenseMessage, Lap, UpdateTimes
@@ -78,6 +79,12 @@ class Dadt(Algorithm["Dadt.Options"]):
             at_least("dadt option 'delay'", self.delay, 1)
             at_least("dadt option 'buffer_mb'", self.buffer_mb, 0)
             positive("dadt option 'cycle_time_ms'", self.cycle_time_ms)
+            if self.timeline is not None:
+                path = Path(self.timeline)
+                if not path.name or path.is_dir():
+                    raise UserError(
+                        f"dadt option 'timeline': must be the name of a file, got {self.timeline!r}"
+                    )
 
         def settling_steps(self) -> int:
             return self.delay

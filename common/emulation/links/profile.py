@@ -136,6 +136,7 @@ class NetworkProfile:
         _check_path(subject, self)
         at_least(f"{subject}: overhead_us", self.overhead_us, 0)
         positive(f"{subject}: core_gb_per_s", self.core_gb_per_s)
+        at_least(f"{subject}: queue_kb", self.queue_kb, 0)
         if self.queue_kb is not None and self.queue_kb < _MIN_QUEUE_KB:
             raise UserError(
                 f"{subject}: queue_kb must be at least {_MIN_QUEUE_KB}, one large packet of TCP, "

@@ -43,7 +43,11 @@ def select(
     wanted = [_parts(text, keys) for text in filters]
     kept = [trial for trial in trials if all(_matches(trial, parts) for parts in wanted)]
     if not kept:
-        raise UserError(f"--filter {' '.join(filters)}: no trial of {name} matches")
+        hint = ""
+        for word, equals, _ in (text.partition("=") for text in filters):
+            if equals and word.isidentifier() and word not in keys:
+                hint = f"; {word!r} is no key, so titles are searched for {word}=..."
+        raise UserError(f"--filter {' '.join(filters)}: no trial of {name} matches{hint}")
     return kept if part is None else shard(kept, part)
 
 

@@ -59,8 +59,8 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         model, algorithm = _model_of(named_parameters), algorithm or "mgwfbp"
     elif not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
-    elif named_parameters is not None and _model_of(named_parameters) is not model:
-        raise UserError("named_parameters: of another model than `model`; leave it out")
+    elif named_parameters is not None:
+        _check_names(named_parameters, model)
     halves = {param.dtype for param in model.parameters()} <= {torch.float16, torch.bfloat16}
     algorithm, given = arguments(algorithm or "dear", options, halves)
     chosen = algorithm_options(algorithm, given)
@@ -78,6 +78,17 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         raise
     wrapped.before_engine = clipping
     return wrapped
+
+
+def _check_names(named_parameters: object, model: torch.nn.Module) -> None:
+    """Raises `UserError` unless these are pairs of names and parameters of the model."""
+    if not isinstance(named_parameters, Iterable):
+        raise UserError(
+            f"named_parameters: must be model.named_parameters(), got {named_parameters!r}"
+        )
+    known = set(map(id, model.parameters()))
+    if any(id(param) not in known for _, param in named_parameters):
+        raise UserError("named_parameters: of another model than `model`; leave it out")
 
 
 def _model_of(named_parameters: object) -> torch.nn.Module:
@@ -157,9 +168,9 @@ def _pairs(params: object) -> list[tuple[str, object]]:
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise UserError(f"broadcast_parameters: got no pairs of names and tensors; {form}")
         name, value = item
-        # Numbers and extra state of modules are no parameters. Other tensors would be lost.
-        extra = torch.is_tensor(value) or str(name).endswith("_extra_state")
-        if not extra and any(map(torch.is_tensor, tree_leaves(value))):
+        # Extra state of modules is no parameter. Other tensors in mappings would be lost.
+        nested = isinstance(value, Mapping) and not str(name).endswith("_extra_state")
+        if nested and any(map(torch.is_tensor, tree_leaves(value))):
             raise UserError(
                 f"broadcast_parameters: {name!r} is a {type(value).__name__} with tensors in it, "
                 f"which would not be sent; {form} (optimizers: broadcast_optimizer_state)"
@@ -228,6 +239,8 @@ def allreduce(
     if average is not None:
         true_or_false("allreduce: average", average)
     true_or_false("allreduce: symmetric", symmetric)
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"allreduce: name must be a text, got {name!r}; write symmetric={name!r}")
     result = tensor.detach().clone()
     sent = result
     if symmetric:
@@ -235,7 +248,9 @@ def allreduce(
             raise UserError(f"symmetric: must be a matrix [n, n], got {list(result.shape)}")
         rows, columns = torch.triu_indices(*result.shape, device=result.device)
         sent = result[rows, columns]
-    runtime.communicator().all_reduce(sent, op="sum" if average is False else "mean").wait()
+    runtime.communicator().all_reduce(
+        sent, op="mean" if average is None or average else "sum"
+    ).wait()
     if symmetric:
         result[rows, columns] = result[columns, rows] = sent
     return result

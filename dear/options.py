@@ -207,6 +207,9 @@ def _convert_scalar(value: object, hint: type, what: str, path: str) -> object:
             return float(value)
         except ValueError:
             raise _mismatch(what, path, value, "a number") from None
+    plain = isinstance(value, bool | int | float | str | Sequence | Mapping)
+    if hint is float and not plain and hasattr(value, "__float__"):  # of numpy or torch
+        return float(value)
     right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
     if right and isinstance(value, int) and abs(value) >= 1 << 63:
         raise _mismatch(what, path, value, "a whole number of less than 64 bits")
@@ -222,13 +225,13 @@ def _mismatch(what: str, path: str, value: object, wanted: str) -> UserError:
 
 def whole(name: str, value: object) -> None:
     """Raises `UserError` unless `value` is a whole number."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise UserError(f"{name} must be a whole number, got {value!r}")
 
 
 def true_or_false(name: str, value: object) -> None:
     """Raises `UserError` unless `value` is True or False."""
-    if not isinstance(value, bool):
+    if value not in (True, False):
         raise UserError(f"{name} must be True or False, got {value!r}")
 
 

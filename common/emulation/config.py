@@ -77,10 +77,6 @@ class ClusterConfig:
                 raise UserError(f"cluster.{field.name}: needs cluster.kind=emulated")
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
-            for field in fields(self):
-                limits = field.name in ("min_time_scale", "max_time_scale")
-                if limits and getattr(self, field.name) != field.default:
-                    raise UserError(f"cluster.{field.name}: no effect with time_scale")
         at_least("cluster.time_scale", self.time_scale, 0, MOST_TIME_SCALE)
         at_least("cluster.min_time_scale", self.min_time_scale, 1)
         most = self.max_time_scale

@@ -48,6 +48,7 @@ _PROBE = (
 )
 
 _LACKING = ("not supported", "Unknown device type", "nknown qdisc", "No such file or directory")
+_LACKING += ("qdisc kind is unknown", "qdisc not found")
 """Answers of a kernel that does not have a kind of link or queue."""
 
 

@@ -62,11 +62,20 @@ def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file atomically; raises `UserError` if it cannot be written."""
+    """Writes a file that a user has named; raises `UserError` if it cannot be written.
+
+    It is written atomically. If it is a link, the link stays, and the file to which it points is
+    written.
+    """
     try:
-        store.write_whole(path, text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        if str(path).startswith(("/dev/", "/proc/")):  # may be a file that others are writing
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            store.write_whole(path.resolve() if path.is_symlink() else path, text)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot write {path}: {reason}") from None
 
 
 def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:

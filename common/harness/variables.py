@@ -115,11 +115,11 @@ def _refuse_misspelled(environ: Mapping[str, str]) -> None:
     capitals = ("CREDIT_TUNING", "USE_BYTESCHEDULER", "WFSGD_TIMELINE")
     for name in sorted(environ.keys() - _KNOWN):
         if name.islower():
-            wrong = bool(get_close_matches(name, _KNOWN, 1, 0.8))
+            meant = get_close_matches(name, _KNOWN, 1, 0.8)
         else:
-            wrong = name.lower() in ("method", "dnn", "nworkers")
-            wrong |= bool(get_close_matches(name, capitals, 1, 0.9))
-        if wrong:
+            meant = [name.lower()] if name.lower() in ("method", "dnn", "nworkers") else []
+            meant += get_close_matches(name, capitals, 1, 0.9)
+        if any(not environ.get(each) for each in meant):
             raise unknown("variable", name, _KNOWN, "see docs/references.md")
 
 

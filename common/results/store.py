@@ -36,11 +36,11 @@ def append(path: Path, record: Record) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file atomically; raises `OSError` with its name, and leaves no part of it behind.
 
-    A link stays: the file to which it points is written. A device is written as it is.
+    A device or a pipe is written as it is.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
         return
     half = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -147,7 +147,7 @@ def _translate_compression(name: str, result: Settings) -> None:
         raise UserError("is_sparse=True: needs a compression, such as 'eftopk'")
     if not sparse and sparse is not None and compression == "none":
         result.pop("density", None)  # the default, which has no effect without compression
-    if sparse is False and compression in SPARSE:
+    if sparse is not None and not sparse and compression in SPARSE and result.get("density") != 1:
         raise UserError(
             f"is_sparse=False: compression={compression!r} sends some elements only; leave one of "
             "both out"
@@ -310,7 +310,10 @@ def _of_horovod(given: _Given, options: Settings) -> None:
 def _of_bytescheduler(given: _Given, options: Settings) -> None:
     options["off"] = not given.switch("USE_BYTESCHEDULER", True)
     if options["off"]:
-        return  # the other variables are refused then
+        for key in ("CREDIT", "CREDIT_TUNING", "PARTITION"):
+            if given.has(key):
+                raise UserError(f"{key}: no effect with USE_BYTESCHEDULER=0; leave it out")
+        return
     tuned = given.switch("CREDIT_TUNING", False)
     credit = given.number("CREDIT", int(VARIABLES["CREDIT"]), least=1)
     partition = given.number("PARTITION", int(VARIABLES["PARTITION"]), least=1)

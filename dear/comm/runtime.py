@@ -39,6 +39,8 @@ _facts: RankFacts | None = None
 _communicator: Communicator | None = None
 _alike = False
 """True if all hosts are known to have equally many and consecutive ranks."""
+_asked: str | None = None
+"""Backend that `init` was asked for."""
 _at_shutdown: list[Callable[[], None]] = []
 _at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -58,12 +60,15 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
             was started twice or not at all. All ranks that have joined raise this error.
         Unavailable: the backend is not built.
     """
-    global _facts, _communicator
+    global _facts, _communicator, _asked
     positive("init: timeout_s", timeout_s)
     if backend is not None and not isinstance(backend, str):
         raise UserError(f"init: backend must be a name, got {backend!r}")
     if _communicator is not None:
-        if backend is not None and backend not in _communicator.backend:
+        names = {part.rpartition(":")[2] for part in (backend or "").split(",")}
+        unused = [name for name in names if name not in _communicator.backend]
+        # Predictions have no process group.
+        if backend not in (None, _asked) and unused and dist.is_initialized():
             raise UserError(
                 f"init: backend={backend}: this job already uses {_communicator.backend}; leave "
                 "backend out"
@@ -90,7 +95,7 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     communicator = Communicator(world, timeout_s=timeout_s)
     if facts.local_world_size == 0:
         facts = placed(facts, communicator.gather_objects(facts.place))
-    _facts, _communicator = facts, communicator
+    _facts, _communicator, _asked = facts, communicator, backend
     atexit.unregister(_end_of_script)
     atexit.register(_end_of_script)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -130,9 +131,9 @@ class DecentralizedDataParallel(Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._closed and self.training and torch.is_grad_enabled():
-            raise UserError(
-                "this DecentralizedDataParallel is closed: nothing would be updated; call eval(), "
-                "or train the model itself with an optimizer"
+            warnings.warn(
+                "this DecentralizedDataParallel is closed: its backward passes update nothing",
+                stacklevel=2,
             )
         return self._model(*args, **kwargs)
 

@@ -90,8 +90,8 @@ class BackwardSchedule:
         """True if a pass has ended since `restart`."""
         self.unsent = False
         """True if gradients have been added under `paused` since the last pass."""
-        self._last: tuple[torch.Tensor, int] | None = None
-        """Smallest gradient of the last step, and its version."""
+        self._last: torch.Tensor | None = None
+        """Copy of the smallest gradient of the last step."""
         self.whole = True
         """False if other messages than those of the units carry gradients, too."""
         self._asked = False
@@ -154,13 +154,16 @@ class BackwardSchedule:
     def _set_by_script(self) -> bool:
         """Returns True if there are gradients other than 0 that are not those of the last step."""
         last, now = self._last, self._smallest()
-        same = last is not None and now is not None and last[0] is now[0] and last[1] == now[1]
+        same = False
+        if last is not None and now is not None and last.shape == now.shape:
+            same = torch.equal(last, now.to(last.device))
         held = (param.grad for param in self._unit_of if param.grad is not None)
         return not same and any(map(torch.any, held))
 
-    def _smallest(self) -> tuple[torch.Tensor, int] | None:
+    def _smallest(self) -> torch.Tensor | None:
+        """Returns a copy of the smallest parameter's gradient."""
         grads = (param.grad for param in self._by_size)
-        return next(((grad, grad._version) for grad in grads if grad is not None), None)
+        return next((grad.detach().clone() for grad in grads if grad is not None), None)
 
     def run_if_missing(self) -> None:
         """Communicates the current gradients unless a pass since `restart` has sent all of them.

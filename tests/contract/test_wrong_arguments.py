@@ -12,8 +12,7 @@ from torch import nn
 import dear
 import dear.bluefog as bf
 from dear.decentralized import DecentralizedDataParallel
-from dear.errors import UserError
-from tests.contract.loops import make_model, make_sgd, message
+from tests.contract.loops import make_model, make_sgd, message, mine, steps, wrap
 from tests.ranks import on_ranks
 
 
@@ -27,6 +26,7 @@ def _refused() -> list[tuple[str, Callable[[], object]]]:
     return [
         ("average must be True or False", lambda: dear.allreduce(square, "sum")),
         ("symmetric must be True or False", lambda: dear.allreduce(square, symmetric="yes")),
+        ("write symmetric=True", lambda: dear.allreduce(square, True, True)),
         ("got a Sequential; give model.state_dict()", lambda: broadcast(model)),
         ("got no pairs of names and tensors", lambda: broadcast(model.parameters())),
         ("'model' is a", lambda: broadcast({"model": state})),
@@ -67,13 +67,44 @@ def test_a_number_of_steps_that_is_not_whole_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_closed_model_refuses_to_train_and_still_evaluates() -> None:
+def test_a_closed_model_says_that_it_updates_nothing_and_still_evaluates() -> None:
     model = make_model()
     wrapped = DecentralizedDataParallel(
         model, lambda params: torch.optim.SGD(params, lr=0.1), topology="complete"
     )
     wrapped.close()
-    with pytest.raises(UserError, match="is closed: nothing would be updated"):
+    with pytest.warns(UserWarning, match="is closed: its backward passes update nothing"):
         wrapped(torch.ones(3, 6))
     assert isinstance(wrapped.eval()(torch.ones(3, 6)), torch.Tensor)
     assert isinstance(model, nn.Module)
+
+
+@on_ranks(2)
+def test_what_other_scripts_give_beside_the_model_is_taken() -> None:
+    model = make_model()
+    for named in (
+        list(model.named_parameters()),
+        dict(model.named_parameters()).items(),
+        ((name, param) for name, param in model.named_parameters() if param.requires_grad),
+    ):
+        dear.DistributedOptimizer(make_sgd(model), model, named_parameters=named).close()
+    dear.init("comm_core")
+    assert dear.allreduce(torch.ones(2), 0).tolist() == [2.0, 2.0]
+    dear.broadcast_parameters({"packed": (torch.ones(1), None), "x._extra_state": {"a": 1}})
+
+
+@pytest.mark.parametrize("name", ["wfbp", "dear"])
+@on_ranks(2)
+def test_gradients_that_the_script_sets_are_averaged_after_synchronize_too(name: str) -> None:
+    model = make_model()
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0), model, name)
+    steps(model, optimizer, mine())
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        param.grad.data.fill_(1.0 + dear.rank())
+    optimizer.synchronize()
+    optimizer.step()
+    optimizer.close()
+    after = nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.testing.assert_close(before - after, torch.full_like(before, 1.5))

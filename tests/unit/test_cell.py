@@ -26,7 +26,6 @@ from common.harness.trial import Trial
 from common.launch.job import Outcome
 from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Strain
-from dear.errors import UserError
 from tests.system.made import make_trial
 
 NAMES = ("ddp", "wfbp", "dear", "allreduce")
@@ -610,10 +609,7 @@ def test_the_scale_that_is_chosen_is_not_below_the_least(tmp_path, monkeypatch):
 
     assert chosen().time_scale == 1
     assert chosen(min_time_scale=3) == Choice(time_scale=3, reason="cluster.min_time_scale")
-    assert chosen(time_scale=2) == Choice(time_scale=2, reason="given")
-    for limit in ("min_time_scale", "max_time_scale"):
-        with pytest.raises(UserError, match=f"cluster.{limit}: no effect with time_scale"):
-            chosen(time_scale=2, **{limit: 3})
+    assert chosen(min_time_scale=3, time_scale=2) == Choice(time_scale=2, reason="given")
     quiet = chosen("10gbe")
     assert chosen("10gbe", foreign=0.2) == quiet
     beside = chosen("10gbe", foreign=1.0)

@@ -56,14 +56,6 @@ def test_what_only_a_run_has_is_refused_by_a_prediction(arguments, message, caps
     assert one_line(capsys.readouterr().err, message)
 
 
-def test_an_experiment_without_a_cluster_has_one_that_is_named(capsys):
-    assert main(["predict", "quick", "-k", "algorithm=ddp", "--json"]) == 0
-    words = "quick names no cluster: predicted for 4 hosts on 10gbe (--hosts, --network)"
-    assert words in capsys.readouterr().err
-    assert main(["predict", "quick", "-k", "algorithm=ddp", "--hosts", "2", "--json"]) == 0
-    assert "names no cluster" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common.harness import output
 from common.results.records import SCHEMA, FabricFacts, Record, Result, fabric_words
 from common.results.records.trust import Check, Note
 from common.results.store import (
@@ -209,18 +210,24 @@ def test_a_run_that_follows_a_crash_is_not_lost_with_it(tmp_path):
     assert runs(tmp_path) == [run]
 
 
-def test_links_and_devices_stay_what_they_are(tmp_path):
+def test_links_and_devices_stay_what_they_are(tmp_path, capfd):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("before")
     link.symlink_to(target)
-    write_whole(link, "after")
+    output.write_whole(link, "after")
     assert link.is_symlink() and target.read_text() == "after"
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    with pytest.raises(UserError, match=r"cannot write .*circle"):
+        output.write_whole(circle, "text")
     os.mkfifo(tmp_path / "pipe")
     reader = threading.Thread(target=(tmp_path / "pipe").read_text)
     reader.start()
     write_whole(tmp_path / "pipe", "text")
     reader.join(10)
     assert (tmp_path / "pipe").is_fifo() and not reader.is_alive()
+    output.write_whole(Path("/dev/stdout"), "shown")
+    assert capfd.readouterr().out == "shown"
 
 
 @pytest.mark.parametrize(

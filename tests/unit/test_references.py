@@ -420,6 +420,12 @@ def test_a_trial_that_no_variables_make_has_no_command():
         variables.command(experiment, experiment.trials()[-1])
 
 
+def test_another_programs_variable_beside_the_right_one_is_left_alone(machine):
+    given = {"method": "ddp", "METHOD": "dear", "methods": "all", "cluster": "predicted"}
+    flags, _ = variables.trial_flags(given)
+    assert any('"name": "ddp"' in flag for flag in flags)
+
+
 @pytest.mark.parametrize("name", ["METHOD", "Method", "DNN", "CREDIT_TUNNING", "nworker"])
 def test_a_variable_with_nearly_the_name_of_a_known_one_is_refused(name):
     with pytest.raises(UserError, match=f"unknown variable '{name}'"):
@@ -431,5 +437,5 @@ def test_bytescheduler_that_is_off_says_so_and_has_no_credit(machine):
         {"method": "bytescheduler", "USE_BYTESCHEDULER": "0", "cluster": "predicted"}
     )
     assert any('"name": "horovod", "label": "bytescheduler(off)"' in flag for flag in flags)
-    with pytest.raises(UserError, match="CREDIT=5: method bytescheduler has no such variable"):
+    with pytest.raises(UserError, match="CREDIT: no effect with USE_BYTESCHEDULER=0"):
         aliases.method("bytescheduler", {"USE_BYTESCHEDULER": "0", "CREDIT": "5"})

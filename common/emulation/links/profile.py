@@ -297,6 +297,6 @@ def network_names() -> list[str]:
 def network_file(path: Path) -> NetworkProfile:
     """Returns the profile of a network file; raises `UserError` if it is missing or invalid."""
     values = read_mapping(path, "network")
-    if values.get("name", path.stem) != path.stem:
+    if str(values.get("name", path.stem)) != path.stem:
         raise UserError(f"{path}: name: must be the file's name, {path.stem!r}, or left out")
     return build_options(NetworkProfile, {"name": path.stem, **values}, f"key of {path.name}")

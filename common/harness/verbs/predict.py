@@ -22,7 +22,6 @@ from common.harness.experiment_file import NOTHING_RUNS, CommandLine, find_exper
 from common.harness.trial import BASELINE, Trial
 from common.harness.verbs import Status
 from common.harness.verbs.run import add_cluster, add_custom, add_experiment, cluster_overrides
-from common.machine.yaml_files import read_mapping
 from common.models.profile import Profile
 from common.models.registry import profile_of
 from common.virtual.costs.engines import ENGINES
@@ -124,17 +123,6 @@ def _overrides(options: argparse.Namespace, fixed: bool) -> list[str]:
     ]
 
 
-def _print_assumed_cluster(experiment: Experiment, path: Path, options: argparse.Namespace) -> None:
-    """Prints a line if neither the file nor the command names a cluster."""
-    given = options.hosts or any(text.startswith("cluster") for text in options.set)
-    cluster = experiment.cluster
-    if cluster is not None and not given and "cluster" not in read_mapping(path, "experiment"):
-        print(
-            f"{experiment.name} names no cluster: predicted for {cluster.hosts} hosts on "
-            f"{cluster.network} (--hosts, --network)"
-        )
-
-
 def main(options: argparse.Namespace) -> int:
     """Prints the predictions; the exit status is 1 if no trial has one."""
     from common.harness import output
@@ -150,7 +138,6 @@ def main(options: argparse.Namespace) -> int:
         require_predicted(experiment)
         everything = experiment.trials()
         CommandLine.of(options).print_assumption(experiment)
-        _print_assumed_cluster(experiment, path, options)
 
     from common.harness.running import plan
     from common.results.tables.predicted import overview, reach_text, table_of

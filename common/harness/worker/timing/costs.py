@@ -20,10 +20,11 @@ _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
 BUDGET_S, MOST_BUDGET_S = 0.5, 10.0
 """Least and largest budget for each of the four operations, in seconds of the modelled cluster."""
-BARRIERS, TIMED_BARRIERS = 100, 3
+BARRIERS, TIMED_BARRIERS = 150, 3
 """The budget is also at least `BARRIERS` times the typical time of `TIMED_BARRIERS` barriers. Each
 message follows a barrier, which takes as long as the message between distant sites. There,
-`BUDGET_S` would end before the messages are large enough to show the cost of a byte."""
+`BUDGET_S` would end before the messages are large enough to show the cost of a byte. There, sizes
+grow by 4, not 2."""
 SENDER_BUDGET_S = 1.5
 """Budget for each kind of message of a library that sends messages itself. It is longer: such a
 library does not report at which size its algorithm changes, so beta needs large messages."""
@@ -42,8 +43,7 @@ def time_collectives(
         first: earlier measurements. If they are given, only their two largest sizes are timed
             again. On slow links, these are smaller than `nbytes`.
     """
-    sizes = sizes_up_to(nbytes, communicator.burst_bytes)
-    budget_s = _budget_s(communicator)
+    sizes, budget_s = _plan(communicator, nbytes, BUDGET_S)
     return [
         measure_collective(
             communicator,
@@ -72,7 +72,7 @@ def time_sender(communicator: Communicator, sender: Sender, nbytes: int) -> list
     The first measurement is of one tensor, the second of two tensors that start together. All ranks
     must call this together, after some earlier messages.
     """
-    sizes = sizes_up_to(nbytes, communicator.burst_bytes)
+    sizes, budget_s = _plan(communicator, nbytes, SENDER_BUDGET_S)
     two = [size for size in sizes if size <= (sender.fusion_bytes or sizes[-1])]
     chosen = {1: sizes, 2: two if len(two) >= _LEAST_SIZES else []}
     return [
@@ -81,7 +81,7 @@ def time_sender(communicator: Communicator, sender: Sender, nbytes: int) -> list
             sender,
             sizes=some,
             tensors=tensors,
-            budget_s=SENDER_BUDGET_S,
+            budget_s=budget_s,
         )
         for tensors, some in chosen.items()
         if some
@@ -129,8 +129,9 @@ def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
     return sizes
 
 
-def _budget_s(communicator: Communicator) -> float:
-    """Returns the seconds of the modelled cluster that one operation may take, on all ranks."""
+def _plan(communicator: Communicator, nbytes: int, least_s: float) -> tuple[Sequence[int], float]:
+    """Returns the sizes in bytes, and the seconds of the modelled cluster that one operation may
+    take, the same on all ranks."""
     communicator.barrier()  # the ranks may arrive at different times
     times = []
     for _ in range(TIMED_BARRIERS):
@@ -138,7 +139,11 @@ def _budget_s(communicator: Communicator) -> float:
         communicator.barrier()
         times.append(communicator.clock() - began_s)
     barrier_s = statistics.median(times) / communicator.time_scale
-    return min(max(BUDGET_S, BARRIERS * communicator.broadcast_object(barrier_s)), MOST_BUDGET_S)
+    wanted_s = BARRIERS * communicator.broadcast_object(barrier_s)
+    sizes = sizes_up_to(nbytes, communicator.burst_bytes)
+    if wanted_s <= least_s:
+        return sizes, least_s
+    return sizes[::-2][::-1], min(wanted_s, MOST_BUDGET_S)
 
 
 def _drift(first: Measurement, again: Measurement) -> float:

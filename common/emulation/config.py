@@ -17,8 +17,6 @@ MOST_TIME_SCALE = 10_000
 """Largest accepted time scale; with a larger one, the shortest sweep would last for days."""
 
 
-MOST_WORKERS = 1 << 16
-"""Largest number of workers of an experiment."""
 EMULATED_ONLY = ("time_scale", "min_time_scale", "max_time_scale", "links", "congestion")
 """Keys of `ClusterConfig` that have no meaning for a predicted cluster."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from common.emulation.config import MOST_WORKERS, ClusterConfig, Fault
+from common.emulation.config import ClusterConfig, Fault
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
 from common.emulation.links import check as check_links
@@ -36,6 +36,7 @@ from common.models.registry import (
 )
 from common.paths import BUILD
 from common.results.records import base_among
+from common.virtual.over import MOST_WORKERS
 from dear.algorithms import aliases
 from dear.comm.backends import missing_comm_core
 from dear.errors import UserError, unknown

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.emulation.config import MOST_WORKERS
 from common.virtual.costs.parts import Platform
 from dear.errors import UserError, one_of
 
@@ -15,6 +14,9 @@ LOW_GBPS, HIGH_GBPS = 0.1, 10_000.0
 """Range in which `reached` looks for a bandwidth."""
 PRECISE = 0.01
 """Relative width of the interval at which bisection stops."""
+
+MOST_WORKERS = 1 << 16
+"""Largest number of workers of an experiment."""
 
 
 @dataclass(frozen=True, kw_only=True)

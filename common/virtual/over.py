@@ -98,9 +98,12 @@ def points(text: str) -> list[Point]:
         right = all(0 < value < math.inf and value <= most for value in values)
         whole = name != "workers" or (right and all(value.is_integer() for value in values))
         if not values or not right or not whole:
-            what = f"whole numbers up to {MOST_WORKERS}" if name == "workers" else "numbers"
+            what, limit = "numbers", ""
+            if name == "workers":
+                what, limit = "whole numbers", f", at most {MOST_WORKERS},"
             raise UserError(
-                f"--over {name}: must be {what} above 0 with commas between them, got {listed!r}"
+                f"--over {name}: must be {what} above 0{limit} with commas between them, got "
+                f"{listed!r}"
             )
     return [Point(axis=name, value=value) for value in dict.fromkeys(values)]
 

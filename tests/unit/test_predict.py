@@ -63,8 +63,14 @@ def test_what_only_a_run_has_is_refused_by_a_prediction(arguments, message, caps
         ("predict quick --set cluster=null", "a prediction needs cluster.kind=predicted"),
         ("advise --model resnet50 --set cluster=null", "a prediction needs cluster.kind"),
         ("advise --model resnet50 --set algorithms=[ddp,dear]", "--set algorithms: advise chooses"),
-        ("predict --over workers=1e9", "--over workers: must be whole numbers up to 65536"),
-        ("predict --over workers=2,nan", "--over workers: must be whole numbers up to 65536"),
+        (
+            "predict --over workers=1e9",
+            "--over workers: must be whole numbers above 0, at most 65536,",
+        ),
+        (
+            "predict --over workers=2,nan",
+            "--over workers: must be whole numbers above 0, at most 65536,",
+        ),
         ("predict --over bandwidth=inf", "--over bandwidth: must be numbers above 0"),
         (
             "predict --alpha-ms 1 --beta-ns 1 --set cluster.network=1gbe",

@@ -196,20 +196,18 @@ def _convert_union(value: object, hints: Sequence[object], what: str, path: str)
 
 
 def _convert_scalar(value: object, hint: type, what: str, path: str) -> object:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise _mismatch(what, path, value, "a number below 1e308") from None
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 1e-3 (no dot) as text.
         try:
             return float(value)
         except ValueError:
             raise _mismatch(what, path, value, "a number") from None
-    plain = isinstance(value, bool | int | float | str | Sequence | Mapping)
-    if hint is float and not plain and hasattr(value, "__float__"):  # of numpy or torch
-        return float(value)
+    # Numbers of numpy and torch count, too.
+    if hint is float and not isinstance(value, bool | str) and hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except OverflowError:
+            raise _mismatch(what, path, value, "a number below 1e308") from None
     right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
     if right and isinstance(value, int) and abs(value) >= 1 << 63:
         raise _mismatch(what, path, value, "a whole number of less than 64 bits")
@@ -236,9 +234,8 @@ def true_or_false(name: str, value: object) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
-    if isinstance(
-        value, bool | str | bytes | Sequence | Mapping
-    ):  # tapes have numbers of their own
+    # Predictions have numbers of their own types, so only what is no number is named.
+    if isinstance(value, bool | str | bytes | Sequence | Mapping):
         raise UserError(f"{name} must be a number, got {value!r}")
 
 

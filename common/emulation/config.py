@@ -43,9 +43,8 @@ class ClusterConfig:
     """Real seconds per emulated second; null: chosen to suit this machine."""
     min_time_scale: float = 1.0
     """Smallest time scale that is chosen automatically for replayed models; models that compute
-    run at 1. A larger one has a smaller systematic
-    error. Later runs of the same sweep keep their scale, so a larger one also leaves room for
-    heavier algorithms that you add later."""
+    run at 1. A larger one has a smaller systematic error. Later runs of the same sweep keep their
+    scale, so a larger one also leaves room for heavier algorithms that you add later."""
     max_time_scale: float = 40.0
     """Largest time scale that is chosen automatically. A trial that needs a larger one is
     `unsupported`: too heavy for this machine. If only a later repeat shows this, its result is kept

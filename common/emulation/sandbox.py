@@ -47,9 +47,9 @@ _PROBE = (
     "tc qdisc add dev probe0 root tbf rate 1gbit burst 128kb limit 1mb",
 )
 
-_LACKING = ("not supported", "Unknown device type", "nknown qdisc", "No such file or directory")
-_LACKING += ("qdisc kind is unknown", "qdisc not found")
-"""Answers of a kernel that does not have a kind of link or queue."""
+_LACKING = ("not supported", "Unknown device type", "No such file or directory")
+_LACKING += ("Unknown qdisc", "qdisc kind is unknown", "qdisc not found")
+"""Answers of ip and tc if the kernel does not have a kind of link or queue."""
 
 
 def inside() -> bool:

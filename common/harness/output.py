@@ -64,11 +64,13 @@ def write(folder: Path, records: Sequence[Record], compare_to: str) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that a user has named; raises `UserError` if it cannot be written.
 
-    It is written atomically. If it is a link, the link stays, and the file to which it points is
-    written.
+    A regular file is written atomically. A link stays, and the file to which it points is written.
+    A device or a pipe is written as it is.
     """
+    special = path.exists() and not (path.is_file() or path.is_dir())
     try:
-        if str(path).startswith(("/dev/", "/proc/")):  # may be a file that others are writing
+        # /dev/stdout may be a regular file, to which others are writing.
+        if special or str(path).startswith(("/dev/", "/proc/")):
             with path.open("a", encoding="utf-8") as file:
                 file.write(text)
         else:

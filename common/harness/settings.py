@@ -59,8 +59,8 @@ class MeasureConfig:
     """Extra repeats of emulated trials at 2k, twice their time scale. They estimate the systematic
     error, and are not part of the result."""
     warmup_steps: int = 3
-    """Smallest number of untimed steps. Steps in which the algorithm reports that it
-    tunes itself are untimed, too."""
+    """Smallest number of untimed steps. Steps in which the algorithm reports that it tunes itself
+    are untimed, too."""
     num_iters: int = 1
     """Blocks of steps per repeat, with a barrier before each block. With 1, the first repeat of a
     model that computes has two blocks of half the steps."""

@@ -21,6 +21,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +73,17 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
     if given["rdma"] not in NETWORKS:
         raise unknown("rdma", given["rdma"], NETWORKS)
     given_here = {name: environ[name] for name in aliases.VARIABLES if name in environ}
-    algorithm, options = aliases.method(given["method"], given_here)
-    usual = aliases.method(given["method"], {})[1]
-    changed = [f"{key}={value}" for key, value in options.items() if usual.get(key) != value]
-    if algorithm == "horovod" and given["method"] == "bytescheduler":
-        changed = ["off"]  # USE_BYTESCHEDULER=0
+    over_nccl = given["cluster"] == PREDICTED or (not given["cluster"] and _gpus() > 0)
+    named = partial(aliases.method, given["method"], limits_credit=not over_nccl)
+    algorithm, options = named(given_here)
+    usual_algorithm, usual = named({})
+    changed = [] if algorithm == usual_algorithm else [algorithm]
+    changed += [f"{key}={value}" for key, value in options.items() if usual.get(key) != value]
     label = given["method"] + (f"({','.join(changed)})" if changed else "")
     values: dict[str, Any] = {
         "algorithms": [{"name": algorithm, "label": label, "options": options}],
         "world_sizes": [numbers["nworkers"]],
     }
-    over_nccl = given["cluster"] == "predicted" or (not given["cluster"] and _gpus())
-    if algorithm == "bytescheduler" and over_nccl and not environ.get("CREDIT"):
-        options.pop("credit_mb", None)  # NCCL cannot limit the bytes in flight
     model = {"name": given["dnn"], "batch_size": numbers["bs"]}
     if given["dnn"].startswith("bert") or environ.get("senlen"):
         model["sentence_len"] = numbers["senlen"]
@@ -93,7 +92,7 @@ def trial_flags(environ: Mapping[str, str], planned: bool = False) -> tuple[list
         place, words = _by_hand(given, by_hand)
     elif given["cluster"]:
         one_of("cluster", given["cluster"], dict.fromkeys(CLUSTERS, ""))
-        if given["cluster"] == "emulated":
+        if given["cluster"] != PREDICTED:
             model["name"] = _replayed(given["dnn"])
         place, words = _emulated(given, numbers["nworkers"])
     else:

@@ -24,7 +24,7 @@ from dear.errors import UserError, unknown
 ENVS = CONFIGS / "envs.conf"
 _HERE = ("localhost", "127.0.0.1", "::1")
 _OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES", "COMM_CORE_HOST_ID")
-"""Variables of libraries whose value differs between hosts."""
+"""Variables whose value differs between hosts. Instead, envs.conf chooses the GPUs of a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ class Envs:
 
     @property
     def python(self) -> list[str]:
-        """Python of the ranks, and its flags (with torchrun, those of its agent only)."""
+        """Python of the ranks, and its flags."""
         path, dash, flags = self.PY.partition(" -")
         return [path or sys.executable, *(dash + flags).split()]
 
@@ -299,7 +299,7 @@ def interface(options: NetworkOptions, envs: Envs, hosts: Sequence[Host] | None)
 
 def elsewhere() -> dict[str, str]:
     """Returns the variables of this process that change the behaviour of libraries, for the ranks
-    on other hosts. `_OF_ONE_HOST` are not among them: envs.conf chooses a host's GPUs."""
+    on other hosts, without those of one host (`_OF_ONE_HOST`)."""
     return {k: v for k, v in library_variables().items() if k not in _OF_ONE_HOST}
 
 

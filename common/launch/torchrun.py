@@ -37,6 +37,8 @@ class TorchrunLauncher(PerHostLauncher):
         nodes += ["--nproc-per-node", str(used[index].count)]
         if tied:  # by default, torchrun leaves a folder with temporary files behind
             nodes += ["--log-dir", str(job.folder.resolve() / f"torchrun-{job.repeat}-{index}")]
+        # By itself, torchrun would start the ranks with -u, and without the flags of envs.conf.
+        nodes += ["--no-python", *python, "-u"]
         return [*start, "-m", "torch.distributed.run", *nodes, *job.worker]
 
     def _log(self, job: Job, block: Block) -> Path:

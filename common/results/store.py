@@ -34,14 +34,7 @@ def append(path: Path, record: Record) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file atomically; raises `OSError` with its name, and leaves no part of it behind.
-
-    A device or a pipe is written as it is.
-    """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-        return
+    """Writes a file atomically; raises `OSError` with its name, and leaves no part of it behind."""
     half = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         half.write_text(text, encoding="utf-8")
@@ -198,17 +191,18 @@ def merge(parts: Sequence[Path], into: Path) -> Comparison:
     newest = [latest(load(part / "records.jsonl")) for part in parts]
     records = [record for part in newest for record in part.values()]
     into.mkdir(parents=True)
-
-    def rank(record: Record) -> tuple[bool, bool, bool]:
-        return record.ok, passing_flag(record) is None, flag(record) is None
-
-    for record in sorted(records, key=rank):
+    for record in sorted(records, key=_quality):
         append(into / "records.jsonl", record)
     comparisons[0].save(into)
     save_foreseen(into, [r for part in parts for r in comparisons[0].results(part)])
     for run in dict.fromkeys(run for part in parts for run in runs(part)):
         run.save(into)
     return comparisons[0]
+
+
+def _quality(record: Record) -> tuple[bool, bool, bool]:
+    """Returns a key by which the best record of a trial is the last one."""
+    return record.ok, passing_flag(record) is None, flag(record) is None
 
 
 _EXPERIMENT, _RUNS = "experiment.json", "runs.jsonl"
@@ -310,14 +304,13 @@ class Comparison:
         try:
             values = json.loads(path.read_bytes())
             lists = {key: tuple(values.get(key, ())) for key in ("trials", "labels", "worlds")}
-            result = cls(compare_to=values["compare_to"], **lists)
+            if len(lists["labels"]) not in (0, len(lists["trials"])):
+                raise ValueError("a label for each trial, or none")
+            return cls(compare_to=values["compare_to"], **lists)
         except (AttributeError, KeyError, TypeError, ValueError):
-            result = None
-        if result is None or len(result.labels) not in (0, len(result.trials)):
             raise UserError(
                 f"{path} is damaged: run the sweep again; it continues where it stopped"
-            )
-        return result
+            ) from None
 
     def results(self, folder: Path) -> list[Record]:
         """Returns the newest record of each trial that has one, with the trial's present label."""

@@ -66,12 +66,16 @@ def suite_name(algorithm: str, options: Mapping[str, object]) -> str:
     return algorithm
 
 
-def method(name: str, variables: Mapping[str, str]) -> tuple[str, Settings]:
+def method(
+    name: str, variables: Mapping[str, str], *, limits_credit: bool = True
+) -> tuple[str, Settings]:
     """Returns the algorithm and options for a method of DeAR's suite with these variables.
 
     Args:
         name: an algorithm or an alias.
         variables: given values of `VARIABLES`, as text; an empty text counts as not given.
+        limits_credit: False if the engine cannot limit the bytes in flight, as with NCCL. Then the
+            suite's default of CREDIT is left out.
 
     Raises:
         UserError: the method has no such variable, or the variable does not take this value.
@@ -79,6 +83,8 @@ def method(name: str, variables: Mapping[str, str]) -> tuple[str, Settings]:
     algorithm, options = resolved(name, {})
     given = _Given(name, {key: text for key, text in variables.items() if text != ""})
     _METHODS.get(algorithm, _of_others)(given, options)
+    if not limits_credit and not variables.get("CREDIT"):
+        options.pop("credit_mb", None)
     if algorithm == "bytescheduler" and options.pop("off", False):
         algorithm = "horovod"
     if algorithm in ("wfbp", "mgwfbp"):
@@ -152,7 +158,7 @@ def _translate_compression(name: str, result: Settings) -> None:
             f"is_sparse=False: compression={compression!r} sends some elements only; leave one of "
             "both out"
         )
-    if compression == "none" and name != "mgs":  # it always compresses, and refuses "none"
+    if compression == "none" and name != "mgs":  # which always compresses, and refuses "none"
         result.pop("compression", None)
 
 

@@ -374,7 +374,7 @@ class Sharded(Between):
             states = iter(self._loaded.items())
         else:
             states = before.whole_state()
-            self._loaded = before._loaded if stands(self._optimizer) else {}
+            self._loaded = before._loaded if is_untouched(self._optimizer) else {}
         moved: dict[object, State] = {
             segments[param].tensor: {
                 key: _cut(key, value, segments[param]) for key, value in whole.items()
@@ -398,7 +398,7 @@ class Sharded(Between):
         A rank that has loaded state since the last update yields the loaded state: it may be the
         only rank that has loaded, and may broadcast the state next.
         """
-        loaded = self._loaded if stands(self._optimizer) else {}
+        loaded = self._loaded if is_untouched(self._optimizer) else {}
         pairs = list(zip(self.parts, self._segments, strict=True))
         report = [self._described(part, owned) for part, owned in pairs]
         reports = self._communicator.gather_objects(report)
@@ -518,8 +518,8 @@ class WatchedState(defaultdict[Any, State]):
         return (defaultdict, (dict, dict(self)))
 
 
-def stands(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns False if the script has cleared or replaced the optimizer's `WatchedState`."""
+def is_untouched(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True unless the script has cleared or replaced the optimizer's `WatchedState`."""
     return not getattr(optimizer.state, "cleared", True)
 
 

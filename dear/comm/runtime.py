@@ -48,7 +48,8 @@ _at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Joins the job that torchrun, mpirun, srun or horovodrun started, or starts a job of one rank.
 
-    If the script has already made a process group, this group is used. A second call does nothing.
+    If the script has already made a process group, this group is used. A second call changes
+    nothing, and refuses another backend.
 
     Args:
         backend: `comm_core`, `gloo`, `nccl`, `mpi` or another that torch.distributed knows. The
@@ -57,7 +58,8 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
 
     Raises:
         UserError: the environment contradicts itself, gives the ranks no meeting point, or a rank
-            was started twice or not at all. All ranks that have joined raise this error.
+            was started twice or not at all. All ranks that have joined raise this error. Or an
+            argument is invalid, or the job already uses another backend.
         Unavailable: the backend is not built.
     """
     global _facts, _communicator, _asked
@@ -65,14 +67,13 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     if backend is not None and not isinstance(backend, str):
         raise UserError(f"init: backend must be a name, got {backend!r}")
     if _communicator is not None:
-        names = {part.rpartition(":")[2] for part in (backend or "").split(",")}
-        unused = [name for name in names if name not in _communicator.backend]
-        # Predictions have no process group.
-        if backend not in (None, _asked) and unused and dist.is_initialized():
-            raise UserError(
-                f"init: backend={backend}: this job already uses {_communicator.backend}; leave "
-                "backend out"
-            )
+        if backend not in (None, _asked) and dist.is_initialized():  # predictions have no group
+            names = {part.rpartition(":")[2] for part in backend.split(",")}
+            if any(name not in _communicator.backend for name in names):
+                raise UserError(
+                    f"init: backend={backend}: this job already uses {_communicator.backend}; "
+                    "leave backend out"
+                )
         return
     if not dist.is_initialized():
         facts = rank_facts()

@@ -14,7 +14,7 @@ from dear.errors import UserError
 
 _PACKAGES = Path(__file__).parents[2]
 """Folder with the packages of this project."""
-_OWN = ("bench", "benchmarks", "common", "dear", "plots", "tests")
+_OWN = ("bench", "benchmarks", "common", "dear", "dear_bench", "plots", "setup", "tests")
 """Modules of this project in `_PACKAGES`."""
 
 

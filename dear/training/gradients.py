@@ -91,8 +91,8 @@ class BackwardSchedule:
         self.unsent = False
         """True if gradients have been added under `paused` since the last pass."""
         self._last: torch.Tensor | None = None
-        """Copy of the smallest gradient of the last step."""
-        self.whole = True
+        """Some elements of a gradient of the last step (`_sample`)."""
+        self.carries_all = True
         """False if other messages than those of the units carry gradients, too."""
         self._asked = False
         """True if `synchronize()` found no gradients of this rank since the last step or pass."""
@@ -125,7 +125,7 @@ class BackwardSchedule:
     def restart(self) -> None:
         """Forgets the last pass: the next step needs a new one."""
         self.passed = self._asked = False
-        self._last = self._smallest()
+        self._last = self._sample()
 
     def forget(self) -> None:
         """Forgets discarded gradients, also those of a pass that ended with an error."""
@@ -135,7 +135,7 @@ class BackwardSchedule:
 
     def synchronized(self) -> None:
         """Notes a call of `synchronize()`, which averages nothing without a pass."""
-        self._asked = self.whole and not self.passed and self._communicator.size > 1
+        self._asked = self.carries_all and not self.passed and self._communicator.size > 1
 
     def refuse_unaveraged(self) -> None:
         """Raises `UserError` in a step without a pass if the script has synchronized before.
@@ -153,17 +153,21 @@ class BackwardSchedule:
 
     def _set_by_script(self) -> bool:
         """Returns True if there are gradients other than 0 that are not those of the last step."""
-        last, now = self._last, self._smallest()
-        same = False
-        if last is not None and now is not None and last.shape == now.shape:
-            same = torch.equal(last, now.to(last.device))
+        last, now = self._last, self._sample()
+        if last is not None and now is not None and torch.equal(last, now.to(last)):
+            return False
         held = (param.grad for param in self._unit_of if param.grad is not None)
-        return not same and any(map(torch.any, held))
+        return any(torch.any(grad.to_dense()) for grad in held)
 
-    def _smallest(self) -> torch.Tensor | None:
-        """Returns a copy of the smallest parameter's gradient."""
-        grads = (param.grad for param in self._by_size)
-        return next((grad.detach().clone() for grad in grads if grad is not None), None)
+    def _sample(self) -> torch.Tensor | None:
+        """Returns a copy of the first elements of a gradient; None without a dense gradient.
+
+        A script may write to `p.grad.data`, which raises no version counter.
+        """
+        for param in self._unit_of:
+            if param.grad is not None and param.grad.layout is torch.strided:
+                return param.grad.detach()[(slice(4),) * param.dim()].clone()
+        return None
 
     def run_if_missing(self) -> None:
         """Communicates the current gradients unless a pass since `restart` has sent all of them.
@@ -178,7 +182,6 @@ class BackwardSchedule:
     def _set_units(self, units: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         self._units = units
         self._unit_of = {param: i for i, unit in enumerate(units) for param in unit}
-        self._by_size = sorted(self._unit_of, key=torch.Tensor.numel)
 
     def _begin(self) -> None:
         if self._unfinished:

@@ -76,7 +76,6 @@ def test_a_closed_model_says_that_it_updates_nothing_and_still_evaluates() -> No
     with pytest.warns(UserWarning, match="is closed: its backward passes update nothing"):
         wrapped(torch.ones(3, 6))
     assert isinstance(wrapped.eval()(torch.ones(3, 6)), torch.Tensor)
-    assert isinstance(model, nn.Module)
 
 
 @on_ranks(2)

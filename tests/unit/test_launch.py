@@ -118,14 +118,15 @@ def test_what_does_not_fit_is_refused(name, hosts, options, words, tools):
 
 
 def test_two_node_torchrun(conf):
-    conf("ETH_INTERFACE=eth7\n")
+    conf('ETH_INTERFACE=eth7\nPY="/opt/python -W ignore"\n')
     printed = make_launcher("torchrun", hosts=real("a", "b"), world_size=4).command(a_job(3))
     first, second = printed.split(" & ")
     for place, (host, text) in enumerate((("a", first), ("b", second))):
         words = shlex.split(text)
         assert words[0] == "ssh" and words[-2] == host
         assert f"--nnodes 2 --node-rank {place} --master-addr a --master-port 29500" in words[-1]
-        assert f"--nproc-per-node {2 - place} -m worker /logs/t 0" in words[-1]
+        ranks = "--no-python /opt/python -W ignore -u -m worker /logs/t 0"
+        assert f"--nproc-per-node {2 - place} {ranks}" in words[-1]
         assert "GLOO_SOCKET_IFNAME=eth7" in words[-1]
 
 

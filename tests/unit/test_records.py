@@ -223,7 +223,7 @@ def test_links_and_devices_stay_what_they_are(tmp_path, capfd):
     os.mkfifo(tmp_path / "pipe")
     reader = threading.Thread(target=(tmp_path / "pipe").read_text)
     reader.start()
-    write_whole(tmp_path / "pipe", "text")
+    output.write_whole(tmp_path / "pipe", "text")
     reader.join(10)
     assert (tmp_path / "pipe").is_fifo() and not reader.is_alive()
     output.write_whole(Path("/dev/stdout"), "shown")

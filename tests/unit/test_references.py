@@ -436,6 +436,6 @@ def test_bytescheduler_that_is_off_says_so_and_has_no_credit(machine):
     flags, _ = variables.trial_flags(
         {"method": "bytescheduler", "USE_BYTESCHEDULER": "0", "cluster": "predicted"}
     )
-    assert any('"name": "horovod", "label": "bytescheduler(off)"' in flag for flag in flags)
+    assert any('"name": "horovod", "label": "bytescheduler(horovod)"' in flag for flag in flags)
     with pytest.raises(UserError, match="CREDIT: no effect with USE_BYTESCHEDULER=0"):
         aliases.method("bytescheduler", {"USE_BYTESCHEDULER": "0", "CREDIT": "5"})

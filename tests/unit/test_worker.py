@@ -379,6 +379,8 @@ def test_sizes_reach_the_models_gradients_within_reason():
     assert sizes(3 << 20) == [4096 << power for power in range(10)]
     assert sizes(1 << 40)[-1] == 64 << 20
     assert sizes(4, burst_bytes=1 << 17)[-2:] == [1 << 20, 2 << 20], "large beside the burst"
+    assert sizes(4, growth=4) == [4096, 16384, 65536], "a fit needs three"
+    assert sizes(14 << 20, growth=4)[-2:] == [4 << 20, 16 << 20]
 
 
 def _measure(time_scale):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dear.buckets.compressors import CompressedOptions, Compression
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total
-from dear.buckets.updates import WatchedState, beside, run_hooks, stands
+from dear.buckets.updates import WatchedState, beside, is_untouched, run_hooks
 from dear.comm.backends import mismatch_errors
 from dear.comm.communicator import Communicator
 from dear.cost.overlap import Overlap, Transfer
@@ -448,7 +448,7 @@ class ZeroUpdate:
                 result[params[index]] = {
                     key: beside(value, params[index]) for key, value in state.items()
                 }
-        return self._loaded if self._loaded and stands(self._optimizer) else result
+        return self._loaded if self._loaded and is_untouched(self._optimizer) else result
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:

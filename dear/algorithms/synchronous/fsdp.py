@@ -118,7 +118,7 @@ class _FsdpEngine(AveragingEngine):
             min_bytes=replica.options.min_mb * MIB,
         )
         super().__init__(replica, self._sharded.rest)
-        self.schedule.whole = False
+        self.schedule.carries_all = False
         self._point_to(self._sharded.of)
         self.resume({})
         self._sharded.meet()

@@ -21,10 +21,11 @@ _LEAST_SIZES = 3
 BUDGET_S, MOST_BUDGET_S = 0.5, 10.0
 """Least and largest budget for each of the four operations, in seconds of the modelled cluster."""
 BARRIERS, TIMED_BARRIERS = 150, 3
-"""The budget is also at least `BARRIERS` times the typical time of `TIMED_BARRIERS` barriers. Each
-message follows a barrier, which takes as long as the message between distant sites. There,
-`BUDGET_S` would end before the messages are large enough to show the cost of a byte. There, sizes
-grow by 4, not 2."""
+"""Barriers whose time is the budget if it is more than the least one, and barriers that are timed.
+Each message follows a barrier. Between distant sites, a barrier takes as long as a message, so the
+least budget would end before messages are large enough to show the cost of a byte."""
+DISTANT_GROWTH = 4
+"""Growth of the sizes between distant sites, where each size costs much time."""
 SENDER_BUDGET_S = 1.5
 """Budget for each kind of message of a library that sends messages itself. It is longer: such a
 library does not report at which size its algorithm changes, so beta needs large messages."""
@@ -43,7 +44,7 @@ def time_collectives(
         first: earlier measurements. If they are given, only their two largest sizes are timed
             again. On slow links, these are smaller than `nbytes`.
     """
-    sizes, budget_s = _plan(communicator, nbytes, BUDGET_S)
+    sizes, budget_s = _sizes_and_budget(communicator, nbytes, BUDGET_S)
     return [
         measure_collective(
             communicator,
@@ -72,7 +73,7 @@ def time_sender(communicator: Communicator, sender: Sender, nbytes: int) -> list
     The first measurement is of one tensor, the second of two tensors that start together. All ranks
     must call this together, after some earlier messages.
     """
-    sizes, budget_s = _plan(communicator, nbytes, SENDER_BUDGET_S)
+    sizes, budget_s = _sizes_and_budget(communicator, nbytes, SENDER_BUDGET_S)
     two = [size for size in sizes if size <= (sender.fusion_bytes or sizes[-1])]
     chosen = {1: sizes, 2: two if len(two) >= _LEAST_SIZES else []}
     return [
@@ -117,21 +118,23 @@ def to_json(
     ]
 
 
-def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
-    """Returns sizes of messages in bytes, each twice the previous one.
+def sizes_up_to(nbytes: int, burst_bytes: int = 0, growth: int = 2) -> list[int]:
+    """Returns sizes of messages in bytes, each `growth` times the previous one.
 
     There are at least three sizes. Two of them are much larger than `burst_bytes`, the bytes that
     links pass without delay.
     """
-    sizes = [_SMALLEST << power for power in range(_LEAST_SIZES)]
+    sizes = [_SMALLEST * growth**power for power in range(_LEAST_SIZES)]
     while sizes[-2] < LARGE * 2 * burst_bytes or (2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST):
-        sizes.append(sizes[-1] << 1)
+        sizes.append(sizes[-1] * growth)
     return sizes
 
 
-def _plan(communicator: Communicator, nbytes: int, least_s: float) -> tuple[Sequence[int], float]:
-    """Returns the sizes in bytes, and the seconds of the modelled cluster that one operation may
-    take, the same on all ranks."""
+def _sizes_and_budget(
+    communicator: Communicator, nbytes: int, least_s: float
+) -> tuple[list[int], float]:
+    """Returns the sizes of messages in bytes, and the budget of one operation in seconds of the
+    modelled cluster; both are the same on all ranks."""
     communicator.barrier()  # the ranks may arrive at different times
     times = []
     for _ in range(TIMED_BARRIERS):
@@ -140,10 +143,10 @@ def _plan(communicator: Communicator, nbytes: int, least_s: float) -> tuple[Sequ
         times.append(communicator.clock() - began_s)
     barrier_s = statistics.median(times) / communicator.time_scale
     wanted_s = BARRIERS * communicator.broadcast_object(barrier_s)
-    sizes = sizes_up_to(nbytes, communicator.burst_bytes)
     if wanted_s <= least_s:
-        return sizes, least_s
-    return sizes[::-2][::-1], min(wanted_s, MOST_BUDGET_S)
+        return sizes_up_to(nbytes, communicator.burst_bytes), least_s
+    sizes = sizes_up_to(nbytes, communicator.burst_bytes, DISTANT_GROWTH)
+    return sizes, min(wanted_s, MOST_BUDGET_S)
 
 
 def _drift(first: Measurement, again: Measurement) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -86,8 +88,14 @@ WARM_SHARE, WARM_CALLS = 0.4, 4
 ENOUGH_S = 0.1
 """`measured_call` tries no larger size after a call that takes longer than this."""
 LEAST_SIZES = 3
-QUEUE, QUEUED_FROM = 8, 16 << 10
-"""Messages per measured queue, and the smallest size in bytes that is measured in a queue."""
+QUEUE, FEW_QUEUED, QUEUED_FROM = 8, 3, 16 << 10
+"""Messages per measured queue, below `MANY_BELOW` bytes and above; and the smallest size in bytes
+that is measured in a queue."""
+SLOW_START_UP = 0.25
+"""Share of the start-up in the time of a message from which a queue of messages of at least
+`MANY_BELOW` bytes is measured. A smaller share does not stand out from the times of the bytes."""
+DISTANT_BARRIER_S, TIMED_BARRIERS = 3e-3, 3
+"""Seconds of a barrier from which ranks count as distant, and barriers that are timed."""
 MOST_BITS = 64
 """Exponent of the largest size that `start_up_bytes` tries."""
 
@@ -137,23 +145,24 @@ def measure_collective(
         wanted,
         lambda nbytes: partial(calls.seconds, calls.of(nbytes)),
         left_s=left_s,
+        of_ranks=calls.lead.of_ranks,
         repeats=repeats,
         free_bytes=0.0 if known else calls.free_bytes,
         # Two sizes suffice in a regime whose slope is known.
         enough=lambda sizes: sum(nbytes >= steady for nbytes in sizes) >= 2,
     )
-    in_queue = queues and operation != EXCHANGE and communicator.size > 1
-    queued = calls.queued(seconds) if in_queue else ()
-    calls.close()
-    return Measurement(
+    measurement = Measurement(
         operation=operation,
         nbytes=list(seconds),
         seconds=list(seconds.values()),
         free_bytes=calls.free_bytes,
         regimes=calls.regimes,
         wire_s_per_byte=calls.wire_s_per_byte,
-        queued=queued,
     )
+    if queues and operation != EXCHANGE and communicator.size > 1:
+        measurement = dataclasses.replace(measurement, queued=calls.queued(measurement))
+    calls.close()
+    return measurement
 
 
 class _Calls:
@@ -178,6 +187,8 @@ class _Calls:
         """Bytes of the buffer that idle links pass at once."""
         rate = None if alone else communicator.wire_bytes_per_s
         self.wire_s_per_byte = self._share / rate if rate else None
+        # A broadcast waits for no rank, so the next one would begin before it has ended.
+        self.lead = _barrier(communicator) if operation == "broadcast" else leading(communicator)
 
     def of(self, nbytes: int, count: int = 1) -> Callable[[], None]:
         """Returns a function that starts `count` collectives and waits for them."""
@@ -193,9 +204,10 @@ class _Calls:
         return call
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Returns the seconds of a call on this rank, after a barrier."""
-        self._communicator.barrier()
-        return _timed(self._communicator.clock, call, self._device)
+        """Returns the seconds of a call on this rank, after what precedes it."""
+        timed = partial(_timed, self._communicator.clock, call, self._device)
+        self.lead.before(timed)
+        return timed()
 
     def warm_up(self, nbytes: int, in_time: Callable[[], bool]) -> None:
         """Sends messages of `nbytes` until the connections have carried `WARM_BYTES`."""
@@ -205,13 +217,21 @@ class _Calls:
                 call()
             sent += WARM_CALLS * nbytes * self._share
 
-    def queued(self, seconds: dict[int, list[float]]) -> tuple[tuple[int, float], ...]:
-        """Returns (size, seconds) of a message in a queue, for the smallest size of each regime."""
-        result = []
-        for size in _heads(list(seconds), self.regimes):
-            timed = partial(self.seconds, self.of(size, QUEUE))
-            together_s = typical_s(_times(self._communicator, timed, FEW_REPEATS))
-            result.append((size, max(0.0, (together_s - typical_s(seconds[size])) / (QUEUE - 1))))
+    def queued(self, alone: Measurement) -> tuple[tuple[int, float], ...]:
+        """Returns (size, seconds) of a message in a queue, for the smallest size of each regime.
+
+        Sizes of at least `MANY_BELOW` bytes only count if their start-up is `SLOW_START_UP`.
+        """
+        cost, result = alone.fit(), []
+        times = dict(zip(alone.nbytes, alone.typical_s, strict=True))
+        for size in _heads(alone.nbytes, self.regimes):
+            if size >= MANY_BELOW and cost.latency_s(size) < SLOW_START_UP * times[size]:
+                continue
+            count = QUEUE if size < MANY_BELOW else FEW_QUEUED
+            timed = partial(self.seconds, self.of(size, count))
+            together = _times(self._communicator, timed, FEW_REPEATS, self.lead.of_ranks)
+            together_s = typical_s(together)
+            result.append((size, max(0.0, (together_s - times[size]) / (count - 1))))
         return tuple(result)
 
     def close(self) -> None:
@@ -229,12 +249,53 @@ def budget_of(communicator: Communicator, budget_s: float) -> Callable[[], float
     return lambda: whole_s - communicator.broadcast_object(communicator.clock() - began_s)
 
 
+def barrier_s(communicator: Communicator) -> float:
+    """Returns the seconds of a barrier in the modelled cluster, as rank 0 timed it; collective."""
+    communicator.barrier()  # the ranks may arrive at different times
+    times = []
+    for _ in range(TIMED_BARRIERS):
+        began_s = communicator.clock()
+        communicator.barrier()
+        times.append(communicator.clock() - began_s)
+    median_s = statistics.median(times) / communicator.time_scale
+    return float(communicator.broadcast_object(median_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lead:
+    """Preparation of all ranks for a timed call, and how their times become that of the call."""
+
+    before: Callable[[Callable[[], object]], object]
+    """Is called with the call that follows."""
+    of_ranks: Callable[[Sequence[float]], float] = max
+
+
+def leading(communicator: Communicator) -> Lead:
+    """Returns what precedes timed calls: a barrier, or between distant ranks the same call.
+
+    A barrier ends on some ranks one latency later than on others, and their wait for each other
+    becomes a part of the next message. In training, a message follows others of about its size, and
+    TCP's windows are open. Between distant ranks (`DISTANT_BARRIER_S`), both would count as much as
+    the message, so there is no barrier. The ranks may then begin at different times, and one rank
+    waits in one call, and another rank in the next. The mean of the ranks' times contains this once
+    for each call, like the time of a training step.
+    """
+    if communicator.size > 1 and barrier_s(communicator) >= DISTANT_BARRIER_S:
+        return Lead(before=lambda call: call(), of_ranks=statistics.fmean)
+    return _barrier(communicator)
+
+
+def _barrier(communicator: Communicator) -> Lead:
+    return Lead(before=lambda call: communicator.barrier())
+
+
 def timed_by_size(
     communicator: Communicator,
     sizes: Sequence[int],
     timed_of: Callable[[int], Callable[[], float]],
     *,
     left_s: Callable[[], float],
+    of_ranks: Callable[[Sequence[float]], float] = max,
     repeats: int | None = None,
     free_bytes: float = 0.0,
     enough: Callable[[Collection[int]], bool] = lambda sizes: False,
@@ -251,12 +312,13 @@ def timed_by_size(
         timed_of: returns, for a size, a function that sends one message and returns its seconds on
             this rank.
         left_s: seconds left for all sizes (`budget_of`).
+        of_ranks: returns the seconds of a message from those of all ranks (`Lead`).
         repeats: per size, after a first call that does not count. None: chosen by size.
         free_bytes: as in `Measurement`.
         enough: True if the sizes timed so far suffice.
 
     Returns:
-        Seconds of the repeats by size, each the maximum over ranks.
+        Seconds of the repeats by size.
     """
     times: dict[int, list[float]] = {}
     again: dict[int, Callable[[], float]] = {}
@@ -266,8 +328,8 @@ def timed_by_size(
         if optional and (enough(times) or left < LEAST_SIZES * _expected_s(times, size)):
             break
         timed = timed_of(size)
-        first_s = max(communicator.gather_objects(timed()))
-        # With the barrier before the message, which takes longer than it between distant sites.
+        first_s = of_ranks(communicator.gather_objects(timed()))
+        # With what precedes the message: between distant sites, it takes as long.
         spent_s = max(first_s, left - left_s())
         count = repeats or (REPEATS if size < MANY_BELOW else FEW_REPEATS)
         # A quarter of the time left at most, because larger sizes follow.
@@ -275,10 +337,10 @@ def timed_by_size(
         if size < MANY_BELOW and count > 1:
             count //= 2
             again[size] = timed
-        times[size] = _times(communicator, timed, count)
+        times[size] = _times(communicator, timed, count, of_ranks)
     for size, timed in again.items():
         timed()
-        second = _times(communicator, timed, len(times[size]))
+        second = _times(communicator, timed, len(times[size]), of_ranks)
         times[size] = [time_s for pair in zip(times[size], second, strict=True) for time_s in pair]
     return times
 
@@ -294,17 +356,22 @@ def _expected_s(times: Mapping[int, Sequence[float]], size: int) -> float:
     return min(last_s * size / last, last_s + slope * (size - last))
 
 
-def _times(communicator: Communicator, timed: Callable[[], float], count: int) -> list[float]:
+def _times(
+    communicator: Communicator,
+    timed: Callable[[], float],
+    count: int,
+    of_ranks: Callable[[Sequence[float]], float],
+) -> list[float]:
     # A rank that leaves the barrier last waits for no rank, so its own time may be almost 0.
     ranks = communicator.gather_objects([timed() for _ in range(count)])
-    return [max(call_s) for call_s in zip(*ranks, strict=True)]
+    return [of_ranks(call_s) for call_s in zip(*ranks, strict=True)]
 
 
 def _heads(sizes: Sequence[int], regimes: Sequence[tuple[str, int]] | None) -> list[int]:
-    """Returns the smallest timed size of each regime; only from `QUEUED_FROM` to `MANY_BELOW`."""
+    """Returns the smallest timed size of each regime, from `QUEUED_FROM` bytes on."""
     firsts = [max(first, QUEUED_FROM) for _, first in regimes or ((None, 0),)]
-    heads = (next((size for size in sizes if size >= first), MANY_BELOW) for first in firsts)
-    return sorted({size for size in heads if size < MANY_BELOW})
+    heads = (next((size for size in sizes if size >= first), None) for first in firsts)
+    return sorted({size for size in heads if size is not None})
 
 
 def measured_costs(
@@ -341,22 +408,21 @@ def measured_costs(
 
 
 def start_up_bytes(cost: Callable[[float], float]) -> float:
-    """Returns the largest size at which the bytes of a message take less time than its start-up.
+    """Returns the smallest size at which the bytes of a message take as long as its start-up.
 
     The size is in bytes, and a power of two, so that slightly different measurements agree: 1 if
     messages are free, 2^64 if bytes are free. From some size on, a message may need one more
     latency. This is not a time of its bytes. Therefore, their time is computed from each of three
     doublings of the size, and the median counts.
 
-
     Args:
         cost: seconds of a message by its bytes, never decreasing.
     """
-    for size in (2.0**power for power in range(1, MOST_BITS + 1)):
+    for size in (2.0**power for power in range(MOST_BITS)):
         steps = ((4, size / 2), (2, size), (1, 2 * size))
         bytes_s = statistics.median(n * (cost(end) - cost(end / 2)) for n, end in steps)
         if bytes_s >= cost(size) - bytes_s:
-            return size / 2
+            return size
     return 2.0**MOST_BITS
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import budget_of, timed_by_size
+from dear.cost.collectives import budget_of, leading, timed_by_size
 from dear.cost.measurement import Measurement, carried
 
 
@@ -45,12 +45,13 @@ def measure_sender(
     """
     unit = 4 * tensors * communicator.size
     free = communicator.burst_bytes / carried("all_reduce", communicator.size)
+    lead = leading(communicator)
 
     def timed_of(nbytes: int) -> Callable[[], float]:
         send = sender.timed(nbytes, tensors)
 
         def timed() -> float:
-            communicator.barrier()
+            lead.before(send)
             return send()
 
         return timed
@@ -60,6 +61,7 @@ def measure_sender(
         sorted({-(-size // unit) * unit for size in sizes}),
         timed_of,
         left_s=budget_of(communicator, budget_s),
+        of_ranks=lead.of_ranks,
         free_bytes=free,
     )
     return Measurement(

@@ -61,7 +61,7 @@ class Measurement:
     operation: Operation
     nbytes: list[int]
     seconds: list[list[float]]
-    """Seconds of the repeats of each size, each the maximum over ranks."""
+    """Seconds of the repeats of each size, on the slowest rank (distant ranks: the mean)."""
     free_bytes: float = 0.0
     """Bytes of the buffer that idle links pass at once, so that they cost nothing."""
     regimes: Regimes | None = None

@@ -19,9 +19,12 @@ from torch import nn
 import dear
 from dear.buckets import halves
 from dear.buckets.flat import flatten
+from dear.buckets.grouping import MIB
 from dear.comm import runtime
 from dear.cost import collectives
+from dear.cost.collectives import SIZES
 from dear.cost.measurement import Measurement
+from dear.training import tuning
 from tests.contract import models
 from tests.contract.loops import (
     difference,
@@ -58,11 +61,11 @@ def test_a_deferred_update_uses_the_learning_rate_that_step_saw(world, rate):
 
 
 def _first_mb(given: float | None) -> tuple[dict[str, Any], list[int]]:
-    """Returns findings where a start-up costs as much as 2.2 KB, and the groups in bytes."""
+    """Returns findings where a start-up costs as much as 1.1 KB, and the groups in bytes."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))  # 1 KB each
     optimizer = wrap(make_sgd(model), model, "dear", first_mb=given, small_kb=0)
     nbytes = [1024, 4096, 1 << 20]
-    times = [[1e-4 + count * 1e-4 / 2200] for count in nbytes]
+    times = [[1e-4 + count * 1e-4 / 1100] for count in nbytes]
     measured = Measurement(operation="all_reduce", nbytes=nbytes, seconds=times)
     kept = mock.patch.object(collectives, "_fits", WeakKeyDictionary())
     with kept, mock.patch.object(collectives, "measure_collective", lambda *_, **__: measured):
@@ -80,6 +83,34 @@ def test_groups_at_both_ends_are_as_large_as_a_start_up_is_long(world):
     assert findings == {"first_mb": 2 / 1024}
     assert groups == [1024, 1024, 1024, 2048, 1024, 1024, 1024], "those inside grow"
     assert ranks.run(_first_mb, 1.0)[0] == ({}, [8192])
+
+
+def _measured_sizes(start_up_s: float) -> tuple[dict[str, float], list[int]]:
+    """Returns findings where a byte takes 1 ns, and the largest message of each measurement."""
+    model = nn.Linear(16, 16)
+    optimizer = wrap(make_sgd(model), model, "dear")
+    largest = []
+
+    def measure(*_: object, sizes: list[int], **__: object) -> Measurement:
+        # In the regime of small messages, the bytes take almost no time.
+        largest.append(sizes[-1])
+        times = [[start_up_s + size * (1e-9 if sizes[-1] > MIB else 1e-12)] for size in sizes]
+        return Measurement(operation="all_reduce", nbytes=list(sizes), seconds=times)
+
+    kept = mock.patch.object(collectives, "_fits", WeakKeyDictionary())
+    whole = mock.patch.object(tuning, "measured_costs", collectives.measured_costs)
+    with kept, whole, mock.patch.object(collectives, "measure_collective", measure):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    findings = optimizer.findings()
+    optimizer.close()
+    return findings, largest
+
+
+def test_larger_messages_are_measured_where_a_start_up_takes_longer_than_a_mebibyte(world):
+    ranks = world(2)
+    assert ranks.run(_measured_sizes, 8e-3)[0] == ({"first_mb": 8.0}, [MIB, SIZES[-1]])
+    assert ranks.run(_measured_sizes, 1e-7)[0][1] == [MIB]
 
 
 def _clip(optimizer: Any, model: nn.Module) -> None:

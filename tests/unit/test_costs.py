@@ -243,7 +243,7 @@ def test_the_size_whose_bytes_take_as_long_as_a_start_up():
     """Times of an all-reduce on 2 hosts with 2.5 GbE and on 4 with 10 GbE; and at the ends."""
     costs = [(1.36e-4, 3.49e-9), (2.45e-4, 1.31e-9), (0.0, 1e-9), (0.0, 0.0), (1e-4, 0.0)]
     result = [start_up_bytes(AlphaBeta(alpha_s=a, beta_s_per_byte=b)) for a, b in costs]
-    assert result == [32 << 10, 128 << 10, 1, 1, 2.0**64]
+    assert result == [64 << 10, 256 << 10, 1, 1, 2.0**64]
 
 
 def test_larger_messages_with_more_latencies_are_not_taken_for_bytes():
@@ -253,7 +253,7 @@ def test_larger_messages_with_more_latencies_are_not_taken_for_bytes():
         latencies = 1 + (nbytes > 32 << 10) + (nbytes > 256 << 10)
         return latencies * 0.02 + 12e-9 * nbytes
 
-    assert start_up_bytes(cost) == 4 << 20
+    assert start_up_bytes(cost) == 8 << 20
 
 
 def _sizes(burst_bytes: int) -> list[int]:

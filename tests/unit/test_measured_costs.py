@@ -13,7 +13,13 @@ from common.harness.worker.timing import costs as timing_costs
 from common.harness.worker.timing.costs import engine_costs, time_sender
 from common.results.records import typed
 from dear.comm import runtime
-from dear.cost.collectives import BUDGET_S, WARM_BYTES, measure_collective, timed_by_size
+from dear.cost.collectives import (
+    BUDGET_S,
+    TIMED_BARRIERS,
+    WARM_BYTES,
+    measure_collective,
+    timed_by_size,
+)
 from dear.cost.fit import CollectiveCost, Regime, fit_alpha_beta
 from dear.cost.measurement import Measurement, carried, typical_s
 from dear.errors import UserError
@@ -188,7 +194,7 @@ class _Link:
 def test_connections_are_warm_before_anything_is_timed():
     link = _Link()
     built = measure_collective(link, "all_reduce", CPU, sizes=SIZES)
-    warm, *timed = link.calls
+    warm, *timed = link.calls[1 + TIMED_BARRIERS :]
     assert WARM_BYTES <= 1.5 * sum(warm) < WARM_BYTES + 4 * 1.5 * MIB
     turns = [1 + (nbytes < MIB) for nbytes in built.nbytes]  # the first call of each is left out
     assert sum(map(len, timed)) == sum(map(len, built.seconds)) + sum(turns)
@@ -198,7 +204,7 @@ def test_connections_are_warm_before_anything_is_timed():
     assert built.fit()(MIB) == pytest.approx(seconds(MIB))
     again = _Link()
     measure_collective(again, "all_reduce", CPU, sizes=SIZES, warm=False)
-    assert again.calls[0] == []
+    assert again.calls[1 + TIMED_BARRIERS] == []
 
 
 @pytest.mark.parametrize("slower", [1.0, 3.0, 10.0, 100.0])
@@ -357,6 +363,48 @@ class _Distant(_Link):
 
     def allocate(self, like, numel):
         return like.new_zeros(numel)
+
+
+class _Skewed(_Distant):
+    """A message takes longer after a barrier, which ends later on some ranks, and after a smaller
+    message, until TCP's window is open. Two ranks wait for each other in turns. Messages of the
+    pipeline overlap."""
+
+    last, pending = 0, 0
+
+    def barrier(self):
+        super().barrier()
+        self.last = 0
+
+    def all_reduce(self, tensor, *, op):
+        slow = 0.02 if tensor.nbytes > self.last else 0.0
+        start_up = 0.0 if self.pending and tensor.nbytes >= 4 * MIB else 0.04
+        self.last, self.pending = tensor.nbytes, self.pending + 1
+        self.now += slow + start_up
+        return super().all_reduce(tensor, op=op)
+
+    def wait(self):
+        self.pending -= 1
+
+    def gather_objects(self, value):
+        if isinstance(value, float):
+            return [value + 0.02, value - 0.02]
+        return [[item + 0.02 for item in value], [item - 0.02 for item in value]]
+
+
+def test_between_distant_ranks_a_message_is_timed_after_one_of_its_size():
+    how = {"sizes": [*SIZES, 16 * MIB], "queues": True, "budget_s": 30.0}
+    fit = measure_collective(_Skewed(), "all_reduce", CPU, **how).fit()
+    for size in (16 * KIB, MIB, 4 * MIB):
+        assert fit(size) == pytest.approx(seconds(size) + 0.04, rel=1e-3)
+    assert fit.name == "pipeline"
+    assert fit.occupancy_s(4 * MIB) == pytest.approx(seconds(4 * MIB), rel=1e-3)
+    assert fit.occupancy_s(MIB) == pytest.approx(fit(MIB), rel=1e-3), "they do not overlap"
+
+
+def test_queues_of_large_messages_are_left_out_where_a_start_up_is_short():
+    built = measure_collective(_Link(), "all_reduce", CPU, sizes=SIZES, queues=True)
+    assert max(built.nbytes) >= 4 * MIB > max(size for size, _ in built.queued)
 
 
 @pytest.mark.parametrize("time_scale", [1.0, 40.0])

@@ -380,7 +380,7 @@ def test_sizes_reach_the_models_gradients_within_reason():
     assert sizes(1 << 40)[-1] == 64 << 20
     assert sizes(4, burst_bytes=1 << 17)[-2:] == [1 << 20, 2 << 20], "large beside the burst"
     assert sizes(4, growth=4) == [4096, 16384, 65536], "a fit needs three"
-    assert sizes(14 << 20, growth=4)[-2:] == [4 << 20, 16 << 20]
+    assert sizes(14 << 20, growth=4)[3:] == [256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20]
 
 
 def _measure(time_scale):

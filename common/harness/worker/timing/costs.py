@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from common.results.records.trust import CostCheck, EngineCosts
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import measure_collective
+from dear.cost.collectives import DISTANT_BARRIER_S, barrier_s, measure_collective
 from dear.cost.fit import CollectiveCost
 from dear.cost.foreign import Sender, measure_sender
 from dear.cost.measurement import LARGE, OPERATIONS, Measurement
@@ -20,12 +19,12 @@ _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
 BUDGET_S, MOST_BUDGET_S = 0.5, 10.0
 """Least and largest budget for each of the four operations, in seconds of the modelled cluster."""
-BARRIERS, TIMED_BARRIERS = 150, 3
-"""Barriers whose time is the budget if it is more than the least one, and barriers that are timed.
-Each message follows a barrier. Between distant sites, a barrier takes as long as a message, so the
-least budget would end before messages are large enough to show the cost of a byte."""
-DISTANT_GROWTH = 4
-"""Growth of the sizes between distant sites, where each size costs much time."""
+BARRIERS = 150
+"""Barriers whose time is the budget between distant sites. A message takes as long as some barriers
+there, so the least budget would end before messages are large enough to show the cost of a byte."""
+DISTANT_GROWTH, FINE_FROM = 4, 1 << 20
+"""Growth of the sizes between distant sites up to `FINE_FROM` bytes: there, all take about one
+latency. Larger sizes double."""
 SENDER_BUDGET_S = 1.5
 """Budget for each kind of message of a library that sends messages itself. It is longer: such a
 library does not report at which size its algorithm changes, so beta needs large messages."""
@@ -119,14 +118,14 @@ def to_json(
 
 
 def sizes_up_to(nbytes: int, burst_bytes: int = 0, growth: int = 2) -> list[int]:
-    """Returns sizes of messages in bytes, each `growth` times the previous one.
+    """Returns sizes of messages in bytes: they grow by `growth`, and by 2 from `FINE_FROM` on.
 
     There are at least three sizes. Two of them are much larger than `burst_bytes`, the bytes that
     links pass without delay.
     """
     sizes = [_SMALLEST * growth**power for power in range(_LEAST_SIZES)]
     while sizes[-2] < LARGE * 2 * burst_bytes or (2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST):
-        sizes.append(sizes[-1] * growth)
+        sizes.append(sizes[-1] * (growth if sizes[-1] < FINE_FROM else 2))
     return sizes
 
 
@@ -135,18 +134,11 @@ def _sizes_and_budget(
 ) -> tuple[list[int], float]:
     """Returns the sizes of messages in bytes, and the budget of one operation in seconds of the
     modelled cluster; both are the same on all ranks."""
-    communicator.barrier()  # the ranks may arrive at different times
-    times = []
-    for _ in range(TIMED_BARRIERS):
-        began_s = communicator.clock()
-        communicator.barrier()
-        times.append(communicator.clock() - began_s)
-    barrier_s = statistics.median(times) / communicator.time_scale
-    wanted_s = BARRIERS * communicator.broadcast_object(barrier_s)
-    if wanted_s <= least_s:
+    each_s = barrier_s(communicator)
+    if each_s < DISTANT_BARRIER_S:
         return sizes_up_to(nbytes, communicator.burst_bytes), least_s
     sizes = sizes_up_to(nbytes, communicator.burst_bytes, DISTANT_GROWTH)
-    return sizes, min(wanted_s, MOST_BUDGET_S)
+    return sizes, min(max(least_s, BARRIERS * each_s), MOST_BUDGET_S)
 
 
 def _drift(first: Measurement, again: Measurement) -> float:

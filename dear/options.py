@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 OptionsT = TypeVar("OptionsT", bound="Options")
+MOST_LIBRARY_MB = 1 << 40
+"""Largest size in MB for libraries that keep the bytes in 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +249,9 @@ def at_least(name: str, value: float | None, least: float, most: float = math.in
         raise UserError(f"{name} must be at least {least:g}{end}, got {value}")
 
 
-def positive(name: str, value: float | None) -> None:
-    """Raises `UserError` unless `value` is None, or `> 0` and finite; for `__post_init__`."""
+def positive(name: str, value: float | None, most: float = math.inf) -> None:
+    """Raises `UserError` unless `value` is None, or finite, `> 0` and at most `most`."""
     _check_number(name, value)
-    if value is not None and not 0 < value < math.inf:
-        raise UserError(f"{name} must be greater than 0 and finite, got {value}")
+    if value is not None and not (0 < value <= most and value < math.inf):
+        end = "finite" if most == math.inf else f"at most {most}"
+        raise UserError(f"{name} must be greater than 0 and {end}, got {value}")

@@ -105,6 +105,13 @@ class ModelChoice:
         return ModelChoice(name=name, batch_size=batch_size, sentence_len=sentence_len)
 
 
+MEASURED_ONLY = (
+    *("launcher", "threads_per_rank", "report_lines", "data_dir"),
+    *("timeout_s", "collective_timeout_s"),
+)
+"""Keys of `Experiment` that have no meaning for a predicted cluster."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """The keys of an experiment file."""
@@ -277,7 +284,8 @@ class Experiment:
                 "and wait for each other; use learn.budget_s"
             )
         scale = (self.cluster and self.cluster.time_scale) or 1.0
-        if learn.epochs is None and self.timeout_s <= scale * learn.budget_s:
+        predicted = self.cluster is not None and self.cluster.kind == "predicted"
+        if not predicted and learn.epochs is None and self.timeout_s <= scale * learn.budget_s:
             raise UserError(
                 f"timeout_s: {self.timeout_s:g} s leave no time for learn.budget_s="
                 f"{learn.budget_s:g}" + (f" at time scale {scale:g}" if scale != 1.0 else "")
@@ -310,6 +318,9 @@ class Experiment:
             raise UserError("measure: a predicted cluster has nothing to measure; leave it out")
         if is_predicted and self.backend is not None:
             raise UserError("backend: a predicted cluster has none; use cluster.engine")
+        for each in dataclasses.fields(self) if is_predicted else ():
+            if each.name in MEASURED_ONLY and getattr(self, each.name) != each.default:
+                raise UserError(f"{each.name}: a predicted cluster runs nothing; leave it out")
         slots = self.cluster.hosts * self.cluster.ranks_per_host
         if max(self.worlds) > slots and not is_predicted:  # it has as many hosts as needed
             raise UserError(

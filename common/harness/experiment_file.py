@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import yaml
@@ -14,7 +15,7 @@ import yaml
 from common.emulation import sandbox
 from common.emulation.links.switched import PROGRAM
 from common.harness import custom
-from common.harness.experiment import Experiment
+from common.harness.experiment import MEASURED_ONLY, Experiment
 from common.machine.yaml_files import StrictLoader, read_mapping
 from common.models.registry import FILE, names_gpu
 from common.paths import BUILD, EXPERIMENTS
@@ -54,8 +55,13 @@ def unable_to_emulate() -> str | None:
     return sandbox.unable() if PROGRAM.exists() else f"the link switch is not built: {BUILD}"
 
 
-NOTHING_RUNS = ("measure={}", "launcher=local", "launcher_options={}", "hostfile=null")
+NOTHING_RUNS = ("measure={}", "launcher_options={}", "hostfile=null")
 NOTHING_RUNS += ("backend=null", "device=cpu", "tf32=false", "cudnn_benchmark=false")
+NOTHING_RUNS += tuple(
+    f"{field.name}={json.dumps(field.default)}"
+    for field in fields(Experiment)
+    if field.name in MEASURED_ONLY
+)
 """Overrides of an experiment's keys about how and where its trials run, for predictions."""
 
 

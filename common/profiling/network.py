@@ -80,11 +80,12 @@ def measure(plan: Plan, ranks: int | None = None) -> NetworkCosts | None:
     except Unavailable as error:
         raise UserError(f"backend {plan.backend}: {error}") from None
     communicator = runtime.communicator()
+    communicator.time_scale = plan.time_scale
     communicator.burst_bytes = plan.burst_bytes
     communicator.wire_bytes_per_s = plan.wire_bytes_per_s
     device = dear.device() if "nccl" in communicator.backend else torch.device("cpu")
     sizes = [1 << power for power in range(SMALLEST.bit_length() - 1, plan.largest.bit_length())]
-    budget_s = plan.seconds / len(MEASURABLE)
+    budget_s = plan.seconds / len(MEASURABLE) / plan.time_scale  # `seconds` are real ones
     results = [
         measure_collective(communicator, name, device, sizes=sizes, budget_s=budget_s)
         for name in MEASURABLE

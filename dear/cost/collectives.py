@@ -94,13 +94,17 @@ that is measured in a queue."""
 SLOW_START_UP = 0.25
 """Share of the start-up in the time of a message from which a queue of messages of at least
 `MANY_BELOW` bytes is measured. A smaller share does not stand out from the times of the bytes."""
-DISTANT_BARRIER_S, TIMED_BARRIERS = 3e-3, 3
+DISTANT_BARRIER_S, TIMED_BARRIERS = 3e-3, 5
 """Seconds of a barrier from which ranks count as distant, and barriers that are timed."""
+QUEUE_SHARE = 0.5
+"""Time limit of the queues, as a share of the budget of single messages."""
 MOST_BITS = 64
 """Exponent of the largest size that `start_up_bytes` tries."""
 
 Key = tuple[str, str, int, bool]
 _fits: WeakKeyDictionary[Communicator, dict[Key, CollectiveCost]] = WeakKeyDictionary()
+_barriers: WeakKeyDictionary[Communicator, float] = WeakKeyDictionary()
+"""Results of `barrier_s`, so that all measurements of a communicator use the same method."""
 
 
 def measure_collective(
@@ -123,7 +127,8 @@ def measure_collective(
         repeats: timed calls per size, after a first call that does not count. None: chosen by size.
         shared: allocate the buffers in memory that the backend reads in place, if it has such.
         warm: sends `WARM_BYTES` over the connections first.
-        queues: also measures messages of each regime that wait in a queue.
+        queues: also measures messages of each regime that wait in a queue, for `QUEUE_SHARE` of
+            the budget in addition.
         budget_s: as for `budget_of`. Larger sizes are skipped when time runs out, but the smallest
             three are always measured, with at least two repeats each.
     """
@@ -143,7 +148,7 @@ def measure_collective(
     seconds = timed_by_size(
         communicator,
         wanted,
-        lambda nbytes: partial(calls.seconds, calls.of(nbytes)),
+        calls.timed_of,
         left_s=left_s,
         of_ranks=calls.lead.of_ranks,
         repeats=repeats,
@@ -151,16 +156,10 @@ def measure_collective(
         # Two sizes suffice in a regime whose slope is known.
         enough=lambda sizes: sum(nbytes >= steady for nbytes in sizes) >= 2,
     )
-    measurement = Measurement(
-        operation=operation,
-        nbytes=list(seconds),
-        seconds=list(seconds.values()),
-        free_bytes=calls.free_bytes,
-        regimes=calls.regimes,
-        wire_s_per_byte=calls.wire_s_per_byte,
-    )
+    measurement = calls.measurement(seconds)
     if queues and operation != EXCHANGE and communicator.size > 1:
-        measurement = dataclasses.replace(measurement, queued=calls.queued(measurement))
+        queued = calls.queued(measurement, QUEUE_SHARE * budget_s)
+        measurement = dataclasses.replace(measurement, queued=queued)
     calls.close()
     return measurement
 
@@ -187,8 +186,7 @@ class _Calls:
         """Bytes of the buffer that idle links pass at once."""
         rate = None if alone else communicator.wire_bytes_per_s
         self.wire_s_per_byte = self._share / rate if rate else None
-        # A broadcast waits for no rank, so the next one would begin before it has ended.
-        self.lead = _barrier(communicator) if operation == "broadcast" else leading(communicator)
+        self.lead = _leading(communicator, operation)
 
     def of(self, nbytes: int, count: int = 1) -> Callable[[], None]:
         """Returns a function that starts `count` collectives and waits for them."""
@@ -203,11 +201,16 @@ class _Calls:
 
         return call
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Returns the seconds of a call on this rank, after what precedes it."""
-        timed = partial(_timed, self._communicator.clock, call, self._device)
-        self.lead.before(timed)
-        return timed()
+    def timed_of(self, nbytes: int) -> Callable[[], float]:
+        """Returns a function that sends a message and returns its seconds on this rank."""
+        call = self.of(nbytes)
+        return partial(self.seconds, call, call)
+
+    def seconds(self, call: Callable[[], object], message: Callable[[], object]) -> float:
+        """Returns the seconds of a call on this rank, after a barrier or after `message`."""
+        clock, device = self._communicator.clock, self._device
+        self.lead.before(partial(_timed, clock, message, device))
+        return _timed(clock, call, device)
 
     def warm_up(self, nbytes: int, in_time: Callable[[], bool]) -> None:
         """Sends messages of `nbytes` until the connections have carried `WARM_BYTES`."""
@@ -217,22 +220,42 @@ class _Calls:
                 call()
             sent += WARM_CALLS * nbytes * self._share
 
-    def queued(self, alone: Measurement) -> tuple[tuple[int, float], ...]:
+    def measurement(self, seconds: Mapping[int, list[float]]) -> Measurement:
+        """Returns a measurement with these seconds of the repeats by size."""
+        return Measurement(
+            operation=self._operation,
+            nbytes=list(seconds),
+            seconds=list(seconds.values()),
+            free_bytes=self.free_bytes,
+            regimes=self.regimes,
+            wire_s_per_byte=self.wire_s_per_byte,
+        )
+
+    def queued(self, alone: Measurement, budget_s: float) -> tuple[tuple[int, float], ...]:
         """Returns (size, seconds) of a message in a queue, for the smallest size of each regime.
 
-        Sizes of at least `MANY_BELOW` bytes only count if their start-up is `SLOW_START_UP`.
+        Sizes of at least `MANY_BELOW` bytes only count if their start-up is `SLOW_START_UP`. Large
+        ones are left out when time runs out.
         """
-        cost, result = alone.fit(), []
-        times = dict(zip(alone.nbytes, alone.typical_s, strict=True))
-        for size in _heads(alone.nbytes, self.regimes):
-            if size >= MANY_BELOW and cost.latency_s(size) < SLOW_START_UP * times[size]:
-                continue
-            count = QUEUE if size < MANY_BELOW else FEW_QUEUED
-            timed = partial(self.seconds, self.of(size, count))
-            together = _times(self._communicator, timed, FEW_REPEATS, self.lead.of_ranks)
-            together_s = typical_s(together)
-            result.append((size, max(0.0, (together_s - times[size]) / (count - 1))))
-        return tuple(result)
+        cost = alone.fit()
+        alone_s = dict(zip(alone.nbytes, alone.typical_s, strict=True))
+        counts = {
+            size: QUEUE if size < MANY_BELOW else FEW_QUEUED
+            for size in _heads(alone.nbytes, self.regimes)
+            if size < MANY_BELOW or cost.latency_s(size) >= SLOW_START_UP * alone_s[size]
+        }
+        times = timed_by_size(
+            self._communicator,
+            list(counts),
+            lambda size: partial(self.seconds, self.of(size, counts[size]), self.of(size)),
+            left_s=budget_of(self._communicator, budget_s),
+            of_ranks=self.lead.of_ranks,
+            repeats=FEW_REPEATS,
+        )
+        return tuple(
+            (size, max(0.0, (typical_s(seconds) - alone_s[size]) / (counts[size] - 1)))
+            for size, seconds in times.items()
+        )
 
     def close(self) -> None:
         if self._pair is not None and self._pair is not self._communicator:
@@ -250,15 +273,21 @@ def budget_of(communicator: Communicator, budget_s: float) -> Callable[[], float
 
 
 def barrier_s(communicator: Communicator) -> float:
-    """Returns the seconds of a barrier in the modelled cluster, as rank 0 timed it; collective."""
-    communicator.barrier()  # the ranks may arrive at different times
-    times = []
-    for _ in range(TIMED_BARRIERS):
-        began_s = communicator.clock()
-        communicator.barrier()
-        times.append(communicator.clock() - began_s)
-    median_s = statistics.median(times) / communicator.time_scale
-    return float(communicator.broadcast_object(median_s))
+    """Returns the seconds of a barrier in the modelled cluster, as rank 0 timed it; collective.
+
+    It is the shortest of several barriers, because a rank may have to wait for a core. The first
+    call with a communicator measures.
+    """
+    if communicator not in _barriers:
+        communicator.barrier()  # the ranks may arrive at different times
+        times = []
+        for _ in range(TIMED_BARRIERS):
+            began_s = communicator.clock()
+            communicator.barrier()
+            times.append(communicator.clock() - began_s)
+        shortest_s = min(times) / communicator.time_scale
+        _barriers[communicator] = float(communicator.broadcast_object(shortest_s))
+    return _barriers[communicator]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,12 +295,14 @@ class Lead:
     """Preparation of all ranks for a timed call, and how their times become that of the call."""
 
     before: Callable[[Callable[[], object]], object]
-    """Is called with the call that follows."""
+    """Function that is called before each timed call. It gets a message of the same size, and
+    sends it or not."""
     of_ranks: Callable[[Sequence[float]], float] = max
+    """Function from the seconds of all ranks to those of the call."""
 
 
 def leading(communicator: Communicator) -> Lead:
-    """Returns what precedes timed calls: a barrier, or between distant ranks the same call.
+    """Returns what precedes timed calls: a barrier, or between distant ranks a message; collective.
 
     A barrier ends on some ranks one latency later than on others, and their wait for each other
     becomes a part of the next message. In training, a message follows others of about its size, and
@@ -281,12 +312,28 @@ def leading(communicator: Communicator) -> Lead:
     for each call, like the time of a training step.
     """
     if communicator.size > 1 and barrier_s(communicator) >= DISTANT_BARRIER_S:
-        return Lead(before=lambda call: call(), of_ranks=statistics.fmean)
-    return _barrier(communicator)
+        return Lead(before=lambda message: message(), of_ranks=statistics.fmean)
+    return Lead(before=lambda message: communicator.barrier())
 
 
-def _barrier(communicator: Communicator) -> Lead:
-    return Lead(before=lambda call: communicator.barrier())
+def _leading(communicator: Communicator, operation: Operation) -> Lead:
+    lead = leading(communicator)
+    if lead.of_ranks is max:
+        return lead
+    if operation == "broadcast":
+        # No rank waits for those behind it, so the next broadcast would begin before this one ends.
+        return Lead(before=lambda message: communicator.barrier())
+    if operation == EXCHANGE:
+        # Pairs do not wait for each other, and one rank of an odd number is in no pair.
+        half = communicator.size // 2
+        return dataclasses.replace(
+            lead, of_ranks=lambda times: max(map(_mean, times[:half], times[half : 2 * half]))
+        )
+    return lead
+
+
+def _mean(first: float, second: float) -> float:
+    return (first + second) / 2
 
 
 def timed_by_size(

@@ -17,6 +17,7 @@ from dear.cost.collectives import (
     BUDGET_S,
     TIMED_BARRIERS,
     WARM_BYTES,
+    leading,
     measure_collective,
     timed_by_size,
 )
@@ -400,6 +401,52 @@ def test_between_distant_ranks_a_message_is_timed_after_one_of_its_size():
     assert fit.name == "pipeline"
     assert fit.occupancy_s(4 * MIB) == pytest.approx(seconds(4 * MIB), rel=1e-3)
     assert fit.occupancy_s(MIB) == pytest.approx(fit(MIB), rel=1e-3), "they do not overlap"
+
+
+class _Three(_Skewed):
+    """Three ranks, of which two exchange. The third one does nothing."""
+
+    size, native = 3, ()
+
+    def connect(self, device):
+        return None
+
+    def exchange(self, received, sent, *, peer):
+        return self.all_reduce(sent, op="sum")
+
+    def gather_objects(self, value):
+        two = super().gather_objects(value)
+        return [*two, 1e-9 if isinstance(value, float) else [1e-9 for _ in value]]
+
+
+def test_the_time_of_an_exchange_is_that_of_a_pair():
+    link = _Three()
+    fit = measure_collective(link, "exchange", CPU, sizes=SIZES[:4], budget_s=30.0).fit()
+    assert fit(16 * KIB) == pytest.approx(seconds(16 * KIB) + 0.04, rel=0.05)
+
+
+def test_queues_end_when_their_time_is_over():
+    alone, queued = _Skewed(), _Skewed()
+    for link, queues in ((alone, False), (queued, True)):
+        how = {"sizes": [*SIZES, 16 * MIB], "queues": queues, "budget_s": 6.0}
+        measure_collective(link, "all_reduce", CPU, **how)
+    # The smallest three sizes are always measured: 8 messages of 45 ms, once and twice timed.
+    assert queued.now - alone.now < 0.5 * 6.0 + 3 * 3 * 9 * 0.1
+
+
+def test_all_measurements_of_a_communicator_use_the_same_method():
+    link = _Link()
+    assert leading(link).of_ranks is max
+    link.barrier = lambda: setattr(link, "now", link.now + 1.0)
+    assert leading(link).of_ranks is max, "the network has not moved away"
+    assert leading(_Distant()).of_ranks is not max
+
+
+def test_a_rank_that_waits_for_a_core_is_not_distant():
+    link = _Link()
+    late = iter([0.0, 5e-3, 5e-3, 1e-4, 5e-3, 5e-3])
+    link.barrier = lambda: setattr(link, "now", link.now + next(late))
+    assert leading(link).of_ranks is max
 
 
 def test_queues_of_large_messages_are_left_out_where_a_start_up_is_short():

@@ -40,6 +40,14 @@ def test_run_predicts_what_predict_does(capsys):
     assert outputs[0] == outputs[1] == outputs[2] and len(outputs[0]) == 1
 
 
+def test_an_experiment_with_much_time_is_predicted():
+    """The time limit of its trials is left out, so it is not compared with the time to learn."""
+    long = ["timeout_s=3000", "learn={budget_s: 900}"]
+    overrides = [*long, "cluster={kind: predicted, hosts: 4}", *NOTHING_RUNS]
+    experiment = load(EXPERIMENTS / "quick.yaml", overrides)
+    assert experiment.learn.budget_s == 900 and experiment.timeout_s == 600
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -48,6 +56,9 @@ def test_run_predicts_what_predict_does(capsys):
         (["--set", "measure.repeats=7"], "a predicted cluster has nothing to measure"),
         (["--set", "backend=gloo"], "use cluster.engine"),
         (["--set", "launcher=slurm"], "launcher: slurm does not run"),
+        (["--set", "launcher=torchrun"], "launcher: a predicted cluster runs nothing"),
+        (["--set", "timeout_s=60"], "timeout_s: a predicted cluster runs nothing"),
+        (["--set", "report_lines=true"], "report_lines: a predicted cluster runs nothing"),
         (["--set", "faults=[{kind: link_down, host: 0}]"], "but not link_down"),
     ],
 )

@@ -19,7 +19,7 @@ from dear.comm.communicator import Communicator
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least, only_with, option_of, positive
+from dear.options import MOST_LIBRARY_MB, at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import (
     TAKES_SCALE,
@@ -91,7 +91,7 @@ class Ddp(Algorithm["Ddp.Options"]):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            positive("ddp option 'bucket_cap_mb'", self.bucket_cap_mb)
+            positive("ddp option 'bucket_cap_mb'", self.bucket_cap_mb, MOST_LIBRARY_MB)
             at_least(option_of(self, "powersgd_rank"), self.powersgd_rank, 1)
             at_least(option_of(self, "powersgd_start_step"), self.powersgd_start_step, 2)
             only_with(self, "powersgd_rank", "compression", ["powersgd"])

@@ -555,8 +555,8 @@ def _gathered(parts: Iterable[Decoupled]) -> list[Gathered]:
 def _message_cost(engine: DearEngine) -> Cost:
     """Returns the seconds of a message by its gradients' bytes; the same on all ranks.
 
-    Measures once, at sizes at which start-up and bytes cost about the same: up to 1 MiB, and beyond
-    that only if a start-up takes longer than the bytes of 1 MiB, as between distant sites.
+    Measures at sizes at which start-up and bytes cost about the same: up to 1 MiB, and beyond that
+    only if a start-up takes longer than the bytes of 1 MiB, as between distant sites.
     """
     known = partial(cost_of_gradients, engine.communicator, engine.options, engine.params[0])
     cost = known(largest=MIB)

@@ -25,7 +25,7 @@ from dear.cost.horovod_sender import HorovodSender
 from dear.cost.overlap import Cycles, Unstated
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch
-from dear.options import LATER, at_least, only_with, positive
+from dear.options import LATER, MOST_LIBRARY_MB, at_least, only_with, positive
 from dear.options import Options as AlgorithmOptions
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, held
@@ -100,7 +100,8 @@ class Horovod(Algorithm["Horovod.Options"]):
                         "horovod option 'gradient_predivide_factor' cannot be used with "
                         f"{other}, which has its own division; leave one of them out"
                     )
-            at_least("horovod option 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
+            name, limit = "horovod option 'fusion_threshold_mb'", MOST_LIBRARY_MB
+            at_least(name, self.fusion_threshold_mb, 0, limit)
             positive("horovod option 'cycle_time_ms'", self.cycle_time_ms)
             at_least("horovod option 'cache_capacity'", self.cache_capacity, 0)
             for name, least in _AUTOTUNE.items():

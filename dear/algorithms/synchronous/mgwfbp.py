@@ -92,6 +92,8 @@ class MgWfbp(Algorithm["MgWfbp.Options"]):
                     f"and only then, got threshold_mb={self.threshold_mb} and merge={self.merge!r}"
                 )
             at_least("mgwfbp option 'threshold_mb'", self.threshold_mb, 0)
+            if self.layer_times and self.profile_steps != type(self).profile_steps:
+                raise UserError("mgwfbp option 'profile_steps' has no effect with 'layer_times'")
             for name, seconds in self.layer_times.items():
                 at_least(f"mgwfbp option 'layer_times': {name}", seconds, 0)
             if self.costs != "measured" and self.merge == "threshold":

@@ -20,11 +20,11 @@ _LEAST_SIZES = 3
 BUDGET_S, MOST_BUDGET_S = 0.5, 10.0
 """Least and largest budget for each of the four operations, in seconds of the modelled cluster."""
 BARRIERS = 150
-"""Barriers whose time is the budget between distant sites. A message takes as long as some barriers
-there, so the least budget would end before messages are large enough to show the cost of a byte."""
+"""Barriers whose time is the budget between distant ranks. The least budget would end before
+messages are large enough to show the cost of a byte."""
 DISTANT_GROWTH, FINE_FROM = 4, 1 << 20
-"""Growth of the sizes between distant sites up to `FINE_FROM` bytes: there, all take about one
-latency. Larger sizes double."""
+"""Growth of the sizes between distant ranks up to `FINE_FROM` bytes, where the bytes cost little
+beside the latencies. Larger sizes double."""
 SENDER_BUDGET_S = 1.5
 """Budget for each kind of message of a library that sends messages itself. It is longer: such a
 library does not report at which size its algorithm changes, so beta needs large messages."""

@@ -74,16 +74,33 @@ void every_setting_is_read() {
 
 void what_is_none_is_refused() {
   const std::pair<const char*, const char*> wrong[] = {
-      {"COMM_CORE_TRANSPORT", "pigeon"}, {"COMM_CORE_TCP_CHUNK", "4095"},
-      {"COMM_CORE_TCP_SMALL", "-1"},     {"COMM_CORE_SHM_FLAT", "12k"},
-      {"COMM_CORE_SHM_SLOT", "100"},     {"COMM_CORE_TCP_EAGER", "2000000000"},
-      {"COMM_CORE_TIME_SCALE", "0"},     {"COMM_CORE_TIME_SCALE", "inf"},
-      {"COMM_CORE_TIME_SCALE", "2x"},    {"COMM_CORE_SECRET_FILE", "/none"}};
+      {"COMM_CORE_TRANSPORT", "pigeon"},  {"COMM_CORE_TCP_CHUNK", "4095"},
+      {"COMM_CORE_TCP_SMALL", "-1"},      {"COMM_CORE_SHM_FLAT", "12k"},
+      {"COMM_CORE_SHM_SLOT", "100"},      {"COMM_CORE_TCP_EAGER", "2000000000"},
+      {"COMM_CORE_TIME_SCALE", "0"},      {"COMM_CORE_TIME_SCALE", "inf"},
+      {"COMM_CORE_TIME_SCALE", "2x"},     {"COMM_CORE_SECRET_FILE", "/none"},
+      {"COMM_CORE_ALLOW_LOOPBACK", "yes"}};
   for (const auto& [name, value] : wrong) {
     const Environment one{{name, value}};
     expect_error<InvalidRequestError>([] { Options::from_environment(); },
                                       std::string(name) + "=" + value);
   }
+}
+
+void a_misspelled_variable_is_refused() {
+  const Environment all{{"COMM_CORE_TCP_CHUNK", "4096"}, {"COMM_CORE_TCP_CHUNKS", "8192"}};
+  expect_error<InvalidRequestError>([] { Options::from_environment(); },
+                                    "unknown variable COMM_CORE_TCP_CHUNKS; the core reads "
+                                    "COMM_CORE_TRANSPORT, COMM_CORE_IFNAME, ");
+}
+
+void variables_of_others_are_left_alone() {
+  const Environment others{{"COMM_CORE_PORT_80_TCP", "tcp://10.0.0.1:80"},
+                           {"COMM_CORE_SERVICE_HOST", "10.0.0.1"},
+                           {"COMM_CORE_TCP_CHUNKS", ""},
+                           {"COMM_CORE", "yes"},
+                           {"COMM_CORE_ALLOW_LOOPBACK", "0"}};
+  expect(!Options::from_environment().allow_loopback, "0 allows loopback");
 }
 
 void what_ranks_must_share_is_told_apart() {
@@ -168,6 +185,8 @@ int main(int argc, char** argv) {
   return run_tests(argc, argv,
                    {{"every setting is read", every_setting_is_read},
                     {"refused", what_is_none_is_refused},
+                    {"misspelled", a_misspelled_variable_is_refused},
+                    {"others", variables_of_others_are_left_alone},
                     {"shared", what_ranks_must_share_is_told_apart},
                     {"secret", a_secret_is_compared_and_not_told},
                     {"addresses", addresses},

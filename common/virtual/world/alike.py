@@ -41,12 +41,12 @@ class Alike(Network):
         priorities: bool,
         chunk_bytes: float = CHUNK_BYTES,
     ) -> None:
-        super().__init__(0, shape, Events(), engine=engine, priorities=priorities)
+        known = Costs(costs, engine)
+        super().__init__(0, shape, Events(), costs=known, engine=engine, priorities=priorities)
         self.links: dict[Place, Link] = {
             "inside": Link(self.events, chunk_bytes),
             "between": Link(self.events, chunk_bytes),
         }
-        self._costs = Costs(costs, engine)
         self._shapes: dict[Group, tuple[Shape, int]] = {}
         self._windows: list[Any] = []
 
@@ -139,7 +139,7 @@ class Alike(Network):
 
         for leg in legs:
             link = self.links["between" if leg.hosts > 1 else "inside"]
-            cost = self._costs.of(operation, leg)
+            cost = self.costs.of(operation, leg)
             if groups > 1:
                 cost = Shared(cost=cost, messages=groups)
             sending = link.send(cost, nbytes, channel=queue, priority=priority, then=ended)

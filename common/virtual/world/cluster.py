@@ -78,7 +78,7 @@ class Cluster:
         self.began_s = 0.0
         """Time from which those of disturbances count."""
         self.windows: dict[tuple[Group, int], dict[int, list[Any]]] = {}
-        self._costs = Costs(costs, engine)
+        self.costs = Costs(costs, engine)
         self._changes: dict[int, list[tuple[Disturbance, Costs | None]]] = {}
         for each in disturbances:
             changed = None if each.costs is None else Costs(each.costs, engine)
@@ -104,7 +104,7 @@ class Cluster:
         """Returns the costs of messages of a host that start now."""
         active = self._active(host, self.events.now_s) if host in self._changes else ()
         changed = [costs for _, costs in active if costs is not None]
-        return changed[-1] if changed else self._costs
+        return changed[-1] if changed else self.costs
 
     def meet(self, group: Group, number: int, rank: int, given: Any) -> _Meeting | None:
         """Lets a rank come to meeting `number` of a group; returns it if all have come now."""
@@ -197,6 +197,7 @@ class Rank(Network):
             rank,
             cluster.shape,
             cluster.events,
+            costs=cluster.costs,
             engine=cluster.engine,
             priorities=cluster.priorities,
         )

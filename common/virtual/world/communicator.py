@@ -67,9 +67,12 @@ class VirtualCommunicator(Communicator):
     def connect(self, device: torch.device, channel: int = 0) -> None:
         """Does nothing: every group can be used at once."""
 
-    def regimes(self, operation: str, device: torch.device) -> None:
-        """Returns None: costs are known at every size."""
-        return
+    def regimes(self, operation: str, device: torch.device) -> tuple[tuple[str, int], ...] | None:
+        """Returns the regimes of an operation, as an engine reports them whose costs were measured.
+        None: the costs have none."""
+        if self.size == 1:
+            return None
+        return self.network.regimes(operation, group_of(self.groups[0]))
 
     def note_all_awaited(self) -> None:
         """Does nothing: the network sees every wait."""

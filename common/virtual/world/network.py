@@ -19,6 +19,7 @@ from common.virtual.world.trace import Recorder
 from dear.comm.handles import WorkTimes
 from dear.cost.event_model.events import Events
 from dear.cost.event_model.link import Cost, Sending, occupancy_s
+from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 
 Place = Literal["inside", "between"]
@@ -124,14 +125,22 @@ class Network(ABC):
     waits for the common clock before it starts or looks at a transfer (`catch_up`).
 
     Args:
+        costs: costs of messages without a disturbance.
         priorities: the engine lets urgent messages overtake others.
         engine: name of what sends (`comm_core`, `nccl`, ...), for algorithms that ask.
     """
 
     def __init__(
-        self, rank: int, shape: Shape, events: Events, *, engine: str, priorities: bool
+        self,
+        rank: int,
+        shape: Shape,
+        events: Events,
+        *,
+        costs: Costs,
+        engine: str,
+        priorities: bool,
     ) -> None:
-        self.rank, self.shape, self.events = rank, shape, events
+        self.rank, self.shape, self.events, self.costs = rank, shape, events, costs
         self.engine, self.priorities = engine, priorities
         self.transfers: list[Transfer] = []
         """Transfers that have started since the list was emptied."""
@@ -148,6 +157,10 @@ class Network(ABC):
         """Number of what may look at the rank at any time: callbacks, and other threads."""
         self._ahead_s = 0.0
         self._under_way: list[Transfer] = []
+
+    def regimes(self, operation: str, group: Group) -> tuple[tuple[str, int], ...] | None:
+        """Returns the regimes of an operation among the ranks of a group (`Costs.regimes`)."""
+        return self.costs.regimes(operation, shape_of(group.ranks, self.shape.ranks_per_host))
 
     def clock(self) -> float:
         """Returns the virtual time in seconds."""
@@ -297,7 +310,7 @@ class _Known:
     """Cost that remembers its results."""
 
     def __init__(self, cost: Cost) -> None:
-        self._cost = cost
+        self.cost = cost
         self._seconds: dict[float, tuple[float, float]] = {}
 
     def __call__(self, nbytes: float) -> float:
@@ -308,7 +321,7 @@ class _Known:
 
     def _of(self, nbytes: float) -> tuple[float, float]:
         if nbytes not in self._seconds:
-            self._seconds[nbytes] = self._cost(nbytes), occupancy_s(self._cost, nbytes)
+            self._seconds[nbytes] = self.cost(nbytes), occupancy_s(self.cost, nbytes)
         return self._seconds[nbytes]
 
 
@@ -334,6 +347,21 @@ class Costs:
                 f"engine {self._engine} has no cost of {operation}; its costs are of {names}"
             )
         return self._known[shape][operation]
+
+    def regimes(self, operation: str, shape: Shape) -> tuple[tuple[str, int], ...] | None:
+        """Returns the regimes of an operation: (algorithm, first message size in bytes), ascending.
+
+        None: the cost has one line, or lines whose algorithms are unknown.
+        """
+        cost = self.of(operation, shape)
+        while not isinstance(cost, CollectiveCost):
+            cost = getattr(cost, "cost", None)
+            if cost is None:
+                return None
+        starts = [0, *(int(line.below_bytes) for line in cost.smaller)]
+        names = [line.name for line in (*cost.smaller, cost) if line.name is not None]
+        known = len(starts) > 1 and len(names) == len(starts)
+        return tuple(zip(names, starts, strict=True)) if known else None
 
 
 def shape_of(ranks: Sequence[int], ranks_per_host: int) -> Shape:

@@ -9,7 +9,7 @@ namespace comm_core {
 
 class Op;
 
-// An operation in the ring. `dear/comm/flight/ring.py` reads and writes the same layout.
+// An operation in the ring. `dear/comm/flight/recorder.py` reads and writes the same layout.
 struct FlightSlot {
   uint64_t record;  // 1, 2, ...; 0 while the slot is being written
   uint64_t group;

@@ -3,11 +3,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
+#include <vector>
 
 #include "base/errors.h"
 #include "base/text.h"
@@ -17,12 +19,51 @@ namespace comm_core {
 
 namespace {
 
-std::string text(const char* name) {
-  const char* value = getenv(name);
-  return value == nullptr ? "" : value;
-}
+constexpr const char* kPrefix = "COMM_CORE_";
 
-void read_bytes(const char* name, size_t& into, size_t least) {
+// The variables of this process. It remembers the names that were read, so no list repeats them.
+class Environment {
+ public:
+  std::string text(const char* name) {
+    names_.push_back(name);
+    const char* value = getenv(name);
+    return value == nullptr ? "" : value;
+  }
+
+  bool flag(const char* name) {
+    const std::string value = text(name);
+    if (!value.empty() && value != "0" && value != "1") {
+      throw InvalidRequestError(std::string(name) + "=" + value + " must be 0 or 1");
+    }
+    return value == "1";
+  }
+
+  void read_bytes(const char* name, size_t& into, size_t least);
+  void read_factor(const char* name, double& into);
+
+  // Refuses variables of the core that were not read: a misspelled one would have no effect.
+  void refuse_others() const {
+    for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+      const std::string name = split(*entry, '=')[0];
+      if (name.rfind(kPrefix, 0) != 0 || (*entry)[name.size()] == '\0' ||
+          (*entry)[name.size() + 1] == '\0') {
+        continue;  // an empty variable is like none
+      }
+      // Kubernetes sets these in each container if a service is called comm-core.
+      if (name.rfind("COMM_CORE_SERVICE_", 0) == 0 || name.rfind("COMM_CORE_PORT", 0) == 0)
+        continue;
+      if (std::find(names_.begin(), names_.end(), name) != names_.end()) continue;
+      std::string known;
+      for (const std::string& each : names_) known += (known.empty() ? "" : ", ") + each;
+      throw InvalidRequestError("unknown variable " + name + "; the core reads " + known);
+    }
+  }
+
+ private:
+  std::vector<std::string> names_;
+};
+
+void Environment::read_bytes(const char* name, size_t& into, size_t least) {
   const std::string value = text(name);
   if (value.empty()) return;
   char* end = nullptr;
@@ -34,7 +75,7 @@ void read_bytes(const char* name, size_t& into, size_t least) {
   into = size_t(bytes);
 }
 
-void read_factor(const char* name, double& into) {
+void Environment::read_factor(const char* name, double& into) {
   const std::string value = text(name);
   if (value.empty()) return;
   char* end = nullptr;
@@ -72,7 +113,8 @@ std::string mark_of(const std::string& secret) {
 
 Options Options::from_environment() {
   Options options;
-  const std::string transport = text("COMM_CORE_TRANSPORT");
+  Environment environment;
+  const std::string transport = environment.text("COMM_CORE_TRANSPORT");
   if (transport == "tcp") {
     options.transport = TransportChoice::tcp;
   } else if (transport == "shm") {
@@ -80,25 +122,26 @@ Options Options::from_environment() {
   } else if (!transport.empty() && transport != "auto") {
     throw InvalidRequestError("COMM_CORE_TRANSPORT=" + transport + " must be auto, tcp or shm");
   }
-  options.interface = text("COMM_CORE_IFNAME");
-  options.host_id = text("COMM_CORE_HOST_ID");
-  options.sockets.congestion = text("COMM_CORE_TCP_CONGESTION");
-  options.secret = content_of(text("COMM_CORE_SECRET_FILE"));
-  options.allow_loopback = text("COMM_CORE_ALLOW_LOOPBACK") == "1";
+  options.interface = environment.text("COMM_CORE_IFNAME");
+  options.host_id = environment.text("COMM_CORE_HOST_ID");
+  options.sockets.congestion = environment.text("COMM_CORE_TCP_CONGESTION");
+  options.secret = content_of(environment.text("COMM_CORE_SECRET_FILE"));
+  options.allow_loopback = environment.flag("COMM_CORE_ALLOW_LOOPBACK");
   size_t send_buffer = 0, receive_buffer = 0;
-  read_bytes("COMM_CORE_TCP_SEND_BUFFER", send_buffer, 0);
-  read_bytes("COMM_CORE_TCP_RECEIVE_BUFFER", receive_buffer, 0);
+  environment.read_bytes("COMM_CORE_TCP_SEND_BUFFER", send_buffer, 0);
+  environment.read_bytes("COMM_CORE_TCP_RECEIVE_BUFFER", receive_buffer, 0);
   options.sockets.send_buffer = int(send_buffer);
   options.sockets.receive_buffer = int(receive_buffer);
-  read_bytes("COMM_CORE_TCP_SMALL", options.tcp_small, 0);
-  read_bytes("COMM_CORE_TCP_DIRECT", options.tcp_direct, 0);
-  read_bytes("COMM_CORE_TCP_CHUNK", options.tcp_chunk, 4096);
-  read_bytes("COMM_CORE_TCP_EAGER", options.tcp_eager, 0);
-  read_bytes("COMM_CORE_SHM_SLOT", options.shm_slot, 4096);
-  read_bytes("COMM_CORE_SHM_FLAT", options.shm_flat, 0);
-  read_bytes("COMM_CORE_SHM_DIRECT", options.shm_direct, 0);
-  read_bytes("COMM_CORE_SHM_STREAM", options.shm_stream, 0);
-  read_factor("COMM_CORE_TIME_SCALE", options.time_scale);
+  environment.read_bytes("COMM_CORE_TCP_SMALL", options.tcp_small, 0);
+  environment.read_bytes("COMM_CORE_TCP_DIRECT", options.tcp_direct, 0);
+  environment.read_bytes("COMM_CORE_TCP_CHUNK", options.tcp_chunk, 4096);
+  environment.read_bytes("COMM_CORE_TCP_EAGER", options.tcp_eager, 0);
+  environment.read_bytes("COMM_CORE_SHM_SLOT", options.shm_slot, 4096);
+  environment.read_bytes("COMM_CORE_SHM_FLAT", options.shm_flat, 0);
+  environment.read_bytes("COMM_CORE_SHM_DIRECT", options.shm_direct, 0);
+  environment.read_bytes("COMM_CORE_SHM_STREAM", options.shm_stream, 0);
+  environment.read_factor("COMM_CORE_TIME_SCALE", options.time_scale);
+  environment.refuse_others();
   return options;
 }
 

@@ -34,7 +34,7 @@ struct Options {
   // Returns the options that decide the algorithm of an operation and so must be equal on all
   // ranks, as "NAME=VALUE NAME=VALUE ...".
   std::string agreed() const;
-  // Reads the environment. Throws InvalidRequestError for an invalid value.
+  // Reads the environment. Throws InvalidRequestError for an invalid value or an unknown name.
   static Options from_environment();
 };
 

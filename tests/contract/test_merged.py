@@ -75,7 +75,7 @@ def _times(each_s):
 
 def test_a_plan_follows_the_layer_times_that_are_given(world):
     """Gradients that come far apart go alone after one step, those that come at once together."""
-    given = {"costs": "10gbe", "profile_steps": 7}
+    given = {"costs": "10gbe"}
     ((apart, *_), _) = world(2).run(_train, "mgwfbp", {**given, "layer_times": _times(9.0)}, 1)
     ((close, *_), _) = world(2).run(_train, "mgwfbp", {**given, "layer_times": _times(1e-9)}, 1)
     assert all(len(group) == 1 for group in apart) and len(close) == 1

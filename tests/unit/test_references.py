@@ -15,7 +15,7 @@ import yaml
 
 from common.harness import cli, variables
 from common.harness.experiment import AlgorithmChoice
-from common.harness.experiment_file import find_experiment, load
+from common.harness.experiment_file import NOTHING_RUNS, find_experiment, load
 from common.harness.running import fabric
 from common.harness.trial import Trial
 from dear.algorithms import aliases
@@ -161,7 +161,10 @@ def machine(monkeypatch):
 
 def trial(environ):
     flags, words = variables.trial_flags(environ)
-    (built,) = load(ROOT / "configs/experiments/reference.yaml", [f[6:] for f in flags]).trials()
+    # As `predict` does, which the script then calls.
+    rest = NOTHING_RUNS if environ.get("cluster") == "predicted" else ()
+    given = [*(flag[6:] for flag in flags), *rest]
+    (built,) = load(ROOT / "configs/experiments/reference.yaml", given).trials()
     return built, words
 
 

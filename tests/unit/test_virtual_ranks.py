@@ -338,7 +338,7 @@ def test_ranks_with_unequal_batches(capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--set", "learn.batch_sizes=[64, 64, 64, 20]"], "has no profile for 20; allowed: 16, 32"),
+        (["--set", "learn.batch_sizes=[64, 64, 64, 20]"], "has no profile for 20; allowed: "),
         (["--set", "learn.batch_sizes=[64, 64]"], "one number for each of 4 workers, got 2"),
         (["--set", "learn.batch_sizes=[64, 64, 64, 16]", "--over", "workers"], "--over workers"),
         (["--set", "learn.batch_sizes=[64, 64, 64, 16]", "-k", "horovod"], "ranks that differ"),

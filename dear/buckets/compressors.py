@@ -67,8 +67,16 @@ class HalfOptions(Options):
         return torch.bfloat16 if self.compression == "bf16" else None
 
     def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-        """Returns `gradient / size` in the `wire` dtype; `size` is the number of ranks."""
+        """Returns what a rank sends of `gradient`, in the `wire` dtype: here `gradient / size`.
+
+        Args:
+            size: number of ranks.
+        """
         return (gradient / size).to(self.wire)
+
+    def mean(self, total: torch.Tensor, size: int) -> torch.Tensor:
+        """Returns the mean over ranks, given the sum of what all `size` ranks have sent."""
+        return total
 
     @property
     def gathers(self) -> bool:

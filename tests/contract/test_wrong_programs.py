@@ -62,7 +62,7 @@ SIXTEEN = [
 # These two sum in another order than the reference does.
 SIXTEEN += [("fsdp", "fp16", ADAMW, size) for size in (2, 3)]
 SIXTEEN += [("horovod", "fp16", ADAMW, size) for size in (2, 4)]
-QUICK = (("wfbp", "fp16", ADAMW, 2), ("dear", "bf16", SGD, 2))
+QUICK = (("wfbp", "fp16", ADAMW, 2), ("dear", "bf16", SGD, 2), ("fsdp", "fp16", ADAMW, 3))
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,19 @@ class Fsdp(Algorithm["Fsdp.Options"]):
             at_least("fsdp option 'min_mb'", self.min_mb, 0)
 
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-            """Returns the gradient in the `wire` dtype, undivided: torch divides after rounding."""
-            return gradient.to(self.wire) / size
+            """Returns the gradient in the `wire` dtype. In fp16, torch divides it by a power of two
+            before the sum, and the sum by the rest."""
+            return gradient.to(self.wire) / self._before(size)
+
+        def mean(self, total: torch.Tensor, size: int) -> torch.Tensor:
+            return total * (self._before(size) / size)
+
+        def _before(self, size: int) -> int:
+            """Divisor before the sum: the power of two at which torch's factors are balanced."""
+            factor = 1
+            while self.compression == "fp16" and size % factor == 0 and size / factor > factor:
+                factor *= 2
+            return factor
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "sharded"

@@ -153,9 +153,9 @@ class Checker:
         job = RecordedJob(self._trial, recordings, dear.local_size(), changed)
         check = self._standard.judge(job, reports, training.consistency, self._first)
         finding = _first_finding([report.finding for report in reports])
-        limit, buffer = self._standard.first_tolerance(), self._first_buffer
-        if finding is None and buffer and buffer.error > limit:
-            finding = standard.off_by("after the first steps the buffer", buffer, limit)
+        if finding is None and self._first_buffer and self._first_buffer.error > self._tolerance:
+            when = "after the first steps the buffer"
+            finding = standard.off_by(when, self._first_buffer, self._tolerance)
         if finding is None:
             finding = standard.changed_buffers(recordings, changed)
         if finding is None:

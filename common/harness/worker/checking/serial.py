@@ -134,7 +134,8 @@ def on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
     if getattr(trial.options, "wire", None) is None:
         return gradients
     size = trial.world_size
-    return trial.options.narrowed(gradients, size).to(gradients.dtype) * size
+    sent = trial.options.narrowed(gradients, size).to(gradients.dtype)
+    return trial.options.mean(sent, size) * size
 
 
 def summed_on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
@@ -146,7 +147,8 @@ def summed_on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
     total, *others = trial.options.narrowed(gradients, trial.world_size)
     for other in others:
         total = total + other
-    return total.to(gradients.dtype).expand_as(gradients)
+    mean = trial.options.mean(total.to(gradients.dtype), trial.world_size)
+    return mean.expand_as(gradients)
 
 
 def change_settings(optimizer: torch.optim.Optimizer) -> None:

@@ -31,11 +31,6 @@ COMPUTED_TOLERANCE = {
 """Largest error if both sides compute gradients, which magnify the rounding of parameters."""
 WIRE_TOLERANCE = {"fp16": 5e-3, "bf16": 0.05}
 """Smallest tolerance if gradients are sent in a 16-bit dtype."""
-FIRST_STEPS = 4
-"""Factor of `WIRE_TOLERANCE` after the first steps. If an algorithm adds the ranks' gradients in
-another order than the reference, and those of an element almost cancel, their sum may have another
-sign. Adam then moves this element by a whole step in the wrong direction: an error of 0.0064 with
-fsdp on 3 ranks in fp16."""
 MIXED = 10
 """Factor of the tolerances if parameters are averaged instead of gradients: each step then rounds
 whole parameters, not only their changes."""
@@ -106,14 +101,7 @@ class Standard:
         trial = self._trial
         computed = computed and not is_replay(trial.model)
         least = (COMPUTED_TOLERANCE if computed else TOLERANCE)[trial.dtype]
-        return max(least, self._wire_tolerance())
-
-    def first_tolerance(self) -> float:
-        """Returns the largest allowed error after the first steps."""
-        return max(self.tolerance(computed=True), FIRST_STEPS * self._wire_tolerance())
-
-    def _wire_tolerance(self) -> float:
-        return WIRE_TOLERANCE.get(getattr(self._trial.options, "compression", "none"), 0.0)
+        return max(least, WIRE_TOLERANCE.get(getattr(trial.options, "compression", "none"), 0.0))
 
     def judge(
         self,
@@ -152,7 +140,7 @@ class Standard:
         compared = Comparison(job, self.reference, limit, mixed=not self._plain)
         finding, worst = self._unlike_claimed(job, limit), compared.end
         if first is not None:
-            first_limit = self.first_tolerance()
+            first_limit = self.tolerance(computed=True)
             if finding is None and first.error > first_limit:
                 finding = off_by("after the first steps", first, first_limit)
             if first.error / first_limit > worst.error / limit:

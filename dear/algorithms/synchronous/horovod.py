@@ -100,8 +100,8 @@ class Horovod(Algorithm["Horovod.Options"]):
                         "horovod option 'gradient_predivide_factor' cannot be used with "
                         f"{other}, which has its own division; leave one of them out"
                     )
-            name, limit = "horovod option 'fusion_threshold_mb'", MOST_LIBRARY_MB
-            at_least(name, self.fusion_threshold_mb, 0, limit)
+            given = self.fusion_threshold_mb
+            at_least("horovod option 'fusion_threshold_mb'", given, 0, MOST_LIBRARY_MB)
             positive("horovod option 'cycle_time_ms'", self.cycle_time_ms)
             at_least("horovod option 'cache_capacity'", self.cache_capacity, 0)
             for name, least in _AUTOTUNE.items():
@@ -136,6 +136,10 @@ class Horovod(Algorithm["Horovod.Options"]):
         def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
             """Returns the gradient in the `wire` dtype, undivided; Horovod divides it later."""
             return gradient.to(self.wire) / size
+
+        def mean(self, total: torch.Tensor, size: int) -> torch.Tensor:
+            """Returns the mean over ranks, given the sum of what `narrowed` returns."""
+            return total
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"

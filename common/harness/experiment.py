@@ -105,10 +105,8 @@ class ModelChoice:
         return ModelChoice(name=name, batch_size=batch_size, sentence_len=sentence_len)
 
 
-MEASURED_ONLY = (
-    *("launcher", "threads_per_rank", "report_lines", "data_dir"),
-    *("timeout_s", "collective_timeout_s"),
-)
+MEASURED_ONLY = ("launcher", "threads_per_rank", "report_lines", "data_dir", "timeout_s")
+MEASURED_ONLY += ("collective_timeout_s",)
 """Keys of `Experiment` that have no meaning for a predicted cluster."""
 
 

@@ -91,7 +91,7 @@ LEAST_SIZES = 3
 QUEUE, FEW_QUEUED, QUEUED_FROM = 8, 3, 16 << 10
 """Messages per measured queue, below `MANY_BELOW` bytes and above; and the smallest size in bytes
 that is measured in a queue."""
-SLOW_START_UP = 0.25
+LONG_START_UP = 0.25
 """Share of the start-up in the time of a message from which a queue of messages of at least
 `MANY_BELOW` bytes is measured. A smaller share does not stand out from the times of the bytes."""
 DISTANT_BARRIER_S, TIMED_BARRIERS = 3e-3, 5
@@ -99,12 +99,12 @@ DISTANT_BARRIER_S, TIMED_BARRIERS = 3e-3, 5
 QUEUE_SHARE = 0.5
 """Time limit of the queues, as a share of the budget of single messages."""
 MOST_BITS = 64
-"""Exponent of the largest size that `start_up_bytes` tries."""
+"""Exponent of the size that `start_up_bytes` returns if bytes are free."""
 
 Key = tuple[str, str, int, bool]
 _fits: WeakKeyDictionary[Communicator, dict[Key, CollectiveCost]] = WeakKeyDictionary()
 _barriers: WeakKeyDictionary[Communicator, float] = WeakKeyDictionary()
-"""Results of `barrier_s`, so that all measurements of a communicator use the same method."""
+"""Seconds of a barrier, by communicator: measured once, so all measurements use the same method."""
 
 
 def measure_collective(
@@ -186,7 +186,7 @@ class _Calls:
         """Bytes of the buffer that idle links pass at once."""
         rate = None if alone else communicator.wire_bytes_per_s
         self.wire_s_per_byte = self._share / rate if rate else None
-        self.lead = _leading(communicator, operation)
+        self.lead = leading(communicator, operation)
 
     def of(self, nbytes: int, count: int = 1) -> Callable[[], None]:
         """Returns a function that starts `count` collectives and waits for them."""
@@ -234,15 +234,15 @@ class _Calls:
     def queued(self, alone: Measurement, budget_s: float) -> tuple[tuple[int, float], ...]:
         """Returns (size, seconds) of a message in a queue, for the smallest size of each regime.
 
-        Sizes of at least `MANY_BELOW` bytes only count if their start-up is `SLOW_START_UP`. Large
-        ones are left out when time runs out.
+        A size of at least `MANY_BELOW` bytes is left out if the share of its start-up is below
+        `LONG_START_UP`, or if time runs out.
         """
         cost = alone.fit()
         alone_s = dict(zip(alone.nbytes, alone.typical_s, strict=True))
         counts = {
             size: QUEUE if size < MANY_BELOW else FEW_QUEUED
             for size in _heads(alone.nbytes, self.regimes)
-            if size < MANY_BELOW or cost.latency_s(size) >= SLOW_START_UP * alone_s[size]
+            if size < MANY_BELOW or cost.latency_s(size) >= LONG_START_UP * alone_s[size]
         }
         times = timed_by_size(
             self._communicator,
@@ -290,50 +290,45 @@ def barrier_s(communicator: Communicator) -> float:
     return _barriers[communicator]
 
 
+def is_distant(communicator: Communicator) -> bool:
+    """Returns True if a barrier takes `DISTANT_BARRIER_S` or more, as between sites; collective."""
+    return communicator.size > 1 and barrier_s(communicator) >= DISTANT_BARRIER_S
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lead:
     """Preparation of all ranks for a timed call, and how their times become that of the call."""
 
     before: Callable[[Callable[[], object]], object]
-    """Function that is called before each timed call. It gets a message of the same size, and
-    sends it or not."""
+    """Called before each timed call, with a function that sends a message of the same size. A
+    barrier does not need this function."""
     of_ranks: Callable[[Sequence[float]], float] = max
-    """Function from the seconds of all ranks to those of the call."""
+    """Computes the seconds of a call from those of all ranks."""
 
 
-def leading(communicator: Communicator) -> Lead:
+def leading(communicator: Communicator, operation: Operation = "all_reduce") -> Lead:
     """Returns what precedes timed calls: a barrier, or between distant ranks a message; collective.
 
     A barrier ends on some ranks one latency later than on others, and their wait for each other
     becomes a part of the next message. In training, a message follows others of about its size, and
-    TCP's windows are open. Between distant ranks (`DISTANT_BARRIER_S`), both would count as much as
-    the message, so there is no barrier. The ranks may then begin at different times, and one rank
-    waits in one call, and another rank in the next. The mean of the ranks' times contains this once
-    for each call, like the time of a training step.
+    TCP's windows are open. Between distant ranks, both would count as much as the message, so there
+    is no barrier. The ranks may then begin at different times, and one rank waits in one call, and
+    another rank in the next. The mean of the ranks' times contains this once for each call, like
+    the time of a training step.
     """
-    if communicator.size > 1 and barrier_s(communicator) >= DISTANT_BARRIER_S:
-        return Lead(before=lambda message: message(), of_ranks=statistics.fmean)
-    return Lead(before=lambda message: communicator.barrier())
-
-
-def _leading(communicator: Communicator, operation: Operation) -> Lead:
-    lead = leading(communicator)
-    if lead.of_ranks is max:
-        return lead
-    if operation == "broadcast":
-        # No rank waits for those behind it, so the next broadcast would begin before this one ends.
+    # No rank of a broadcast waits for those behind it: the next would begin before this one ends.
+    if operation == "broadcast" or not is_distant(communicator):
         return Lead(before=lambda message: communicator.barrier())
+    of_ranks: Callable[[Sequence[float]], float] = statistics.fmean
     if operation == EXCHANGE:
         # Pairs do not wait for each other, and one rank of an odd number is in no pair.
         half = communicator.size // 2
-        return dataclasses.replace(
-            lead, of_ranks=lambda times: max(map(_mean, times[:half], times[half : 2 * half]))
-        )
-    return lead
 
+        def of_ranks(times: Sequence[float]) -> float:
+            pairs = zip(times[:half], times[half : 2 * half], strict=True)
+            return max(map(statistics.fmean, pairs))
 
-def _mean(first: float, second: float) -> float:
-    return (first + second) / 2
+    return Lead(before=lambda message: message(), of_ranks=of_ranks)
 
 
 def timed_by_size(

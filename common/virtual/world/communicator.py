@@ -68,8 +68,7 @@ class VirtualCommunicator(Communicator):
         """Does nothing: every group can be used at once."""
 
     def regimes(self, operation: str, device: torch.device) -> tuple[tuple[str, int], ...] | None:
-        """Returns the regimes of an operation, as an engine reports them whose costs were measured.
-        None: the costs have none."""
+        """Returns the regimes of a measured cost as its engine reported them; None: no regimes."""
         if self.size == 1:
             return None
         return self.network.regimes(operation, group_of(self.groups[0]))

@@ -44,14 +44,13 @@ class Environment {
   // Refuses variables of the core that were not read: a misspelled one would have no effect.
   void refuse_others() const {
     for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
-      const std::string name = split(*entry, '=')[0];
-      if (name.rfind(kPrefix, 0) != 0 || (*entry)[name.size()] == '\0' ||
-          (*entry)[name.size() + 1] == '\0') {
-        continue;  // an empty variable is like none
-      }
+      const std::vector<std::string> parts = split(*entry, '=');
+      const std::string& name = parts[0];
+      if (name.rfind(kPrefix, 0) != 0) continue;
+      if (parts.size() < 2 || (parts.size() == 2 && parts[1].empty())) continue;  // like none
       // Kubernetes sets these in each container if a service is called comm-core.
-      if (name.rfind("COMM_CORE_SERVICE_", 0) == 0 || name.rfind("COMM_CORE_PORT", 0) == 0)
-        continue;
+      const bool of_service = name.rfind("COMM_CORE_SERVICE_", 0) == 0;
+      if (of_service || name.rfind("COMM_CORE_PORT", 0) == 0) continue;
       if (std::find(names_.begin(), names_.end(), name) != names_.end()) continue;
       std::string known;
       for (const std::string& each : names_) known += (known.empty() ? "" : ", ") + each;

@@ -10,7 +10,7 @@ import torch
 
 from common.results.records.trust import CostCheck, EngineCosts
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import DISTANT_BARRIER_S, barrier_s, measure_collective
+from dear.cost.collectives import barrier_s, is_distant, measure_collective
 from dear.cost.fit import CollectiveCost
 from dear.cost.foreign import Sender, measure_sender
 from dear.cost.measurement import LARGE, OPERATIONS, Measurement
@@ -134,11 +134,10 @@ def _sizes_and_budget(
 ) -> tuple[list[int], float]:
     """Returns the sizes of messages in bytes, and the budget of one operation in seconds of the
     modelled cluster; both are the same on all ranks."""
-    each_s = barrier_s(communicator)
-    if each_s < DISTANT_BARRIER_S:
+    if not is_distant(communicator):
         return sizes_up_to(nbytes, communicator.burst_bytes), least_s
     sizes = sizes_up_to(nbytes, communicator.burst_bytes, DISTANT_GROWTH)
-    return sizes, min(max(least_s, BARRIERS * each_s), MOST_BUDGET_S)
+    return sizes, min(max(least_s, BARRIERS * barrier_s(communicator)), MOST_BUDGET_S)
 
 
 def _drift(first: Measurement, again: Measurement) -> float:

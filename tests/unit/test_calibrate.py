@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from common.emulation.links.profile import network_file
 from common.harness.cli import main
 from common.harness.experiment_file import CommandLine, find_experiment, load
 from common.harness.verbs import predict
-from common.profiling import nccl_tests
+from common.profiling import nccl_tests, network
 from common.profiling.calibration import fitted, from_nccl_tests, write
 from common.virtual.costs.engines import OPERATIONS, costs_of
 from common.virtual.costs.known import links_of
@@ -23,7 +24,7 @@ from common.virtual.costs.parts import Platform, Shape, Wire
 from common.virtual.over import Point
 from dear.cost.calibrated import OperationCosts
 from dear.cost.fit import AlphaBeta
-from dear.cost.measurement import Measurement
+from dear.cost.measurement import MEASURABLE, Measurement
 from dear.errors import UserError
 
 RANKS = 4
@@ -420,6 +421,25 @@ def test_each_operation_has_the_error_of_its_own_cost(here):
         "network here: its measured costs are of nccl with 8 ranks, 2 per host; those of "
         "reduce_scatter, all_gather, broadcast, reduce, exchange are composed"
     )
+
+
+def test_a_slowed_network_is_calibrated_in_its_own_seconds(monkeypatch):
+    """Seconds of the network decide whether ranks are distant; the budget is in real ones."""
+    link = SimpleNamespace(backend="gloo", size=2, rank=0, gather_objects=lambda value: [value])
+    monkeypatch.setattr(network, "rank_facts", lambda: SimpleNamespace(world_size=2))
+    monkeypatch.setattr("dear.init", lambda **_: None)
+    monkeypatch.setattr("dear.shutdown", lambda: None)
+    monkeypatch.setattr("dear.comm.runtime.communicator", lambda: link)
+    monkeypatch.setattr("dear.comm.runtime.local_size", lambda: 1)
+    calls = []
+
+    def measure(communicator, name, device, *, sizes, budget_s):
+        calls.append((communicator.time_scale, communicator.time_scale * budget_s))
+
+    monkeypatch.setattr(network, "measure_collective", measure)
+    monkeypatch.setattr(network, "fitted", lambda results, **_: None)
+    network.measure(network.Plan(backend="gloo", time_scale=20.0, seconds=10.0))
+    assert calls == [(20.0, pytest.approx(10.0 / len(MEASURABLE)))] * len(MEASURABLE)
 
 
 def test_measured_costs_count_where_they_were_measured(here):

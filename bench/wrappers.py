@@ -33,13 +33,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import psutil
 import yaml
 
 import dear
 from bench.rig import program, table
 from bench.rig.output import Output, note
+from common.harness.worker.timing.device_use import PeakMemory
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
-from dear.errors import UserError
+from dear.errors import Unavailable, UserError
 from dear.lazy import torch
 from dear.options import Options, at_least
 from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
@@ -252,8 +254,7 @@ def _peak(args: argparse.Namespace, name: str, options: Options) -> dict[str, in
     entry = model_entry(args.model)
     importlib.import_module(entry.module)
     communicator.barrier()
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
+    added = AddedMemory()
     batch = torch.Generator().manual_seed(communicator.rank)
     length = args.sentence_len if entry.sentence_len is not None else None
     workload = build(args.model, args.batch_size, length, batch)
@@ -269,17 +270,30 @@ def _peak(args: argparse.Namespace, name: str, options: Options) -> dict[str, in
     optimizer.synchronize()
     communicator.barrier()
     return {
-        "before_bytes": before,
-        "peak_bytes": _status("VmHWM") - before,
+        "before_bytes": added.before_bytes,
+        "peak_bytes": added.peak_bytes,
         "parameter_bytes": sum(param.nbytes for param in workload.model.parameters()),
     }
 
 
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
+class AddedMemory:
+    """Memory that this process needs on top of what it had when the object was created.
+
+    Attributes:
+        before_bytes: resident memory at that time.
+    """
+
+    def __init__(self) -> None:
+        self.before_bytes = psutil.Process().memory_info().rss
+        self._peak = PeakMemory(torch.device("cpu"))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the resident memory since then, minus `before_bytes`."""
+        peak = self._peak.read()
+        if peak is None:
+            raise Unavailable("this kernel does not report the peak of a process's memory")
+        return peak - self.before_bytes
 
 
 def memory_table(rows: list[Row]) -> str:

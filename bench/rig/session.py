@@ -23,10 +23,16 @@ _SETUP += ("time_scale",)
 
 def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.ArgumentParser:
     """Returns a parser with the options of a session and `--json`. `names` is the default of the
-    engines. `world` is the default of the number of ranks."""
+    engines; without names, no engine starts with the session, and there is no such option. `world`
+    is the default of the number of ranks."""
     parser = program.parser(doc)
     add = parser.add_argument
-    add("--engines", nargs="+", default=list(names), metavar="NAME", help="engines, interleaved")
+    if names:
+        add(
+            "--engines", nargs="+", default=list(names), metavar="NAME", help="engines, interleaved"
+        )
+    else:
+        parser.set_defaults(engines=[])
     add("-n", "--ranks", dest="world", metavar="RANKS", type=int, default=world, help="ranks")
     add("--hosts", choices=("local", "netns"), default="local", help="this machine, or virtual")
     add("--rate", default="1gbit", help="link speed of virtual hosts: none, 1gbit, 10gbit, ...")
@@ -48,8 +54,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     for name in args.engines:
         if name not in engines.NAMES:
             raise unknown("engine", name, engines.NAMES)
-    if len(set(args.engines)) != len(args.engines):
-        raise UserError(f"--engines has a duplicate name: {' '.join(args.engines)}")
+    check_unique("--engines", args.engines)
     at_least("--repeats", args.repeats, 1)
     if not 2 <= args.world <= 64:
         raise UserError(f"-n {args.world}: collectives need 2 to 64 ranks")
@@ -75,12 +80,18 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     return args
 
 
+def check_unique(option: str, names: Sequence[str]) -> None:
+    """Raises `UserError` if an option has a name twice."""
+    if len(set(names)) != len(names):
+        raise UserError(f"{option} has a duplicate name: {' '.join(names)}")
+
+
 class Session:
     """Hosts and ranks of the engines of a script; see `started`.
 
     Attributes:
         args: options, as `parse` returned them.
-        hosts: hosts of the ranks.
+        layout: hosts of the ranks, and their connections.
         failures: reasons, for each engine that is missing or has failed.
         round: see `Teams.round`.
     """
@@ -88,7 +99,7 @@ class Session:
     def __init__(
         self, tool: str, args: argparse.Namespace, output: Output, layout: Layout, teams: Teams
     ) -> None:
-        self.hosts, self.failures, self.round = layout.hosts, teams.failures, teams.round
+        self.layout, self.failures, self.round = layout, teams.failures, teams.round
         self.args, self._tool, self._output = args, tool, output
         self._congestion = args.congestion or network.default_congestion()
         self._versions = {name: team.versions for name, team in teams.started.items()}

@@ -81,9 +81,9 @@ def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path, rate):
             "rows",
         ),
         (
-            "decentralized_peer.py",
-            "-n 2 --engines comm_core --topologies ring complete --width 8 --layers 2 --steps 2 "
-            "--repeats 2",
+            "peers.py",
+            "-n 2 --systems plain torch-ddp torch-fsdp2 gloo comm-core dear dear-ddp --width 8 "
+            "--layers 2 --steps 2 --repeats 2",
             "cases",
         ),
     ],
@@ -99,11 +99,11 @@ def test_every_script_prints_a_table_and_writes_its_numbers(script, arguments, k
     if arguments.startswith("overhead"):
         assert [row["algorithm"] for row in record["rows"]] == ["plain", "wfbp", "mgwfbp"]
         assert all(len(row["seconds_per_step"]) == 3 for row in record["rows"])
-    if script == "decentralized_peer.py":  # ours alone
-        assert record["parameters"] == 2 * (64 + 8)
-        for case in record["cases"]:
-            assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
-            assert "decent-dp" not in case["step_s"]
+    if script == "peers.py":
+        cases = {case["system"]: case for case in record["cases"]}
+        for name, case in cases.items():
+            assert len(case["step_s"]) == 2 and min(case["step_s"]) > 0, name
+            assert (case["difference"] is None) == (name in ("plain", "torch-ddp"))
 
 
 def test_what_ranks_report_of_a_killed_one_names_it_and_the_operation():

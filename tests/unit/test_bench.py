@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
+import numpy as np
 import pytest
 
-from bench import collectives, decentralized_peer, links, wrappers
+from bench import collectives, links, peers, wrappers
 from bench.rig import session, table, team
 from bench.rig.output import Output
 from common.emulation import sandbox
@@ -162,9 +163,15 @@ def test_a_link_may_be_off_by_two_percent_in_both_directions(rounds, worst, verd
         (collectives, "--network 10gbe", "--network 10gbe needs --hosts netns"),
         (collectives, "--hosts netns --time-scale 10", "--time-scale 10 needs --network"),
         (collectives, "--hosts netns --network 10gbe --time-scale 0.5", "--time-scale 0.5: must"),
-        (decentralized_peer, "-n 3 --topologies ring", "topology ring needs an even number"),
-        (decentralized_peer, "-n 6 --topologies one-peer-exp", "topology one-peer-exp needs 2^k"),
-        (decentralized_peer, "--topologies rnig", "unknown topology 'rnig'; did you mean 'ring'"),
+        (peers, "-n 3 --topologies ring", "topology ring needs an even number"),
+        (peers, "-n 6", "topology one-peer-exp needs 2^k"),
+        (peers, "--topologies rnig", "unknown topology 'rnig'; did you mean 'ring'"),
+        (peers, "--systems torch-dpp", "unknown system 'torch-dpp'; did you mean 'torch-ddp'?"),
+        (peers, "--systems plain dear", "--systems: dear is compared with torch-ddp; name both"),
+        (peers, "--systems plain plain", "--systems has a duplicate name: plain plain"),
+        (peers, "--topologies ring ring", "--topologies has a duplicate name: ring ring"),
+        (peers, "--systems plain --topologies ring", "--topologies: no system of --systems has"),
+        (peers, "--steps 0", "--steps must be at least 1"),
         (links, "delays --repeats 0", "--repeats must be at least 1"),
         (wrappers, "overhead --steps 0", "--steps must be at least 1"),
         (wrappers, "overhead --ranks 0", "--ranks must be at least 1"),
@@ -177,6 +184,22 @@ def test_a_mistake_is_named_in_one_line_before_anything_starts(script, arguments
         script.main(arguments.split())
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_peers_are_compared_by_round_and_what_failed_says_why():
+    cases = [
+        peers.Case(system="plain", step_s=[0.1, 0.1], cpu_s=[0.1, 0.1], peak_bytes=[2**20] * 2),
+        peers.Case(system="torch-ddp", step_s=[0.4, 0.6], cpu_s=[0.2, 0.2], peak_bytes=[2**21] * 2),
+        peers.Case(system="dear", step_s=[0.2, 0.2], cpu_s=[0.1, 0.3], peak_bytes=[2**20, 2**22]),
+        peers.Case(system="horovod", failure="unavailable: no mpirun on the PATH"),
+    ]
+    peers._compare(cases, {"torch-ddp": [np.ones(4)] * 2, "dear": [np.ones(4), 1.5 * np.ones(4)]})
+    assert [case.difference for case in cases] == [None, None, 0.5, None]
+    _, plain, _, dear, horovod = peers.rendered(cases, tensors=100).splitlines()
+    assert plain.split() == ["plain", "100", "100..100", "-", "100", "1", "-", "-"]
+    cells = ["dear", "200", "200..200", "1000", "200", "4", "5.0e-01", "2.50x", "(2.00..3.00,"]
+    assert dear.split() == [*cells, "2", "rounds)", "over", "torch-ddp"]
+    assert horovod.split(maxsplit=2)[2] == "unavailable: no mpirun on the PATH"
 
 
 def test_virtual_hosts_that_cannot_be_made_are_a_user_error(monkeypatch):

@@ -320,8 +320,8 @@ def test_a_text_that_cannot_be_filled_is_one_line_and_no_text_is_changed(
     built = []
     monkeypatch.setattr(maker, "make", lambda name, *_: not built.append(name))
     with pytest.raises(UserError, match=r"not filled in: b\.md: "):
-        maker.main(["quick", "peer"])
-    assert built == ["quick", "peer"], "hours of others are not lost"
+        maker.main(["quick", "peers"])
+    assert built == ["quick", "peers"], "hours of others are not lost"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -443,7 +443,7 @@ def test_the_plan_says_what_cannot_be_made_here(monkeypatch, capsys):
     monkeypatch.delenv("PEER", raising=False)
     monkeypatch.setattr(maker, "available_bytes", lambda: 1 << 30)
     monkeypatch.setattr(catalogue, "withdrawn", lambda: {"quick": "its sweep was shorter"})
-    assert maker.main(["--plan", "quick", "merging", "peer"]) == 0
+    assert maker.main(["--plan", "quick", "merging", "peers"]) == 0
     quick, merging, peer, total = capsys.readouterr().out.splitlines()
     assert "0.5 GiB" in quick and "left out" not in quick
     assert " about " in quick and " took " in merging

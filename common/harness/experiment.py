@@ -106,7 +106,7 @@ class ModelChoice:
 
 
 MEASURED_ONLY = ("launcher", "threads_per_rank", "report_lines", "data_dir", "timeout_s")
-MEASURED_ONLY += ("collective_timeout_s",)
+MEASURED_ONLY += ("collective_timeout_s", "seed")
 """Keys of `Experiment` that have no meaning for a predicted cluster."""
 
 

@@ -59,6 +59,7 @@ def test_an_experiment_with_much_time_is_predicted():
         (["--set", "launcher=torchrun"], "launcher: a predicted cluster runs nothing"),
         (["--set", "timeout_s=60"], "timeout_s: a predicted cluster runs nothing"),
         (["--set", "report_lines=true"], "report_lines: a predicted cluster runs nothing"),
+        (["--set", "seed=2"], "seed: a predicted cluster runs nothing"),
         (["--set", "faults=[{kind: link_down, host: 0}]"], "but not link_down"),
     ],
 )

@@ -20,16 +20,18 @@ not withdrawn; 2 for a user error.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +253,7 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
     command += ["--no-plot", "--logs", str(logs)]
     for override in recipe.set:
         command += ["--set", override]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+    if _status(command) != 0:
         return False
     folder = logs / load(experiment, recipe.set).name
     for name in _SWEEP_FILES:
@@ -266,16 +268,28 @@ def _ran(command: str, out: Path, missed: list[str]) -> bool:
     text = command.format(out=shlex.quote(str(out)))
     print(f"  {text}", flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    status = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text],
-        cwd=ROOT,
-        env={**os.environ, "PATH": path},
-        stdin=subprocess.DEVNULL,
-        check=False,
-    ).returncode
+    status = _status(["bash", "-euo", "pipefail", "-c", text], {"PATH": path})
     if status == catalogue.MISSED:
         missed.append(command)
     return status in (0, catalogue.MISSED)
+
+
+def _status(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
+    """Runs a command, and returns its exit status. If this process is asked to end meanwhile, all
+    processes of the command get SIGTERM; they would disturb the next record."""
+    with subprocess.Popen(
+        argv,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            raise
 
 
 def _check(chosen: dict[str, Recipe]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from common.results.records import FabricFacts, Failure, Record
 from common.results.store import Comparison, append
 from dear.errors import UserError
 from plots import gallery
+from tests.system.processes import wait_for
 from tests.unit import made_record
 
 RECIPES = catalogue.recipes()
@@ -457,3 +460,20 @@ def test_a_record_that_does_not_fit_is_left_out(monkeypatch, capsys, tmp_path):
     assert not maker.make("merging", recipe, "0123456789ab", tmp_path)
     assert "merging: left out: it needs" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_command_ends_with_the_program_that_makes_its_record(tmp_path):
+    path = tmp_path / "pid"
+    program = (
+        "import signal, sys; from bench import records\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        f"records._status(['bash', '-c', 'sleep 600 & echo $! > {path}; wait'])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=maker.ROOT) as process:
+        try:
+            sleeper = wait_for(lambda: path.exists() and path.read_text().strip())
+            process.terminate()
+            assert process.wait(30) == 143
+            wait_for(lambda: not Path("/proc", sleeper).exists())
+        finally:
+            process.kill()

@@ -56,8 +56,9 @@ from dear.options import at_least
 from dear.topology.schedules import TopologyReg
 
 TOLERANCE = 1e-3
-"""Largest relative difference of right results. Gradients that are added in another order make about
-1e-5, and averages of whole parameters 1e-4. An average without a rank's gradients makes over 0.05."""
+"""Largest relative difference of right results. Another order of additions makes about 1e-5 in
+averages of gradients, and 1e-4 in those of parameters. An average without a rank's gradients makes
+over 0.05."""
 _WARM_UP = 3
 
 

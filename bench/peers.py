@@ -56,9 +56,7 @@ from dear.options import at_least
 from dear.topology.schedules import TopologyReg
 
 TOLERANCE = 1e-3
-"""Largest relative difference of right results. Another order of additions makes about 1e-5 in
-averages of gradients, and 1e-4 in those of parameters. An average without a rank's gradients makes
-over 0.05."""
+"""Largest relative difference of right results, which are rounded in other orders."""
 _WARM_UP = 3
 
 
@@ -253,7 +251,7 @@ class Case:
 def train(
     place: Place,
     system: str,
-    topology: str,
+    topology: str | None,
     local: int,
     width: int,
     layers: int,

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from bench import collectives, links, peers, wrappers
 from bench.rig import session, table, team
@@ -201,6 +202,24 @@ def test_peers_are_compared_by_round_and_what_failed_says_why():
     cells = ["dear", "200", "200..200", "1000", "200", "4", "5.0e-01", "2.50x", "(2.00..3.00,"]
     assert dear.split() == [*cells, "2", "rounds)", "over", "torch-ddp"]
     assert horovod.split(maxsplit=2)[2] == "unavailable: no mpirun on the PATH"
+
+
+def test_the_comparison_of_peers_sees_a_rank_whose_gradients_are_missing():
+    def change(ranks: list[int], world: int) -> np.ndarray:
+        model = peers._model(width=64, layers=48)
+        start, optimizer = peers._flat(model.parameters()), peers.sgd(model.parameters())
+        data = [torch.Generator().manual_seed(rank) for rank in ranks]
+        for _ in range(9):
+            optimizer.zero_grad()
+            for batch in data:
+                (model(torch.randn(32, 64, generator=batch)).square().mean() / world).backward()
+            optimizer.step()
+        return (peers._flat(model.parameters()) - start).numpy()
+
+    right = change([0, 1, 2, 3], 4)
+    assert peers.difference([change([3, 2, 1, 0], 4)], [right]) < peers.TOLERANCE / 10
+    for world in (3, 4):
+        assert peers.difference([change([0, 1, 2], world)], [right]) > 5 * peers.TOLERANCE
 
 
 def test_virtual_hosts_that_cannot_be_made_are_a_user_error(monkeypatch):
